@@ -160,6 +160,30 @@ def test_flags_of_openrlhf_become_a_recipe(converted):
     assert found.left_out == ["something_else=3"]
 
 
+OPENRLHF_0_11 = """
+ray job submit -- python3 -m openrlhf.cli.train_ppo_ray \\
+   --actor.model_name_or_path models/llama --data.prompt_dataset data.jsonl --data.input_key question \\
+   --data.label_key gold --rollout.batch_size 256 --train.batch_size 128 --rollout.n_samples_per_prompt 4 \\
+   --algo.advantage.estimator group_norm --algo.kl.init_coef 1e-3 --algo.kl.use_loss --algo.kl.estimator k3 \\
+   --algo.kl.unbiased_gradient --actor.loss_agg_mode seq-mean-token-mean --rollout.max_new_tokens 512 \\
+   --actor.eps_clip_low_high 0.2 0.3 --actor.adam.betas 0.9 0.95 --actor.gradient_checkpointing_enable \\
+   --actor.num_nodes 1 --actor.num_gpus_per_node 8 --train.colocate_all --ds.param_dtype bf16 \\
+   --data.max_len 2048 --some.thing_else 3
+"""
+
+
+def test_flags_of_openrlhf_0_11_become_the_same_recipe(converted):
+    before, (found, values) = converted(OPENRLHF)[1], converted(OPENRLHF_0_11)
+    changed = {key: value for key, value in values.items() if value != before[key]}
+    assert changed == {
+        "data.max_response_length": 512,
+        "actor.loss_aggregation": "seq-mean-token-mean",
+        "algorithm.kl_importance_weight": True,
+    }
+    limits = "max_len=2048 limits prompt and response together; data.max_prompt_length and data.max_response_length"
+    assert found.left_out == ["some.thing_else=3", f"{limits} limit each, here 1024 and 512"]
+
+
 def test_a_value_without_an_equal_is_left_out(converted):
     found, _ = converted("x actor_rollout_ref.rollout.name=sglang algorithm.adv_estimator=gae")
     assert found.left_out == ["actor_rollout_ref.rollout.name=sglang has no equal here (expected one of vllm, hf)"]
@@ -177,6 +201,7 @@ def test_every_move_is_to_keys_that_exist(name):
     moved = {key for move in FRAMEWORKS[name].moves.values() for key in move.keys}
     assert moved <= leaf_keys().keys()
     assert not set(FRAMEWORKS[name].moves) & set(FRAMEWORKS[name].ignored)
+    assert set(FRAMEWORKS[name].names.values()) <= {*FRAMEWORKS[name].moves, *FRAMEWORKS[name].ignored}
 
 
 @pytest.mark.parametrize(

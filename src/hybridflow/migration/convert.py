@@ -47,6 +47,7 @@ def convert(file: str | Path, framework: str = "") -> Converted:
     path = Path(file)
     theirs = _read(path)
     chosen = FRAMEWORKS[framework] if framework else _framework_of(path, theirs)
+    theirs = {chosen.names.get(key, key): value for key, value in theirs.items()}
     values: dict[str, Any] = {}
     left_out: list[str] = []
     for key, value in {**chosen.defaults, **theirs}.items():

@@ -1,7 +1,7 @@
 """What becomes of a key of another framework: our keys, and how its value changes."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -22,7 +22,7 @@ class Framework:
     """The keys of a framework, its defaults where they differ from ours, and keys that need no equal.
 
     `marks`: keys by which a file is recognized. `finish(values, theirs)` settles what depends on several keys; it
-    returns notes.
+    returns notes. `names`: keys of other versions, each with the one that `moves` has.
     """
 
     name: str
@@ -31,6 +31,7 @@ class Framework:
     defaults: Mapping[str, Any]
     ignored: tuple[str, ...]
     finish: Callable[[dict[str, Any], Mapping[str, Any]], list[str]]
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 TRACKERS = ("wandb", "mlflow", "tensorboard")

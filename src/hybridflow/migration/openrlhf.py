@@ -1,4 +1,7 @@
-"""OpenRLHF: the `--flags` of a script that starts `openrlhf.cli.train_ppo_ray`."""
+"""OpenRLHF: the `--flags` of a script that starts `openrlhf.cli.train_ppo_ray`.
+
+Keys are those of version 0.9; NAMES has those of 0.10 and later.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +22,7 @@ MOVES: dict[str, Move] = {
     "reward_pretrain": to("reward.model_path"),
     "critic_pretrain": to("critic.model_path"),
     "bf16": switch("model.dtype", "bfloat16"),
+    "param_dtype": renamed("model.dtype", {"bf16": "bfloat16", "fp32": "float32"}),
     "gradient_checkpointing": to("model.gradient_checkpointing"),
     "lora_rank": to("lora.rank"),
     "lora_alpha": to("lora.alpha"),
@@ -44,6 +48,8 @@ MOVES: dict[str, Move] = {
     "eps_clip": to("actor.clip_ratio_low", "actor.clip_ratio_high"),
     "dual_clip": without("actor.clip_ratio_dual", where=(None,), instead=None),
     "value_clip": to("critic.value_clip"),
+    "loss_agg_mode": to("actor.loss_aggregation"),
+    "kl_unbiased_gradient": to("algorithm.kl_importance_weight"),
     "entropy_loss_coef": without("actor.entropy_coef", where=(None,), instead=0.0),
     "advantage_estimator": renamed("algorithm.advantage", ADVANTAGES),
     "gamma": to("algorithm.gamma"),
@@ -74,10 +80,91 @@ DEFAULTS: dict[str, Any] = {
     "kl_estimator": "k1",
     "dual_clip": None,
 }
-"""Defaults of OpenRLHF that differ from ours, by its documentation."""
+"""Defaults of OpenRLHF that differ from ours."""
+
+NAMES = {
+    "actor.model_name_or_path": "pretrain",
+    "reward.model_name_or_path": "reward_pretrain",
+    "critic.model_name_or_path": "critic_pretrain",
+    "actor.gradient_checkpointing_enable": "gradient_checkpointing",
+    "ds.param_dtype": "param_dtype",
+    "ds.lora.rank": "lora_rank",
+    "ds.lora.alpha": "lora_alpha",
+    "data.prompt_dataset": "prompt_data",
+    "eval.dataset": "eval_dataset",
+    "rollout.batch_size": "rollout_batch_size",
+    "rollout.max_new_tokens": "generate_max_len",
+    "data.max_len": "max_len",
+    "rollout.n_samples_per_prompt": "n_samples_per_prompt",
+    "rollout.temperature": "temperature",
+    "rollout.top_p": "top_p",
+    "vllm.tensor_parallel_size": "vllm_tensor_parallel_size",
+    "vllm.gpu_memory_utilization": "vllm_gpu_memory_utilization",
+    "vllm.enforce_eager": "enforce_eager",
+    "vllm.num_engines": "vllm_num_engines",
+    "vllm.sync_backend": "vllm_sync_backend",
+    "vllm.enable_sleep": "vllm_enable_sleep",
+    "ds.enable_sleep": "deepspeed_enable_sleep",
+    "ds.zero_stage": "zero_stage",
+    "ds.attn_implementation": "flash_attn",
+    "ds.packing_samples": "packing_samples",
+    "ds.adam_offload": "adam_offload",
+    "eval.temperature": "eval_temperature",
+    "eval.n_samples_per_prompt": "eval_n_samples_per_prompt",
+    "eval.steps": "eval_steps",
+    "actor.adam.lr": "actor_learning_rate",
+    "critic.adam.lr": "critic_learning_rate",
+    "actor.adam.betas": "adam_betas",
+    "actor.adam.weight_decay": "l2",
+    "actor.max_norm": "max_norm",
+    "train.max_epochs": "max_epochs",
+    "train.num_episodes": "num_episodes",
+    "train.batch_size": "train_batch_size",
+    "train.micro_batch_size": "micro_train_batch_size",
+    "rollout.micro_batch_size": "micro_rollout_batch_size",
+    "train.seed": "seed",
+    "train.colocate_all": "colocate_all_models",
+    "data.max_samples": "max_samples",
+    "data.input_key": "input_key",
+    "data.label_key": "label_key",
+    "data.apply_chat_template": "apply_chat_template",
+    "actor.eps_clip": "eps_clip",
+    "actor.eps_clip_low_high": "eps_clip_low_high",
+    "actor.dual_clip": "dual_clip",
+    "critic.value_clip": "value_clip",
+    "critic.freezing_steps": "freezing_actor_steps",
+    "actor.entropy_coef": "entropy_loss_coef",
+    "actor.loss_agg_mode": "loss_agg_mode",
+    "algo.advantage.estimator": "advantage_estimator",
+    "algo.advantage.gamma": "gamma",
+    "algo.advantage.lambd": "lambd",
+    "algo.kl.init_coef": "init_kl_coef",
+    "algo.kl.estimator": "kl_estimator",
+    "algo.kl.target": "kl_target",
+    "algo.kl.use_loss": "use_kl_loss",
+    "algo.kl.unbiased_gradient": "kl_unbiased_gradient",
+    "algo.dynamic_filtering_enable": "dynamic_filtering",
+    "ckpt.output_dir": "save_path",
+    "ckpt.save_steps": "save_steps",
+    "ckpt.max_num": "max_ckpt_num",
+    "ckpt.path": "ckpt_path",
+    "reward.remote_url": "remote_rm_url",
+    "actor.num_nodes": "actor_num_nodes",
+    "actor.num_gpus_per_node": "actor_num_gpus_per_node",
+    "ref.num_nodes": "ref_num_nodes",
+    "ref.num_gpus_per_node": "ref_num_gpus_per_node",
+    "critic.num_nodes": "critic_num_nodes",
+    "critic.num_gpus_per_node": "critic_num_gpus_per_node",
+    "reward.num_nodes": "reward_num_nodes",
+    "reward.num_gpus_per_node": "reward_num_gpus_per_node",
+    "logger.logging_steps": "logging_steps",
+    "logger.wandb.key": "use_wandb",
+    "logger.wandb.run_name": "wandb_run_name",
+    "logger.tensorboard_dir": "use_tensorboard",
+}
 
 SETTLED = (
-    *("train_batch_size", "use_kl_loss", "eps_clip_low_high", "input_key", "label_key", "apply_chat_template"),
+    *("train_batch_size", "use_kl_loss", "eps_clip_low_high", "input_key", "label_key", "apply_chat_template", "max_len"),
     *("actor_num_nodes", "actor_num_gpus_per_node", "remote_rm_url", "use_wandb", "use_tensorboard"),
 )
 IGNORED = (
@@ -99,6 +186,11 @@ def finish(values: dict[str, Any], theirs: Mapping[str, Any]) -> list[str]:
         values["algorithm.norm_by_std"] = False
     prompts = theirs["train_batch_size"] // theirs["n_samples_per_prompt"]
     values["actor.mini_batch_size"] = min(max(1, prompts), theirs["rollout_batch_size"])
+    if (limit := theirs.get("max_len")) is not None:
+        notes.append(
+            f"max_len={limit} limits prompt and response together; data.max_prompt_length and "
+            f"data.max_response_length limit each, here {theirs['prompt_max_len']} and {theirs['generate_max_len']}"
+        )
     if (bounds := theirs.get("eps_clip_low_high")) is not None:
         values["actor.clip_ratio_low"], values["actor.clip_ratio_high"] = bounds
     columns = {"prompt": theirs.get("input_key"), "answer": theirs.get("label_key")}
@@ -116,5 +208,5 @@ def finish(values: dict[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     return notes
 
 
-MARKS = ("pretrain", "rollout_batch_size", "prompt_data")
-OPENRLHF = Framework("OpenRLHF", MARKS, MOVES, DEFAULTS, (*IGNORED, *SETTLED), finish)
+MARKS = ("pretrain", "rollout_batch_size", "prompt_data", "rollout.n_samples_per_prompt", "data.prompt_dataset")
+OPENRLHF = Framework("OpenRLHF", MARKS, MOVES, DEFAULTS, (*IGNORED, *SETTLED), finish, NAMES)

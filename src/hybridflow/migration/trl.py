@@ -46,7 +46,7 @@ MOVES: dict[str, Move] = {
 
 DEFAULTS: dict[str, Any] = {
     "num_generations": 8,
-    "max_completion_length": 256,
+    "max_completion_length": 512,
     "learning_rate": 1e-6,
     "lr_scheduler_type": "linear",
     "weight_decay": 0.0,
@@ -57,7 +57,7 @@ DEFAULTS: dict[str, Any] = {
     "beta": 0.0,
     "use_bias_correction_kl": True,
 }
-"""Defaults of TRL's GRPOConfig that differ from ours, by its documentation."""
+"""Defaults of GRPOConfig in TRL 1.16 that differ from ours."""
 
 SETTLED = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "scale_rewards", "num_train_epochs", "report_to"),
