@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from hybridflow.controller.ray import RayBackend
     from hybridflow.protocol import DataProto
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # tests need no network; those of the hub have a stand-in on loopback
+
 FIXTURES = Path(__file__).parent / "fixtures"
 CHECKED_PACKAGE = "hybridflow.algorithms"
 CHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fixtures.gpu_settings import sizes_of_models, tables
+from hybridflow.config import load_config
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/gpu.md").read_text("utf-8")
@@ -19,11 +20,11 @@ SMALL = (
 )
 
 
-QUICK_START = ("make setup", "hf download", "prepare countdown", "recipes/gpu/")
+QUICK_START = ("make setup", "prepare countdown", "recipes/gpu/")
 
 
 def commands(text):
-    """Return the commands of the quick start: setup, download, data, training on one GPU, training on eight."""
+    """Return the commands of the quick start: setup, data, training on one GPU, training on eight."""
     blocks = re.findall(r"^```(?:bash|console)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     lines = [line.removeprefix("$ ").partition("  #")[0].strip() for block in blocks for line in block.splitlines()]
     return [line for line in lines if any(part in line for part in QUICK_START)]
@@ -35,7 +36,7 @@ def test_tables_of_settings_equal_the_generated_ones(tmp_path):
 
 
 def test_readme_has_the_quick_start_of_the_page():
-    assert len(commands(PAGE)) == 5
+    assert len(commands(PAGE)) == 4
     assert commands(README) == commands(PAGE)
 
 
@@ -43,19 +44,10 @@ def test_readme_is_shorter_than_150_lines():
     assert len(README.splitlines()) < 150
 
 
-def test_the_download_command_has_valid_arguments():
-    download = next(line for line in commands(PAGE) if "hf download" in line).split()
-    hf = Path(sys.executable).parent / "hf"
-    shown = subprocess.run([hf, "download", "--help"], capture_output=True, text=True).stdout
-    assert download[:2] == [".venv/bin/hf", "download"]
-    assert "--local-dir" in shown
-
-
 @pytest.fixture
 def checkout(tmp_path, tiny_model):
-    """Return a directory with links to the recipes and the environment, and a tiny model in place of the download."""
-    download = next(line for line in commands(PAGE) if "hf download" in line)
-    target = tmp_path / download.split()[-1]
+    """Return a directory with links to the recipes and the environment, and a tiny model under the name on the hub."""
+    target = tmp_path / load_config(ROOT / "recipes/gpu/one_gpu.toml").model.path
     target.parent.mkdir()
     target.symlink_to(tiny_model(max_position_embeddings=512))
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
@@ -72,7 +64,7 @@ def run(command, checkout, *more):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.ray)])
 def test_quick_start_runs_with_a_tiny_model_on_the_cpu(checkout, ranks):
-    _, _, data, *trainings = commands(PAGE)
+    _, data, *trainings = commands(PAGE)
     words = "w3 w4 {numbers} {target} w5"  # the tiny model knows no others
     run(f"{data} --train-size 8 --test-size 2", checkout, "--prompt-template", words)
     workers = f" controller.num_workers={ranks}" if ranks > 1 else ""

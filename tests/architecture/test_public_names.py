@@ -19,6 +19,7 @@ PACKAGES = (
     "hybridflow.controller.ray",
     "hybridflow.data",
     "hybridflow.engines",
+    "hybridflow.hub",
     "hybridflow.kernels",
     "hybridflow.migration",
     "hybridflow.models",

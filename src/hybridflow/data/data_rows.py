@@ -24,9 +24,9 @@ Files = str | Path | Sequence[str | Path]
 def read_data_rows(
     files: Files, kind: Kind, form: RowForm = PLAIN, optional: Sequence[str] = (), max_rows: int = 0
 ) -> list[Row]:
-    """Return the rows of .parquet, .jsonl, .json or .csv files, in order; `max_rows` 0: all of them.
+    """Return the rows of .parquet, .jsonl, .json or .csv files, or of folders of `datasets`, in order.
 
-    An optional column that a row lacks is None. Raises DataError, naming file, row and column, for a malformed row.
+    `max_rows` 0: all of them. An optional column that a row lacks is None. Raises DataError, naming file, row and column, for a malformed row.
     """
     paths = [Path(files)] if isinstance(files, str | Path) else [Path(file) for file in files]
     if form.is_plain and all(_is_plain(path) for path in paths):
@@ -43,7 +43,7 @@ def read_data_rows(
 
 
 def _is_plain(path: Path) -> bool:
-    return path.suffix not in (".jsonl", ".json", ".csv")
+    return path.suffix not in (".jsonl", ".json", ".csv") and not path.is_dir()
 
 
 def _rows_of_file(path: Path, kind: Kind, form: RowForm, optional: Sequence[str], max_rows: int) -> list[Row]:

@@ -164,7 +164,15 @@ NAMES = {
 }
 
 SETTLED = (
-    *("train_batch_size", "use_kl_loss", "eps_clip_low_high", "input_key", "label_key", "apply_chat_template", "max_len"),
+    *(
+        "train_batch_size",
+        "use_kl_loss",
+        "eps_clip_low_high",
+        "input_key",
+        "label_key",
+        "apply_chat_template",
+        "max_len",
+    ),
     *("actor_num_nodes", "actor_num_gpus_per_node", "remote_rm_url", "use_wandb", "use_tensorboard"),
 )
 IGNORED = (

@@ -26,7 +26,7 @@ class DataConfig(Section):
     train_files: tuple[str, ...] = Field(
         default=(),
         description="Files of training prompts (sft: with responses; dpo, reward-model: with preferences): .parquet, "
-        ".jsonl, .json or .csv.",
+        ".jsonl, .json or .csv, a folder of datasets, or hf://datasets/OWNER/NAME/PATH.",
     )
     val_files: tuple[str, ...] = Field(default=(), description="Files of validation prompts.")
     columns: dict[ColumnName, str] = Field(

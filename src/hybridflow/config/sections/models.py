@@ -15,7 +15,9 @@ class ModelConfig(Section):
     """The policy model."""
 
     path: str = Field(
-        default="", description="Local Hugging Face directory of the policy: config.json, safetensors, tokenizer."
+        default="",
+        description="The policy: a Hugging Face directory (config.json, safetensors, tokenizer), or a model on the "
+        "hub, as OWNER/NAME or OWNER/NAME@REVISION.",
     )
     dtype: Literal[DTypeName, "auto"] = Field(
         default="auto",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.data.chat_prompts import read_messages
+from hybridflow.data.dataset_folder import read_folder
 from hybridflow.data.json_lines import read_json_lines
 from hybridflow.data.parquet_rows import Row, columns_of, python_rows, read_table, require_data_file, shorten_text
 from hybridflow.data.prepare.prompt_file import Messages, PreparedFiles, as_messages, prompt_row, write_splits
@@ -133,7 +134,10 @@ def value_of(record: Mapping[str, Any], column: str, place: str) -> Any:
 
 
 def read_records(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, record) of a file of SUFFIXES; `columns` names what is expected, for errors."""
+    """Yield (place, record) of a file of SUFFIXES or a folder of `datasets`; `columns`: what is expected, for errors."""
+    if file.is_dir():
+        yield from read_folder(file)
+        return
     require_data_file(file)
     match file.suffix:
         case ".jsonl":
