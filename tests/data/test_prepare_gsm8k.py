@@ -74,11 +74,11 @@ def refused(tmp_path: Path, name: str, content: bytes | None) -> str:
 def test_malformed_file_is_an_error_with_file_and_line(tmp_path):
     assert "no such file" in refused(tmp_path, "none.jsonl", None)
     assert "no such file" in refused(tmp_path, "none.parquet", None)
-    assert "the suffix '.csv' is invalid" in refused(tmp_path, "some.csv", b"question,answer")
+    assert "the suffix '.txt' is invalid" in refused(tmp_path, "some.txt", b"question,answer")
     assert "has no rows" in refused(tmp_path, "empty.jsonl", b"\n")
     assert "line 2: is not JSON" in refused(tmp_path, "cut.jsonl", json.dumps(CLIPS).encode() + b'\n{"question": "a')
     assert "line 1: is a list" in refused(tmp_path, "list.jsonl", b"[1]")
-    assert "'answer' is missing; found question" in refused(tmp_path, "column.jsonl", b'{"question": "a"}')
+    assert "'answer' is missing; the row has question" in refused(tmp_path, "column.jsonl", b'{"question": "a"}')
     assert "'question' must be a text, got 3" in refused(tmp_path, "type.jsonl", b'{"question": 3, "answer": "#### 1"}')
     assert "must end in '#### number'" in refused(tmp_path, "mark.jsonl", b'{"question": "a", "answer": "72"}')
     assert "must end in '#### number'" in refused(tmp_path, "word.jsonl", b'{"question": "a", "answer": "#### many"}')
@@ -89,5 +89,5 @@ def test_malformed_file_is_an_error_with_file_and_line(tmp_path):
 def test_parquet_without_the_answer_column_is_an_error(tmp_path):
     file = tmp_path / "questions.parquet"
     pq.write_table(pa.Table.from_pylist([{"question": "a"}]), file)
-    with pytest.raises(DataError, match="column 'answer' is missing; the file has question"):
+    with pytest.raises(DataError, match="row 0: 'answer' is missing; the row has question"):
         prepare_gsm8k(file, file, tmp_path / "out")

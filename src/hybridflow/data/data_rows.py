@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.data.parquet_rows import MEDIA_COLUMNS, Row, columns_of, read_rows, shorten_text
-from hybridflow.data.prepare.table import read_records
+from hybridflow.data.prepare.records import read_records
 from hybridflow.data.row_forms import Kind, Records, RowForm, rows_of
 from hybridflow.errors import DataError
 
