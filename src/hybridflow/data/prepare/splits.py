@@ -45,18 +45,12 @@ def prepare_splits(
     file without rows or of which no row is kept, and DataConfigError for a `test_size` that leaves no training row.
     """
     train = _read(Path(train_file), make_row, columns, unique)
-    if test_file is not None:
-        test = _read(Path(test_file), make_row, columns, unique)
-        sources, train_rows, test_rows = [train, test], train.rows, test.rows
+    sources, train_rows = [train], train.rows
+    if test_file is None:
+        train_rows, test_rows = _random_split(train.rows, test_size, seed)
     else:
-        num_rows = len(train.rows)
-        if not 0 < test_size < num_rows:
-            fix = f"use 1 to {num_rows - 1}, or a test file" if num_rows > 1 else "use a test file"
-            raise DataConfigError(f"test_size={test_size} is invalid for {num_rows} rows; {fix}.")
-        chosen = {*random.Random(seed).sample(range(num_rows), test_size)}
-        test_rows = [row for index, row in enumerate(train.rows) if index in chosen]
-        train_rows = [row for index, row in enumerate(train.rows) if index not in chosen]
-        sources = [train]
+        sources.append(_read(Path(test_file), make_row, columns, unique))
+        test_rows = sources[1].rows
     if unique:
         tested = {_key(row, ["prompt"]) for row in test_rows}
         kept = [row for row in train_rows if _key(row, ["prompt"]) not in tested]
@@ -104,6 +98,18 @@ def _read(file: Path, make_row: MakeRow, columns: Sequence[str], unique: Sequenc
         reasons = "; ".join(f"{count}: {reason}" for reason, count in source.dropped.items())
         raise DataError(f"{file}: all rows were dropped ({reasons}).")
     return source
+
+
+def _random_split(rows: list[Any], test_size: int, seed: int) -> tuple[list[Any], list[Any]]:
+    """Return (training rows, `test_size` random test rows), both in the order of `rows`."""
+    if not 0 < test_size < len(rows):
+        fix = f"use 1 to {len(rows) - 1}, or a test file" if len(rows) > 1 else "use a test file"
+        raise DataConfigError(f"test_size={test_size} is invalid for {len(rows)} rows; {fix}.")
+    chosen = {*random.Random(seed).sample(range(len(rows)), test_size)}
+    split: tuple[list[Any], list[Any]] = [], []
+    for index, row in enumerate(rows):
+        split[index in chosen].append(row)
+    return split
 
 
 def _key(row: Mapping[str, Any], columns: Sequence[str]) -> str:
