@@ -2,7 +2,9 @@ import logging
 
 import pytest
 
-from hybridflow.data.chat_prompts import PromptEncoder, _warn_without_generation_prompt
+from hybridflow.data.chat_prompts import PromptEncoder, _warn_without_generation_prompt, read_messages
+from hybridflow.data.parquet_rows import Row
+from hybridflow.errors import DataError
 
 CHATML = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</>{% endfor %}"
 INST = (
@@ -50,3 +52,18 @@ def test_other_chat_templates_do_not_warn(warnings_of, template):
 
 def test_ended_conversations_need_no_generation_prompt(warnings_of):
     assert warnings_of(CHATML, add_generation_prompt=False) == []
+
+
+def test_text_parts_of_a_message_are_one_text():
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
+    row = Row("file: row 0", {"prompt": [{"role": "user", "content": parts}]})
+    assert read_messages(row) == [{"role": "user", "content": "a b"}]
+
+
+@pytest.mark.parametrize(
+    "part", [{"type": "image", "image": "x"}, {"type": "text"}, "text", {"type": "text", "text": 3}]
+)
+def test_a_part_that_is_not_a_text_is_an_error_that_shows_it(part):
+    row = Row("file: row 0", {"prompt": [{"role": "user", "content": [part]}]})
+    with pytest.raises(DataError, match=r"file: row 0: message 0 of 'prompt' has a part that is not a text: .*images"):
+        read_messages(row)

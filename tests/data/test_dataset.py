@@ -139,7 +139,10 @@ def good_row() -> dict:
         ({"prompt": []}, "has no messages"),
         ({"prompt": [{"content": "a"}]}, "message 0 of 'prompt' needs a role"),
         ({"prompt": [{"role": "user", "content": None}]}, "content of message 0 of 'prompt' must be a text, got None"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "image and audio prompts"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
+            "has a part that is not a text: {'type': 'image'}",
+        ),
         ({"prompt": [{"role": "user", "content": ""}]}, "the prompt has no tokens"),
         ({"data_source": 3}, "column 'data_source' must be a text, got 3"),
         ({"data_source": None}, "column 'data_source' has no value (null)"),

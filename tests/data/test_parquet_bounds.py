@@ -31,6 +31,16 @@ def test_a_file_at_its_bounds_is_read(tmp_path):
 
 
 @pytest.mark.usefixtures("bounds")
+def test_nested_texts_of_several_row_groups_are_read(tmp_path):
+    rows = [{"a": [{"b": TEXT + str(number % 20)}]} for number in range(40)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=10)
+    assert [row.values for row in read_rows(tmp_path / "a.parquet", ("a",))] == rows
+    pq.write_table(pa.Table.from_pylist([*rows, *rows]), tmp_path / "b.parquet", row_group_size=10)
+    with pytest.raises(DataError, match=r"column 'a\.list\.element\.b' has 0\.0 GiB uncompressed"):
+        read_rows(tmp_path / "b.parquet", ("a",))
+
+
+@pytest.mark.usefixtures("bounds")
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -5,6 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from fixtures.row_files import SUFFIXES, rows_of, write_rows
 from hybridflow.data import prepare_gsm8k
 from hybridflow.errors import DataError
 
@@ -41,13 +42,18 @@ def test_jsonl_becomes_prompt_rows_with_the_instruction(tmp_path):
     assert pq.read_table(files.test_file).to_pylist()[0]["extra_info"]["split"] == "test"
 
 
-def test_parquet_and_jsonl_give_equal_rows(tmp_path):
-    jsonl = write_jsonl(tmp_path / "a.jsonl", [CLIPS, CARS])
-    parquet = tmp_path / "a.parquet"
-    pq.write_table(pa.Table.from_pylist([CLIPS, CARS]), parquet)
-    from_jsonl = prepare_gsm8k(jsonl, jsonl, tmp_path / "1")
-    from_parquet = prepare_gsm8k(parquet, parquet, tmp_path / "2")
-    assert pq.read_table(from_jsonl.train_file).equals(pq.read_table(from_parquet.train_file))
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_files_of_all_suffixes_give_equal_rows(tmp_path, suffix):
+    jsonl, other = write_jsonl(tmp_path / "a.jsonl", [CLIPS, CARS]), write_rows(tmp_path / f"b{suffix}", [CLIPS, CARS])
+    files = [prepare_gsm8k(source, source, tmp_path / source.stem) for source in (jsonl, other)]
+    assert rows_of(files[0].train_file) == rows_of(files[1].train_file)
+
+
+def test_rows_without_a_question_are_dropped_and_repeated_ones_are_kept(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", [CLIPS, CARS, CLIPS, {**CARS, "question": " "}])
+    files = prepare_gsm8k(source, source, tmp_path / "out")
+    assert [(counts.num_read, counts.num_kept) for counts in files.sources] == [(4, 3), (4, 3)]
+    assert (files.num_train, files.num_test, files.dropped) == (3, 3, {"no prompt": 2})
 
 
 def test_unicode_line_separator_does_not_end_a_line(tmp_path):
@@ -74,11 +80,11 @@ def refused(tmp_path: Path, name: str, content: bytes | None) -> str:
 def test_malformed_file_is_an_error_with_file_and_line(tmp_path):
     assert "no such file" in refused(tmp_path, "none.jsonl", None)
     assert "no such file" in refused(tmp_path, "none.parquet", None)
-    assert "the suffix '.csv' is invalid" in refused(tmp_path, "some.csv", b"question,answer")
+    assert "the suffix '.txt' is invalid" in refused(tmp_path, "some.txt", b"question,answer")
     assert "has no rows" in refused(tmp_path, "empty.jsonl", b"\n")
     assert "line 2: is not JSON" in refused(tmp_path, "cut.jsonl", json.dumps(CLIPS).encode() + b'\n{"question": "a')
     assert "line 1: is a list" in refused(tmp_path, "list.jsonl", b"[1]")
-    assert "'answer' is missing; found question" in refused(tmp_path, "column.jsonl", b'{"question": "a"}')
+    assert "'answer' is missing; the row has question" in refused(tmp_path, "column.jsonl", b'{"question": "a"}')
     assert "'question' must be a text, got 3" in refused(tmp_path, "type.jsonl", b'{"question": 3, "answer": "#### 1"}')
     assert "must end in '#### number'" in refused(tmp_path, "mark.jsonl", b'{"question": "a", "answer": "72"}')
     assert "must end in '#### number'" in refused(tmp_path, "word.jsonl", b'{"question": "a", "answer": "#### many"}')
@@ -89,5 +95,5 @@ def test_malformed_file_is_an_error_with_file_and_line(tmp_path):
 def test_parquet_without_the_answer_column_is_an_error(tmp_path):
     file = tmp_path / "questions.parquet"
     pq.write_table(pa.Table.from_pylist([{"question": "a"}]), file)
-    with pytest.raises(DataError, match="column 'answer' is missing; the file has question"):
+    with pytest.raises(DataError, match="row 0: 'answer' is missing; the row has question"):
         prepare_gsm8k(file, file, tmp_path / "out")

@@ -1,12 +1,8 @@
 """Tables of questions and answers: every row is kept, or dropped for a reason that is counted."""
 
-import csv
-import json
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
+from fixtures.row_files import rows_of, write_rows
 from hybridflow.data import prepare_table
 from hybridflow.errors import DataConfigError, DataError
 
@@ -14,26 +10,9 @@ ROWS = [{"question": f"What is {n} + {n}?", "result": str(2 * n), "level": n % 3
 COLUMNS = {"prompt": "question", "answer": "result", "data_source": "sums"}
 
 
-def write(path, rows=ROWS):
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    elif path.suffix == ".csv":
-        with open(path, "w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
-    else:
-        path.write_text(json.dumps(rows) if path.suffix == ".json" else "".join(f"{json.dumps(row)}\n" for row in rows))
-    return path
-
-
-def rows_of(path):
-    return pq.read_table(path).to_pylist()
-
-
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
 def test_rows_become_prompts_with_ground_truths_and_extra_info(tmp_path, suffix):
-    source = write(tmp_path / f"rows{suffix}")
+    source = write_rows(tmp_path / f"rows{suffix}", ROWS)
     files = prepare_table(source, tmp_path / "out", test_size=3, instruction="Be brief.", system="You add.", **COLUMNS)
     train, test = rows_of(files.train_file), rows_of(files.test_file)
     assert (files.num_train, files.num_test, files.dropped) == (len(train), len(test), {}) == (9, 3, {})
@@ -50,7 +29,7 @@ def test_rows_become_prompts_with_ground_truths_and_extra_info(tmp_path, suffix)
 
 
 def test_the_test_rows_depend_on_the_seed_alone(tmp_path):
-    source = write(tmp_path / "rows.jsonl")
+    source = write_rows(tmp_path / "rows.jsonl", ROWS)
     tests = [
         rows_of(prepare_table(source, tmp_path / str(i), test_size=4, seed=seed, **COLUMNS).test_file)
         for i, seed in enumerate([0, 0, 1])
@@ -66,14 +45,14 @@ def test_rows_that_are_dropped_are_counted_by_reason(tmp_path):
         ROWS[0],
         ROWS[1] | {"result": "7"},
     ]
-    train, test = write(tmp_path / "train.jsonl", [*ROWS, *more]), write(tmp_path / "test.jsonl", ROWS[4:6])
+    train, test = write_rows(tmp_path / "train.jsonl", [*ROWS, *more]), write_rows(tmp_path / "test.jsonl", ROWS[4:6])
     files = prepare_table(train, tmp_path / "out", test_file=test, **COLUMNS)
     assert files.dropped == {
         "no prompt": 2,
         "no answer": 1,
         "repeats an earlier row": 1,
         "an earlier prompt with another answer": 1,
-        "the prompt is in the test file": 2,
+        "the prompt is in the test set": 2,
     }
     assert (files.num_train, files.num_test) == (10, 2)
     truths = [row["reward_model"]["ground_truth"] for row in rows_of(files.train_file)]
@@ -86,7 +65,7 @@ def test_nested_columns_and_messages_are_read(tmp_path):
         {"prompt": messages, "reward_model": {"ground_truth": 2}},
         {"prompt": "2 + 2?", "reward_model": {"ground_truth": 4}},
     ]
-    source = write(tmp_path / "rows.jsonl", rows)
+    source = write_rows(tmp_path / "rows.jsonl", rows)
     options = {"answer": "reward_model.ground_truth", "data_source": "sums", "test_size": 1, "instruction": "Now."}
     files = prepare_table(source, tmp_path / "out", **options)
     found = {row["prompt"][-1]["content"]: row for path in (files.train_file, files.test_file) for row in rows_of(path)}
@@ -107,7 +86,8 @@ def test_nested_columns_and_messages_are_read(tmp_path):
             '{"question": 3, "result": "a"}',
             r"line 1: 'question' must be a text or a list of chat messages, got 3",
         ),
-        ("a.jsonl", '{"question": "", "result": "a"}', r"no row has both a 'question' and an 'result'"),
+        ("a.jsonl", '{"question": "", "result": "a"}', r"a.jsonl: all rows were dropped \(1: no prompt\)"),
+        ("a.jsonl", "\n", r"a.jsonl: the file has no rows"),
         ("a.json", '{"question": "a"}', r"holds a dict; expected a list of objects"),
         ("a.json", "[1]", r"row 0: is a int; expected an object"),
         ("a.json", "[", r"is not JSON"),
@@ -127,7 +107,7 @@ def test_a_malformed_file_is_an_error_with_its_place(tmp_path, name, content, me
 @pytest.mark.parametrize("size", [0, 12, -1])
 def test_a_test_set_that_leaves_no_rows_is_an_error(tmp_path, size):
     with pytest.raises(DataConfigError, match=rf"test_size={size} is invalid for 12 rows; use 1 to 11, or a test file"):
-        prepare_table(write(tmp_path / "rows.csv"), tmp_path / "out", test_size=size, **COLUMNS)
+        prepare_table(write_rows(tmp_path / "rows.csv", ROWS), tmp_path / "out", test_size=size, **COLUMNS)
 
 
 def test_a_missing_file_is_an_error(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 
 from hybridflow.config import load_config
 from hybridflow.errors import DataConfigError, ModelConfigError
-from hybridflow.hub import with_local_files, with_names
+from hybridflow.hub import local_file, with_local_files, with_names
 
 MODEL = {
     "config.json": b'{"model_type": "llama"}',
@@ -167,3 +167,20 @@ def _files(directory):
     from pathlib import Path
 
     return sorted(path.relative_to(directory) for path in Path(directory).rglob("*") if path.is_file())
+
+
+def test_a_prepared_data_set_may_come_from_the_hub(hub, capsys):
+    from hybridflow.cli.main import main
+
+    rows = "".join(f'{{"question": "{a} + 1?", "answer": "{a + 1}"}}\n' for a in range(4))
+    hub.add("datasets/owner/sums", {"train.jsonl": rows.encode()})
+    name = "hf://datasets/owner/sums/train.jsonl"
+    options = ["--prompt", "question", "--data-source", "sums", "--test-size", "1", "--output-dir", "out"]
+    assert main(["prepare", "table", "--train-file", name, *options]) == 0
+    assert "read 4 rows, kept 4" in capsys.readouterr().out
+
+
+def test_a_name_of_several_files_is_an_error_where_one_is_needed(hub):
+    hub.add("datasets/owner/rows", DATA)
+    with pytest.raises(DataConfigError, match=r"--train-file: '.*' names 2 files, such as train-0\.jsonl; name one"):
+        local_file("--train-file", "hf://datasets/owner/rows/data/*.jsonl")

@@ -1,26 +1,33 @@
 """Write a dataset as train.parquet and test.parquet, ready for training.
 
-countdown and multiplication are generated; gsm8k is converted from files in GSM8K's format (.jsonl or .parquet), table
-from any file with prompts and answers (.jsonl, .json, .csv or .parquet).
+countdown and multiplication are generated. gsm8k, math, dapo and ultrafeedback are converted from files in the format
+of these data sets, table from any file with prompts and answers (all .jsonl, .json, .csv or .parquet).
 """
 
 import argparse
+from typing import Any
 
+from hybridflow.data.parquet_rows import shorten_text
 from hybridflow.data.prepare import (
     COUNTDOWN_PROMPT,
     GSM8K_INSTRUCTION,
+    MATH_INSTRUCTION,
     MULTIPLICATION_PROMPT,
     PreparedFiles,
     prepare_countdown,
+    prepare_dapo,
     prepare_gsm8k,
+    prepare_math,
     prepare_multiplication,
     prepare_table,
+    prepare_ultrafeedback,
 )
+from hybridflow.hub import local_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add one subcommand for each dataset."""
-    tasks = parser.add_subparsers(dest="task", required=True, metavar="countdown|multiplication|gsm8k|table")
+    tasks = parser.add_subparsers(dest="task", required=True)
 
     countdown = _add_task(tasks, "countdown", "reach a target with given numbers, each used once")
     _add_sizes(countdown)
@@ -54,16 +61,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
     gsm8k = _add_task(tasks, "gsm8k", "grade-school word problems, from files with the columns question and answer")
-    gsm8k.add_argument("--train-file", required=True, metavar="FILE", help="training problems, .jsonl or .parquet")
-    gsm8k.add_argument("--test-file", required=True, metavar="FILE", help="test problems, .jsonl or .parquet")
+    gsm8k.add_argument("--train-file", required=True, metavar="FILE", help="training problems")
+    gsm8k.add_argument("--test-file", required=True, metavar="FILE", help="test problems")
     gsm8k.add_argument(
         "--instruction", default=GSM8K_INSTRUCTION, metavar="TEXT", help="appended to each question after a space"
     )
 
+    math = _add_task(tasks, "math", "competition problems, from files with the columns problem and solution")
+    _add_files(math)
+    math.add_argument(
+        "--instruction", default=MATH_INSTRUCTION, metavar="TEXT", help="appended to each problem after a space"
+    )
+
+    dapo = _add_task(tasks, "dapo", "math problems, from files in the format of DAPO-Math-17k")
+    _add_files(dapo)
+
+    pairs = _add_task(tasks, "ultrafeedback", "pairs of answers, from files with the columns prompt, chosen, rejected")
+    _add_files(pairs)
+    pairs.add_argument("--keep-equal-scores", action="store_true", help="keep pairs whose answers have equal scores")
+
     table = _add_task(tasks, "table", "your own prompts and answers, from a .jsonl, .json, .csv or .parquet file")
-    table.add_argument("--train-file", required=True, metavar="FILE", help="training rows")
-    table.add_argument("--test-file", metavar="FILE", help="test rows; without it, random rows of the training file")
-    table.add_argument("--test-size", type=int, default=100, metavar="N", help="test rows without a test file")
+    _add_files(table)
     table.add_argument("--prompt", default="prompt", metavar="COLUMN", help="column of the prompts: texts or messages")
     table.add_argument("--answer", default="answer", metavar="COLUMN", help="column of the answers, as a.b if nested")
     table.add_argument(
@@ -71,12 +89,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     table.add_argument("--instruction", default="", metavar="TEXT", help="appended to each prompt after a space")
     table.add_argument("--system", default="", metavar="TEXT", help="system message before each prompt")
-    table.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the test rows")
+    tasks.metavar = "|".join(tasks.choices)
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the two files and print their sizes and the first row."""
     print(f"preparing {args.task} ...", flush=True)
+    for option in ("train_file", "test_file"):
+        if path := getattr(args, option, None):
+            setattr(args, option, local_file(f"--{option.replace('_', '-')}", path))
     _report(_prepare(args))
     return 0
 
@@ -84,18 +105,24 @@ def run(args: argparse.Namespace) -> int:
 def _prepare(args: argparse.Namespace) -> PreparedFiles:
     if args.task == "gsm8k":
         return prepare_gsm8k(args.train_file, args.test_file, args.output_dir, instruction=args.instruction)
+    if args.task == "math":
+        return prepare_math(args.train_file, args.output_dir, instruction=args.instruction, **_split(args))
+    if args.task == "dapo":
+        return prepare_dapo(args.train_file, args.output_dir, **_split(args))
+    if args.task == "ultrafeedback":
+        return prepare_ultrafeedback(
+            args.train_file, args.output_dir, keep_equal_scores=args.keep_equal_scores, **_split(args)
+        )
     if args.task == "table":
         return prepare_table(
             args.train_file,
             args.output_dir,
             data_source=args.data_source,
-            test_file=args.test_file,
-            test_size=args.test_size,
             prompt=args.prompt,
             answer=args.answer,
             instruction=args.instruction,
             system=args.system,
-            seed=args.seed,
+            **_split(args),
         )
     if args.task == "multiplication":
         return prepare_multiplication(
@@ -121,14 +148,25 @@ def _prepare(args: argparse.Namespace) -> PreparedFiles:
     )
 
 
+def _split(args: argparse.Namespace) -> dict[str, Any]:
+    return {"test_file": args.test_file, "test_size": args.test_size, "seed": args.seed}
+
+
 def _report(files: PreparedFiles) -> None:
+    for source in files.sources:
+        num_dropped = source.num_read - source.num_kept
+        print(f"{source.path}: read {source.num_read} rows, kept {source.num_kept}, dropped {num_dropped}")
+        for reason, count in source.dropped.items():
+            print(f"  dropped {count} row{'s' * (count != 1)}: {reason}")
     print(f"wrote {files.num_train} rows to {files.train_file}")
     print(f"wrote {files.num_test} rows to {files.test_file}")
-    for reason, count in files.dropped.items():
-        print(f"dropped {count} row{'s' * (count != 1)}: {reason}")
-    prompt = files.first_row["prompt"][-1]["content"]
-    print(f"the first prompt: {prompt}")
-    print(f"its ground truth: {files.first_row['reward_model']['ground_truth']}")
+    row = files.first_row
+    print(f"the first prompt: {row['prompt'][-1]['content']}")
+    if "reward_model" in row:
+        print(f"its ground truth: {row['reward_model']['ground_truth']}")
+    else:
+        print(f"its chosen answer: {shorten_text(row['chosen'])}")
+        print(f"its rejected answer: {shorten_text(row['rejected'])}")
 
 
 def _add_task(
@@ -147,3 +185,10 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="random seed; the same seed gives the same files"
     )
+
+
+def _add_files(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--train-file", required=True, metavar="FILE", help="training rows")
+    parser.add_argument("--test-file", metavar="FILE", help="test rows; without it, random rows of the training file")
+    parser.add_argument("--test-size", type=int, default=100, metavar="N", help="test rows without a test file")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the test rows")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from math import isqrt
 
 from hybridflow.algorithms.declarations import ESTIMATORS, LOSSES
+from hybridflow.config.environment import wrong_variable
 from hybridflow.config.faults import fault_problems, training_roles
 from hybridflow.config.roles import ROLES, ranks_of
 from hybridflow.config.sections.base import RoleName
@@ -29,6 +30,11 @@ def check(config: Config) -> None:
     """Raise ConfigError with all contradictions in a `Config` that was built in Python."""
     if problems := contradictions(config):
         raise ConfigError("\n  ".join([f"{len(problems)} problem(s) in the configuration:", *problems]))
+
+
+def _environment(config: Config) -> Iterator[str]:
+    if problem := wrong_variable(config.controller.environment):
+        yield f"controller.environment: {problem}"
 
 
 def _mini_batches(config: Config) -> Iterator[str]:
@@ -604,6 +610,7 @@ SUBJECTS = (
     _placement,
     _min_processes,
     _backend,
+    _environment,
     _shared_devices,
     _parallel,
     _engine,

@@ -15,6 +15,7 @@ from weakref import WeakSet
 
 from hybridflow.controller.backend import CallTerms, PerRank, WorkerRef
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs
+from hybridflow.controller.introduce import introduce
 from hybridflow.controller.one_call import NamingErrors, checked_output
 from hybridflow.controller.private_copy import copy_of_objects, private_copy
 from hybridflow.controller.resource_pool import ResourcePool
@@ -115,7 +116,10 @@ class LocalBackend:
     ) -> dict[str, list[LocalWorker]]:
         """Construct the workers of all classes in this process, as specified by `Backend.spawn`."""
         concurrent_calls_of({name: cls_with_init.cls for name, cls_with_init in classes.items()})
-        return {name: self._spawn(name, cls_with_init, resource_pool) for name, cls_with_init in classes.items()}
+        spawned = {name: self._spawn(name, cls_with_init, resource_pool) for name, cls_with_init in classes.items()}
+        for rank in range(resource_pool.world_size):
+            introduce({name: workers[rank].instance for name, workers in spawned.items()})
+        return spawned
 
     def _spawn(self, name: str, cls_with_init: ClassWithInitArgs, resource_pool: ResourcePool) -> list[LocalWorker]:
         port, workers = _free_port(), []
@@ -127,9 +131,9 @@ class LocalBackend:
                 "LOCAL_WORLD_SIZE": str(resource_pool.local_world_size(rank)),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
+                **({RANKS_TAKE_TURNS: "1"} if resource_pool.world_size > 1 else {}),
+                **resource_pool.environment,
             }
-            if resource_pool.world_size > 1:
-                environment[RANKS_TAKE_TURNS] = "1"
             worker = LocalWorker(f"{name}/{rank}", name, rank, environment)
             cls = cls_with_init.cls
             args, kwargs, _ = _receive(cls_with_init.args, cls_with_init.kwargs, f"{cls.__name__}.__init__")

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from hybridflow.config.environment import wrong_variable
 from hybridflow.controller.roles import Role
 from hybridflow.errors import ConfigError
 
@@ -16,10 +17,18 @@ class ResourcePool:
     """A pool of `process_on_nodes[i]` processes on node i, ranks numbered node by node.
 
     `max_colocate_count`: how many worker groups may each have a process at every place of the pool; a backend that
-    reserves devices reserves this many shares per place. Raises ConfigError for an empty pool or an empty node.
+    reserves devices reserves this many shares per place. `environment`: further environment variables of the processes,
+    which have them when the worker classes are imported and constructed. Raises ConfigError for an empty pool, an empty
+    node, and a variable that the backend sets itself.
     """
 
-    def __init__(self, process_on_nodes: Sequence[int], use_gpu: bool = False, max_colocate_count: int = 1) -> None:
+    def __init__(
+        self,
+        process_on_nodes: Sequence[int],
+        use_gpu: bool = False,
+        max_colocate_count: int = 1,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         counts = list(process_on_nodes) if isinstance(process_on_nodes, Iterable) else []
         if not counts or not all(isinstance(count, int) and count > 0 for count in counts):
             raise ConfigError(
@@ -28,7 +37,9 @@ class ResourcePool:
             )
         if max_colocate_count < 1:
             raise ConfigError(f"max_colocate_count={max_colocate_count} is invalid: expected 1 or more worker groups.")
-        self.process_on_nodes = counts
+        self.process_on_nodes, self.environment = counts, dict(environment or {})
+        if problem := wrong_variable(self.environment):
+            raise ConfigError(f"environment: {problem}.")
         self.use_gpu, self.max_colocate_count = use_gpu, max_colocate_count
         self._places = [(node, local_rank) for node, count in enumerate(counts) for local_rank in range(count)]
 

@@ -4,6 +4,7 @@ It reads its rank from the standard environment variables. It does not know grou
 """
 
 import os
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from hybridflow.errors import WorkerError
@@ -29,6 +30,8 @@ class Worker:
 
     concurrent_calls: ClassVar[int] = 1
     beside: ClassVar[frozenset[str]] = frozenset()
+    colocated: Mapping[str, "Worker"] = {}
+    """The workers of all groups in this process by group name, itself included; known once all are constructed."""
 
     _rank: int
     _world_size: int

@@ -41,15 +41,26 @@ def _read_message(row: Row, column: str, number: int, message: object) -> dict[s
         )
     content = message.get("content")
     if isinstance(content, list):
-        raise DataError(
-            f"{row.place}: message {number} of '{column}' is a list of parts, as in image and audio prompts, which "
-            f"are not supported yet; give its content as one text."
-        )
+        content = _joined(content, f"{row.place}: message {number} of '{column}'")
     if not isinstance(content, str):
         raise DataError(
             f"{row.place}: the content of message {number} of '{column}' must be a text, got {shorten(content)}."
         )
-    return {key: value for key, value in message.items() if value is not None}
+    return {key: value for key, value in {**message, "content": content}.items() if value is not None}
+
+
+def _joined(parts: list[object], place: str) -> str:
+    """Return the text of a message whose content is a list of text parts; raise DataError for another part."""
+    texts = []
+    for part in parts:
+        text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else None
+        if not isinstance(text, str):
+            raise DataError(
+                f"{place} has a part that is not a text: {shorten(part)}; images, audio and video are not supported "
+                "yet, give its content as one text or as text parts."
+            )
+        texts.append(text)
+    return "".join(texts)
 
 
 class PromptEncoder:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.data.parquet_rows import MEDIA_COLUMNS, Row, columns_of, read_rows, shorten_text
-from hybridflow.data.prepare.table import read_records
+from hybridflow.data.prepare.records import read_records
 from hybridflow.data.row_forms import Kind, Records, RowForm, rows_of
 from hybridflow.errors import DataError
 
@@ -26,7 +26,8 @@ def read_data_rows(
 ) -> list[Row]:
     """Return the rows of .parquet, .jsonl, .json or .csv files, or of folders of `datasets`, in order.
 
-    `max_rows` 0: all of them. An optional column that a row lacks is None. Raises DataError, naming file, row and column, for a malformed row.
+    `max_rows` 0: all of them. An optional column that a row lacks is None. Raises DataError, naming file, row and
+    column, for a malformed row.
     """
     paths = [Path(files)] if isinstance(files, str | Path) else [Path(file) for file in files]
     if form.is_plain and all(_is_plain(path) for path in paths):

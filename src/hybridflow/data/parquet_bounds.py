@@ -86,8 +86,9 @@ def _texts_of(path: Path, leaf: int) -> Iterator[tuple[pa.Array, str]]:
     num_rows = max(1, min(2**16, _PART_BYTES // largest)) if has_prefixes else 2**16
     with pq.ParquetFile(path, read_dictionary=None if has_prefixes else [leaf]) as file:
         name = file.schema.column(leaf).path
-        for batch in file.iter_batches(num_rows, columns=[name]):
-            yield batch.column(0), name
+        for group in range(file.num_row_groups):  # pyarrow cannot read a nested column's part of two dictionaries
+            for batch in file.iter_batches(num_rows, row_groups=[group], columns=[name]):
+                yield batch.column(0), name
 
 
 def _expanded_bytes(array: pa.Array) -> int:

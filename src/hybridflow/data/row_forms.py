@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hybridflow.data.prepare.prompt_file import prompt_row
-from hybridflow.data.prepare.table import is_empty, messages_of, value_of
+from hybridflow.data.prepare.records import is_empty, messages_of, value_of
 from hybridflow.errors import DataError
 from hybridflow.runtime import load_user_function
 

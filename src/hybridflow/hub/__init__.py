@@ -5,13 +5,14 @@ A configuration may name a model `OWNER/NAME` or `OWNER/NAME@REVISION`, and a fi
 revision, so that it continues with the same files.
 """
 
-from hybridflow.hub.local_config import local_model, with_local_files, with_names
+from hybridflow.hub.local_config import local_file, local_model, with_local_files, with_names
 from hybridflow.hub.names import FileName, ModelName, name_of
 from hybridflow.hub.upload import require_upload, upload_model
 
 __all__ = [
     "FileName",
     "ModelName",
+    "local_file",
     "local_model",
     "name_of",
     "require_upload",

@@ -6,6 +6,7 @@ from typing import Any
 
 from hybridflow.config import Config, leaf_keys
 from hybridflow.config.run_paths import FILES, MODELS, ON_HUB
+from hybridflow.errors import DataConfigError
 from hybridflow.hub.download import download_files, download_model
 from hybridflow.hub.names import FileName, ModelName, name_of
 
@@ -51,6 +52,20 @@ def local_model(key: str, path: str) -> Path:
     """Return the directory of a model: `path`, or the copy of what it names on the hub."""
     name = ModelName.of(path)
     return Path(path) if name is None else download_model(key, name)
+
+
+def local_file(key: str, path: str) -> Path:
+    """Return a data file: `path`, or the copy of what it names on the hub.
+
+    Raises DataConfigError, which names `key`, for a name of several files.
+    """
+    name = FileName.of(path)
+    if name is None:
+        return Path(path)
+    found = download_files(key, name)
+    if len(found) > 1:
+        raise DataConfigError(f"{key}: '{path}' names {len(found)} files, such as {found[0].name}; name one of them.")
+    return found[0]
 
 
 def _texts(value: object) -> tuple[str, ...]:

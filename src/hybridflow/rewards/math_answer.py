@@ -9,10 +9,10 @@ from numbers import Number
 from typing import Any
 
 from hybridflow.errors import RewardError
-from hybridflow.rewards.boxed import last_boxed
 from hybridflow.rewards.limits import require_seconds
 from hybridflow.rewards.math_bounds import is_astronomic
 from hybridflow.runtime.deadline import DeadlineExceeded, call_within
+from hybridflow.runtime.latex_box import last_boxed
 
 MAX_CHARS = 300
 MAX_TAIL_CHARS = 1000

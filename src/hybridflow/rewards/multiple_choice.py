@@ -7,7 +7,7 @@ from string import ascii_uppercase
 from typing import Any
 
 from hybridflow.errors import RewardError
-from hybridflow.rewards.boxed import last_boxed_span
+from hybridflow.runtime.latex_box import last_boxed_span
 
 _MAX_TAIL_CHARS = 20_000
 _TAG = re.compile(r"<answer>([^<]{0,500})</answer>")

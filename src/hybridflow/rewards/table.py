@@ -1,5 +1,6 @@
 """Tables of the built-in reward functions and answer extractors by data source."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -8,7 +9,7 @@ from hybridflow.rewards.answer_tag import last_answer
 from hybridflow.rewards.code_tests import code_reward
 from hybridflow.rewards.countdown import countdown_reward
 from hybridflow.rewards.gsm8k import gsm8k_flexible_reward, gsm8k_reward
-from hybridflow.rewards.math_answer import boxed_answer, math_reward
+from hybridflow.rewards.math_answer import MAX_CHARS, boxed_answer, math_reward
 from hybridflow.rewards.multiple_choice import chosen_letter, multiple_choice_reward
 from hybridflow.rewards.multiplication import multiplication_reward
 from hybridflow.rewards.no_reward import no_reward
@@ -24,12 +25,15 @@ REWARDS: dict[str, RewardFunction] = {
     "math": math_reward,
     "HuggingFaceH4/MATH-500": math_reward,
     "DigitalLearningGmbH/MATH-lighteval": math_reward,
+    "math_dapo": math_reward,
     "multiple_choice": multiple_choice_reward,
     "code": code_reward,
 }
 
 IN_PROCESSES = frozenset({math_reward, code_reward})
 """Functions that may take long, or forever, on a response: a run calls them in processes, like a user's function."""
+
+_ANSWER_LINE = re.compile(r"\bAnswer:(.*)", re.IGNORECASE)
 
 QUICK = frozenset(REWARDS.values()) - IN_PROCESSES | {gsm8k_flexible_reward, no_reward}
 """Built-in functions that a run calls in the rank itself, also if reward.function names them."""
@@ -67,6 +71,11 @@ def _final_number(text: str) -> str | None:
     return None if number is None else str(number)
 
 
+def _boxed_or_last_line(text: str) -> str | None:
+    lines = _ANSWER_LINE.findall(text)
+    return boxed_answer(text) or (lines[-1].strip(" \t$*.")[:MAX_CHARS] if lines else None) or None
+
+
 ANSWERS: dict[str, Callable[[str], str | None]] = {
     "openai/gsm8k": _final_number,
     "countdown": last_answer,
@@ -74,6 +83,7 @@ ANSWERS: dict[str, Callable[[str], str | None]] = {
     "math": boxed_answer,
     "HuggingFaceH4/MATH-500": boxed_answer,
     "DigitalLearningGmbH/MATH-lighteval": boxed_answer,
+    "math_dapo": _boxed_or_last_line,
     "multiple_choice": chosen_letter,
 }
 """Extractors of the answer of a response by data source: equal texts are votes for the same answer; None: no answer."""

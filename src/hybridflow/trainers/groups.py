@@ -208,7 +208,7 @@ def build_pool(
 ) -> ResourcePool:
     """Build a pool for roles. On Ray each process with a model reserves a GPU, if the cluster has any."""
     if config.controller.backend == "local":
-        return ResourcePool(processes)
+        return ResourcePool(processes, environment=config.controller.environment)
     from hybridflow.controller.ray import RayBackend, RayResourcePool
 
     assert isinstance(backend, RayBackend)
@@ -220,4 +220,5 @@ def build_pool(
         name_prefix=name,
         cpus_per_process=config.controller.cpus_per_worker,
         gpus_per_process=config.controller.gpus_per_worker,
+        environment=config.controller.environment,
     )

@@ -162,6 +162,11 @@ class ControllerConfig(Section):
         default=0,
         description="CPU threads per rank; 0: the number of physical cores. Rounding depends on it.",
     )
+    environment: dict[str, str] = Field(
+        default={},
+        description="Environment variables of the worker processes, as in {NCCL_DEBUG = 'INFO'}; variables of a rank "
+        "(RANK, WORLD_SIZE, MASTER_ADDR, ...) are set by the backend.",
+    )
     compiled_kernels: bool = Field(
         default=True,
         description="On a CPU, use kernels compiled by the machine's C compiler at the first start. false, or without "

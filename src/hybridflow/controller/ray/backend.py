@@ -280,7 +280,10 @@ class RayBackend:
         if not isinstance(pool, RayResourcePool):
             own = self._own_pools.get(id(pool))
             if own is None:
-                own = RayResourcePool(pool.process_on_nodes, pool.use_gpu, max_colocate_count=pool.max_colocate_count)
+                count, variables = pool.max_colocate_count, pool.environment
+                own = RayResourcePool(
+                    pool.process_on_nodes, pool.use_gpu, max_colocate_count=count, environment=variables
+                )
                 own.plan = pool  # pyright: ignore[reportAttributeAccessIssue]  (keeps its id from being used again)
                 self._own_pools[id(pool)] = own
             pool = own

@@ -102,6 +102,8 @@ class Launcher:
         shared, homes = ray.put(packed), [process.home for process in processes if process.home]
         nodes = [home.node_id for home in homes]
         arguments = []
+        launch = processes[0].launch
+        assert launch is not None, "only the process that has started a group builds it"
         for rank, node in enumerate(nodes):
             environment = {
                 "RANK": str(rank),
@@ -110,6 +112,7 @@ class Launcher:
                 "LOCAL_WORLD_SIZE": str(nodes.count(node)),
                 "MASTER_ADDR": homes[0].node_address,
                 "MASTER_PORT": str(port),
+                **launch.pool.environment,
             }
             if LEVEL_VARIABLE in os.environ:
                 environment[LEVEL_VARIABLE] = os.environ[LEVEL_VARIABLE]

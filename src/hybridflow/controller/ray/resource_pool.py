@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,8 +53,9 @@ class RayResourcePool(ResourcePool):
         max_colocate_count: int = 1,
         cpus_per_process: float = 1.0,
         gpus_per_process: float = 1.0,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(process_on_nodes, use_gpu=use_gpu, max_colocate_count=max_colocate_count)
+        super().__init__(process_on_nodes, use_gpu, max_colocate_count, environment)
         if not cpus_per_process >= 0:
             raise ConfigError(
                 f"cpus_per_process={cpus_per_process} is invalid: expected a number of logical CPUs, 0 or more."

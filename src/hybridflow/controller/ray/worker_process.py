@@ -17,6 +17,7 @@ from typing import Any
 import ray
 import torch
 
+from hybridflow.controller.introduce import introduce
 from hybridflow.controller.one_call import NamingErrors, checked_output
 from hybridflow.controller.ray.heartbeat import start_heartbeat
 from hybridflow.controller.ray.interfaces import own_interface
@@ -149,6 +150,7 @@ class WorkerProcess:
                 raise
             except BaseException as error:  # a constructor may raise any error; it is sent to the driver
                 raise pack_error(error, f"{name}.__init__", name, self._rank, self._node) from None
+        introduce(self._instances)
         self._waits = Waits()  # construction is not a wait
 
     def _require_own_gpu(self) -> None:

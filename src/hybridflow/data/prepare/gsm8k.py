@@ -1,14 +1,14 @@
-"""GSM8K from its original files, with `question` and `answer`, as .jsonl or .parquet."""
+"""GSM8K from its original files, with the columns `question` and `answer`."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridflow.data.json_lines import read_json_lines
-from hybridflow.data.parquet_rows import python_rows, read_table, shorten, shorten_text
-from hybridflow.data.prepare.prompt_file import PreparedFiles, prompt_row, write_splits
-from hybridflow.errors import DataConfigError, DataError
+from hybridflow.data.prepare.prompt_file import PreparedFiles
+from hybridflow.data.prepare.records import is_empty, text_of
+from hybridflow.data.prepare.splits import prepare_splits, unsplit_row
+from hybridflow.errors import DataError
 
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 _NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
@@ -17,56 +17,23 @@ _NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 def prepare_gsm8k(
     train_file: str | Path, test_file: str | Path, output_dir: str | Path, *, instruction: str = GSM8K_INSTRUCTION
 ) -> PreparedFiles:
-    """Write `train.parquet` and `test.parquet` from GSM8K's original files (.jsonl or .parquet).
+    """Write `train.parquet` and `test.parquet` from GSM8K's original files (.jsonl, .json, .csv or .parquet).
 
     The instruction is appended to each question; the ground truth is the number after "####", without commas and $.
-    Raises DataError, naming file and row, for a missing file or column and for an answer without a final number.
+    A row without a question is dropped and counted; all others are kept, also repeated ones. Raises DataError, naming
+    file and row, for a missing file or column and for an answer without a final number.
     """
-    train = _prompt_rows(Path(train_file), "train", instruction)
-    test = _prompt_rows(Path(test_file), "test", instruction)
-    return write_splits(output_dir, train, test)
 
+    def make_row(record: Mapping[str, Any], place: str) -> dict[str, Any] | str:
+        question, answer = text_of(record, "question", place), text_of(record, "answer", place)
+        if is_empty(question):
+            return "no prompt"
+        prompt = f"{question} {instruction}" if instruction else question
+        truth = _final_number(answer, place)
+        return unsplit_row("openai/gsm8k", prompt, truth, extra_info={"answer": answer, "question": question})
 
-def _prompt_rows(file: Path, split: str, instruction: str) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for place, record in _read_records(file):
-        question, answer = _text(record, "question", place), _text(record, "answer", place)
-        rows.append(
-            prompt_row(
-                data_source="openai/gsm8k",
-                prompt=f"{question} {instruction}" if instruction else question,
-                ground_truth=_final_number(answer, place),
-                split=split,
-                index=len(rows),
-                question=question,
-                answer=answer,
-            )
-        )
-    if not rows:
-        raise DataError(f"{file}: the file has no rows.")
-    return rows
-
-
-def _read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, record)."""
-    if file.suffix not in (".jsonl", ".parquet"):
-        raise DataConfigError(f"{file}: the suffix {file.suffix!r} is invalid: expected a .jsonl or .parquet file.")
-    if file.suffix == ".parquet":
-        columns = ("question", "answer")
-        for row, record in enumerate(python_rows(file, read_table(file, columns), columns)):
-            yield f"{file}: row {row}", record
-        return
-    yield from read_json_lines(file, "question and answer")
-
-
-def _text(record: dict[str, Any], name: str, place: str) -> str:
-    if name not in record:
-        found = shorten_text(", ".join(record))
-        raise DataError(f"{place}: '{name}' is missing; found {found or 'no keys'}.")
-    value = record[name]
-    if not isinstance(value, str):
-        raise DataError(f"{place}: '{name}' must be a text, got {shorten(value)}.")
-    return value
+    columns = ("question", "answer")
+    return prepare_splits(train_file, output_dir, make_row, columns=columns, unique=(), test_file=test_file)
 
 
 def _final_number(answer: str, place: str) -> str:

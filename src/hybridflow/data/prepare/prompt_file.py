@@ -3,8 +3,9 @@
 Files are replaced atomically, so that a reader never sees an incomplete one.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,24 @@ Messages = Sequence[Mapping[str, str]]
 
 
 @dataclass(frozen=True)
+class SourceFile:
+    """A file that a `prepare` function read: its number of rows, and of those that were left out, by reason."""
+
+    path: Path
+    num_read: int
+    dropped: Mapping[str, int]
+
+    @property
+    def num_kept(self) -> int:
+        """Number of rows that were written."""
+        return self.num_read - sum(self.dropped.values())
+
+
+@dataclass(frozen=True)
 class PreparedFiles:
     """The output of a `prepare` function: two parquet files, their numbers of rows, and the first training row.
 
-    `dropped`: the number of rows that were left out, by reason.
+    `sources`: the files that were read, none if the rows were generated.
     """
 
     train_file: Path
@@ -29,7 +44,15 @@ class PreparedFiles:
     num_train: int
     num_test: int
     first_row: Mapping[str, Any]
-    dropped: Mapping[str, int] = field(default_factory=dict)
+    sources: tuple[SourceFile, ...] = ()
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Number of rows of all sources that were left out, by reason."""
+        counts: Counter[str] = Counter()
+        for source in self.sources:
+            counts.update(source.dropped)
+        return dict(counts)
 
 
 def as_messages(prompt: str | Messages) -> list[dict[str, str]]:
@@ -64,6 +87,11 @@ def prompt_row(
     }
 
 
+def preference_row(prompt: str | Messages, chosen: str, rejected: str) -> dict[str, Any]:
+    """Return one row of a preference file."""
+    return {"prompt": as_messages(prompt), "chosen": chosen, "rejected": rejected}
+
+
 def write_prompt_file(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     """Write rows made by `prompt_row` as parquet; raise DataError if there are none or their types differ."""
     return write_parquet(path, rows)
@@ -76,10 +104,7 @@ def write_sft_file(path: str | Path, examples: Sequence[tuple[str | Messages, st
 
 def write_preference_file(path: str | Path, pairs: Sequence[tuple[str | Messages, str, str]]) -> Path:
     """Write (prompt, chosen response, rejected response) as the parquet file that `PreferenceDataset` reads."""
-    rows = [
-        {"prompt": as_messages(prompt), "chosen": chosen, "rejected": rejected} for prompt, chosen, rejected in pairs
-    ]
-    return write_parquet(path, rows)
+    return write_parquet(path, [preference_row(*pair) for pair in pairs])
 
 
 def write_conversation_file(path: str | Path, conversations: Sequence[Messages]) -> Path:
@@ -88,18 +113,22 @@ def write_conversation_file(path: str | Path, conversations: Sequence[Messages])
 
 
 def write_splits(
-    output_dir: str | Path, train: Sequence[Mapping[str, Any]], test: Sequence[Mapping[str, Any]]
+    output_dir: str | Path,
+    train: Sequence[Mapping[str, Any]],
+    test: Sequence[Mapping[str, Any]],
+    sources: Sequence[SourceFile] = (),
 ) -> PreparedFiles:
     """Write `train.parquet` and `test.parquet` into `output_dir`, which is created if it is missing."""
     output_dir = Path(output_dir)
     if not train or not test:
         raise DataError(f"{output_dir}: {len(train)} training and {len(test)} test rows; both files need at least one.")
     return PreparedFiles(
-        train_file=write_prompt_file(output_dir / "train.parquet", train),
-        test_file=write_prompt_file(output_dir / "test.parquet", test),
+        train_file=write_parquet(output_dir / "train.parquet", train),
+        test_file=write_parquet(output_dir / "test.parquet", test),
         num_train=len(train),
         num_test=len(test),
         first_row=train[0],
+        sources=tuple(sources),
     )
 
 

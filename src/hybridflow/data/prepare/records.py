@@ -1,0 +1,133 @@
+"""Records of .jsonl, .json, .csv and .parquet files, and the values in them; errors name file and row."""
+
+import csv
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridflow.data.chat_prompts import read_messages
+from hybridflow.data.dataset_folder import read_folder
+from hybridflow.data.json_lines import read_json_lines
+from hybridflow.data.parquet_rows import (
+    Row,
+    columns_of,
+    python_rows,
+    read_table,
+    require_data_file,
+    shorten,
+    shorten_text,
+)
+from hybridflow.data.prepare.prompt_file import Messages, as_messages
+from hybridflow.errors import DataConfigError, DataError
+
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+MAX_JSON_BYTES = 2**30
+"""Size of a .json file, which is read as a whole."""
+
+PARQUET_ROWS = 10_000
+"""Rows of a parquet file that are Python objects at a time; public files have millions of them."""
+
+
+def is_empty(value: Any) -> bool:
+    """Return whether a column of a row has no value, or only spaces."""
+    return value is None or value == [] or (isinstance(value, str) and not value.strip())
+
+
+def messages_of(value: Any, column: str, place: str, instruction: str = "", system: str = "") -> Messages:
+    """Return a prompt, a text or a list of chat messages, as messages; raise DataError for another value."""
+    if not isinstance(value, str | list):
+        raise DataError(f"{place}: '{column}' must be a text or a list of chat messages, got {value!r:.100}.")
+    messages = as_messages(value) if isinstance(value, str) else read_messages(Row(place, {column: value}), column)
+    if instruction:
+        messages = [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']} {instruction}"}]
+    return [{"role": "system", "content": system}, *messages] if system else messages
+
+
+def value_of(record: Mapping[str, Any], column: str, place: str) -> Any:
+    """Return the value of a column, or of a nested one whose name has dots; raise DataError if there is none."""
+    if column in record:
+        return record[column]
+    value: Any = record
+    for name in column.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            found = shorten_text(", ".join(map(str, record)))
+            raise DataError(f"{place}: '{column}' is missing; the row has {found or 'no keys'}.")
+        value = value[name]
+    return value
+
+
+def text_of(record: Mapping[str, Any], column: str, place: str) -> str:
+    """Return the text in a column, "" for null; raise DataError if the column is missing or holds another value."""
+    value = value_of(record, column, place)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise DataError(f"{place}: '{column}' must be a text, got {shorten(value)}.")
+    return value
+
+
+def answer_of(record: Mapping[str, Any], column: str, place: str) -> str:
+    """Return the text or number in a column as a text without outer spaces, "" for null; raise DataError for others."""
+    value = value_of(record, column, place)
+    if isinstance(value, bool) or not isinstance(value, str | int | float | None):
+        raise DataError(f"{place}: '{column}' must be a text or a number, got {shorten(value)}.")
+    return "" if value is None else str(value).strip()
+
+
+def read_records(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place, record) of a file of SUFFIXES or a folder of `datasets`; `columns` is what errors expect."""
+    if file.is_dir():
+        yield from read_folder(file)
+        return
+    require_data_file(file)
+    match file.suffix:
+        case ".jsonl":
+            yield from read_json_lines(file, " and ".join(columns))
+        case ".json":
+            yield from _read_json(file)
+        case ".csv":
+            yield from _read_csv(file)
+        case ".parquet":
+            table = read_table(file, (), columns_of(file))
+            for start in range(0, table.num_rows, PARQUET_ROWS):
+                for row, record in enumerate(python_rows(file, table.slice(start, PARQUET_ROWS), ()), start):
+                    yield f"{file}: row {row}", record
+        case _:
+            raise DataConfigError(f"{file}: the suffix {file.suffix!r} is invalid: expected {', '.join(SUFFIXES)}.")
+
+
+def _read_json(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    if file.stat().st_size > MAX_JSON_BYTES:
+        raise DataError(
+            f"{file}: has more than {MAX_JSON_BYTES:,} bytes; write one object on each line of a .jsonl file."
+        )
+    try:
+        records = json.loads(file.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # also of UTF-8
+        raise DataError(f"{file}: is not JSON: {shorten_text(str(error))}.") from error
+    if not isinstance(records, list):
+        raise DataError(f"{file}: holds a {type(records).__name__}; expected a list of objects, or a .jsonl file.")
+    for row, record in enumerate(records):
+        if not isinstance(record, dict):
+            raise DataError(f"{file}: row {row}: is a {type(record).__name__}; expected an object.")
+        yield f"{file}: row {row}", record
+
+
+def _read_csv(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        with open(file, newline="", encoding="utf-8-sig") as lines:
+            reader = csv.DictReader(lines, strict=True)
+            for row, record in enumerate(reader):
+                place = f"{file}: row {row}"
+                if None in record or None in record.values():
+                    found, wanted = (
+                        len([value for value in record.values() if value is not None]),
+                        len(reader.fieldnames or ()),
+                    )
+                    raise DataError(
+                        f"{place}: has {'more' if None in record else found} fields; the first line has {wanted}."
+                    )
+                yield place, record
+    except (csv.Error, UnicodeDecodeError, OSError) as error:
+        raise DataError(f"{file}: is not a CSV file in UTF-8: {shorten_text(str(error))}.") from error
