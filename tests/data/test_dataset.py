@@ -141,7 +141,7 @@ def good_row() -> dict:
         ({"prompt": [{"role": "user", "content": None}]}, "content of message 0 of 'prompt' must be a text, got None"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
-            "has a part that is not a text: {'type': 'image'}",
+            "a part that is not a text: {'type': 'image'}",
         ),
         ({"prompt": [{"role": "user", "content": ""}]}, "the prompt has no tokens"),
         ({"data_source": 3}, "column 'data_source' must be a text, got 3"),
