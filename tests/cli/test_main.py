@@ -2,12 +2,15 @@ import os
 import signal
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 
 from hybridflow import __version__
 from hybridflow.cli.exit_codes import exit_codes_text
 from hybridflow.cli.main import COMMANDS, Command, main
+from hybridflow.config import leaf_keys
+from hybridflow.config.render import toml_value
 from hybridflow.errors import DataError, LostWeightSyncError, WorkerDiedError, WorkerError
 
 
@@ -198,3 +201,14 @@ def test_a_closed_output_pipe_is_not_an_error():
     )
     assert done.stdout == "[model]\n"
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("name", ["train", "sft", "dpo", "reward-model", "evaluate", "generate", "memory"])
+def test_the_help_of_a_command_lists_its_keys_with_their_defaults(name, capsys):
+    keys = import_module(COMMANDS[name].module).KEYS
+    assert set(keys) <= leaf_keys().keys()
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    shown = capsys.readouterr().out
+    assert all(f"\n  {key} = {toml_value(leaf_keys()[key])}\n" in shown for key in keys)
+    assert max(map(len, shown.splitlines())) <= 120

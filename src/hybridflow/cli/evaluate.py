@@ -16,6 +16,11 @@ from hybridflow.cli.output_file import add_output, write_rows
 from hybridflow.cli.recipe_arguments import add_recipe_arguments, config_of
 from hybridflow.errors import ConfigError
 
+KEYS = (
+    *("model.path", "data.val_files", "data.max_response_length", "reward.function", "validation.group_size"),
+    *("validation.temperature", "validation.max_samples", "rollout.backend", "controller.num_workers"),
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a recipe with its overrides, the checkpoint and `--output`."""

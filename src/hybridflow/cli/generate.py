@@ -20,6 +20,11 @@ from hybridflow.cli.recipe_arguments import add_recipe_arguments, config_of
 from hybridflow.config.render import toml_value
 from hybridflow.errors import ConfigError
 
+KEYS = (
+    *("model.path", "data.max_response_length", "validation.group_size", "validation.temperature"),
+    *("data.chat_template", "rollout.backend"),
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a recipe with its overrides, the prompts, the model and `--output`."""

@@ -1,7 +1,8 @@
 """The table of commands, and the entry point that runs one of them and prints errors as one line on stderr.
 
 A command is a module with `add_arguments(parser)` and `run(args) -> int`; its docstring is its help. A command that
-trains also has `how_to_go_on(args) -> str`, the hint for an error after which the same command can be run again.
+trains also has `how_to_go_on(args) -> str`, the hint for an error after which the same command can be run again. `KEYS`
+are the keys of a recipe that its help lists.
 A command's module is imported only when it runs, so that `hybridflow --help` is fast.
 """
 
@@ -189,11 +190,15 @@ def _run(arguments: list[str]) -> int:
 
 
 def _arguments_of(module: ModuleType, arguments: list[str]) -> argparse.Namespace:
-    name = arguments[0]
+    name, keys = arguments[0], ""
+    if hasattr(module, "KEYS") and {"-h", "--help"} & {*arguments}:
+        from hybridflow.config.render import keys_text
+
+        keys = f"keys that matter most; `hybridflow config --reference` lists all:\n{keys_text(module.KEYS)}\n\n"
     parser = argparse.ArgumentParser(
         prog=f"hybridflow {name}",
         description=module.__doc__,
-        epilog=f"example: hybridflow {COMMANDS[name].example}",
+        epilog=f"{keys}example: hybridflow {COMMANDS[name].example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

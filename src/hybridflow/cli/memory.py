@@ -14,6 +14,11 @@ from hybridflow.cli.recipe_arguments import add_recipe_arguments, config_of
 
 GIB = 2**30
 
+KEYS = (
+    *("model.path", "model.dtype", "model.gradient_checkpointing", "memory.max_tokens_per_micro_batch"),
+    *("memory.offload", "parallel.tensor", "lora.rank", "controller.num_workers", "placement.pools"),
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a recipe with its overrides, and the device."""

@@ -11,6 +11,12 @@ from hybridflow.cli.training import add_arguments as add_arguments
 from hybridflow.cli.training import how_to_go_on as how_to_go_on
 from hybridflow.cli.training import run_trainer
 
+KEYS = (
+    *("model.path", "data.train_files", "data.val_files", "data.max_response_length", "offline.batch_size"),
+    *("offline.optimizer.lr", "lora.rank", "memory.max_tokens_per_micro_batch", "controller.num_workers"),
+    *("trainer.epochs", "trainer.val_every", "trainer.save_every", "trainer.trackers", "trainer.run_dir"),
+)
+
 
 def run(args: argparse.Namespace) -> int:
     """Train and return the exit status."""

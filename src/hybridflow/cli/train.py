@@ -11,6 +11,13 @@ from hybridflow.cli.training import add_arguments as add_arguments
 from hybridflow.cli.training import how_to_go_on as how_to_go_on
 from hybridflow.cli.training import run_trainer
 
+KEYS = (
+    *("model.path", "data.train_files", "data.val_files", "data.train_batch_size", "data.max_response_length"),
+    *("reward.function", "rollout.group_size", "rollout.backend", "algorithm.advantage", "actor.optimizer.lr"),
+    *("actor.mini_batch_size", "memory.max_tokens_per_micro_batch", "controller.backend", "controller.num_workers"),
+    *("trainer.total_steps", "trainer.val_every", "trainer.save_every", "trainer.trackers", "trainer.run_dir"),
+)
+
 
 def run(args: argparse.Namespace) -> int:
     """Train and return the exit status."""

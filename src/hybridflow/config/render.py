@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from hybridflow.config.keys import sections
@@ -43,6 +44,18 @@ def reference_text() -> str:
         return [f"# {meaning}", f"# {valid}", f"{key} = {toml_value(value)}"]
 
     return _with_tables(Config(), lines)
+
+
+def keys_text(keys: Iterable[str]) -> str:
+    """Return some keys with defaults and descriptions, for the help of a command."""
+    known = dict(sections())
+    lines = []
+    for key in keys:
+        prefix, _, name = key.rpartition(".")
+        section = known[prefix]
+        lines.append(f"  {key} = {toml_value(getattr(section, name))}")
+        lines.append(textwrap.fill(_describe(section, name)[0], 110, initial_indent=" " * 6, subsequent_indent=" " * 6))
+    return "\n".join(lines)
 
 
 def reference_markdown() -> str:
