@@ -67,6 +67,17 @@ def test_a_run_shows_its_state_metrics_and_samples(finished):
     assert finished.report().read_text("utf-8").startswith("<!doctype html>")
 
 
+def test_a_run_with_a_reward_of_the_program_is_replayed(finished):
+    replayed = hybridflow.open_run(finished.path, reward=score).replay(2, **{"actor.optimizer.lr": 1e-2})
+    assert replayed.differs == {}
+    assert replayed.is_recorded
+    assert [sample.score for sample in replayed.learned.samples] == [
+        sample.score for sample in replayed.changed.samples
+    ]
+    assert replayed.learned.metrics["actor/lr"] != replayed.changed.metrics["actor/lr"]
+    assert not list(finished.path.glob("replay-*"))
+
+
 def test_a_run_generates_evaluates_and_exports(finished, rows, tmp_path):
     text = finished.generate("1 2 3")
     assert isinstance(text, str)

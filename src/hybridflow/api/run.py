@@ -1,5 +1,6 @@
 """A run as an object: it trains, and shows and uses what was trained."""
 
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from hybridflow.trainers.build_generation import build_generator, build_validato
 from hybridflow.trainers.build_offline import build_dpo_trainer, build_reward_model_trainer, build_sft_trainer
 from hybridflow.trainers.generation import typed_prompts
 from hybridflow.trainers.preconditions import with_required_files
+from hybridflow.trainers.replay import Replay, replay_step
 from hybridflow.trainers.run_directory import DATA
 from hybridflow.trainers.run_identity import Kind
 
@@ -160,6 +162,16 @@ class Run:
         with build_validator(self._config({**given, **settings}), self._checkpoint(step)) as validator:
             metrics, _ = validator.run()
         return metrics
+
+    def replay(self, step: int, **changes: Any) -> Replay:
+        """Learn a step of the run again, and once more under `changes`, keys of the configuration.
+
+        See `hybridflow replay`, and `open_run` for a reward function that Python held. The run is only read.
+        """
+        self._config()  # lets workers find the reward function
+        with tempfile.TemporaryDirectory(prefix="replay-", dir=self.path) as scratch:
+            paths = absolute_paths(self.path / "config.toml")
+            return replay_step(self.path, step, overrides(changes), scratch=Path(scratch), paths=paths)
 
     def export(
         self,
