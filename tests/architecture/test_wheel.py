@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -77,3 +78,25 @@ def test_a_task_and_the_demo_run_from_an_empty_directory(wheel, tmp_path):
         command, cwd=empty, env={**os.environ, "PYTHONPATH": str(site)}, capture_output=True, text=True
     )
     assert shown.stdout.strip() == f"{site}/hybridflow/recipes/algorithms/dapo.toml"
+
+
+def test_uv_installs_the_wheel_into_an_environment_of_its_own(wheel, tmp_path):
+    """The other packages are those of this environment, since a test has no network."""
+    environment, empty = tmp_path / "environment", tmp_path / "empty"
+    empty.mkdir()
+    uv = [Path(sys.executable).with_name("uv"), "--offline", "--no-config"]
+    variables = {**os.environ, "UV_CACHE_DIR": str(tmp_path / "cache")}
+    variables.pop("VIRTUAL_ENV", None)
+    subprocess.run([*uv, "venv", "--quiet", "--python", sys.executable, environment], check=True, env=variables)
+    python = environment / "bin/python"
+    install = [*uv, "pip", "install", "--quiet", "--no-deps", "--python", python, wheel]
+    subprocess.run(install, check=True, env=variables)
+    variables |= {"PYTHONPATH": sysconfig.get_path("purelib")}
+    hybridflow, task = environment / "bin/hybridflow", empty / "task"
+    where = "import hybridflow; print(hybridflow.__file__)"
+    commands = [([hybridflow, "init", "task"], empty)]
+    commands += [([hybridflow, "train", "recipe.toml", "trainer.total_steps=1"], task), ([python, "-c", where], empty)]
+    for command, directory in commands:
+        done = subprocess.run(command, cwd=directory, env=variables, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(str(environment))

@@ -28,6 +28,7 @@ from hybridflow.data.prepare import (
     write_prompt_file,
     write_sft_file,
 )
+from hybridflow.data.row_forms import RowForm
 from hybridflow.data.sampler import EpochSampler
 from hybridflow.data.sft_dataset import SFTDataset
 from hybridflow.data.tokenizer import load_tokenizer, stop_token_ids
@@ -44,6 +45,7 @@ __all__ = [
     "PreferenceDataset",
     "PreparedFiles",
     "RLHFDataset",
+    "RowForm",
     "SFTDataset",
     "SourceFile",
     "countdown_prompt",
