@@ -115,6 +115,14 @@ class RewardConfigError(ConfigError, RewardError):
     """A reward function cannot be loaded, or does not accept the arguments of the call."""
 
 
+class EnvironmentConfigError(ConfigError):
+    """An environment cannot be loaded, a tool has no schema, or a chat template cannot serve episodes."""
+
+
+class ToolError(HybridFlowError):
+    """A call of a tool is wrong; the text is an answer for the model."""
+
+
 class NonFiniteError(HybridFlowError):
     """A loss or a gradient is NaN or infinite; the optimizer step was not applied."""
 

@@ -19,6 +19,7 @@ PACKAGES = (
     "hybridflow.controller.ray",
     "hybridflow.data",
     "hybridflow.engines",
+    "hybridflow.environments",
     "hybridflow.hub",
     "hybridflow.kernels",
     "hybridflow.migration",

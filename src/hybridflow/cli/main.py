@@ -97,6 +97,11 @@ COMMANDS = {
         "make a recipe of a configuration of verl, TRL or OpenRLHF",
         "convert-config verl.yaml",
     ),
+    "check-template": Command(
+        "hybridflow.cli.check_template",
+        "check whether a chat template serves episodes",
+        "check-template models/Qwen3-0.6B --tools tools.py:Calculator",
+    ),
     "doctor": Command("hybridflow.cli.doctor", "check this machine before a run", "doctor --dir runs"),
     "completion": Command("hybridflow.cli.completion", "print a script that completes in a shell", "completion bash"),
     "config": Command(

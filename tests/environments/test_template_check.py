@@ -1,0 +1,109 @@
+import pytest
+
+from fixtures.chat_tokenizers import CONTROL, chat_tokenizer
+from hybridflow.cli.main import main
+from hybridflow.environments import check_template
+
+BROKEN = {
+    "no header": ("{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}", "", "prompt"),
+    "another end": ("<|im_end|>", "<|endoftext|>", "stop token"),
+    "calls as Python": ('\\n<tool_call>\\n{"name": "', '\\n<tool_call>\\n{name: "', "round trip"),
+}
+
+
+def states(tokenizer, stop_ids=None):
+    return {each.check: each.state for each in check_template(tokenizer, stop_ids or [tokenizer.eos_token_id])}
+
+
+@pytest.mark.parametrize(
+    ("family", "others"),
+    [
+        ("qwen2_5", {}),
+        ("deepseek_v3", {}),
+        ("llama3", {"two tools answer": "limited"}),
+        (
+            "qwen3",
+            dict.fromkeys(("a user answers", "a user answers reasoning", "a tool answers", "two tools answer"), "rows"),
+        ),
+    ],
+)
+def test_the_templates_of_families_serve_episodes(family, others):
+    found = states(chat_tokenizer(family))
+    assert {check: state for check, state in found.items() if state != "ok"} == others
+
+
+def test_a_template_that_ends_turns_by_the_next_role_needs_these_as_stop_tokens():
+    tokenizer = chat_tokenizer("glm4_5")
+    stop_ids = tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>"])
+    assert set(states(tokenizer, stop_ids).values()) == {"ok"}
+    assert states(tokenizer, tokenizer.convert_tokens_to_ids(["[gMASK]"]))["stop token"] == "failed"
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_template_fails_in_its_check(name):
+    old, new, check = BROKEN[name]
+    tokenizer = chat_tokenizer("qwen2_5")
+    if name == "no header":
+        tokenizer.chat_template = tokenizer.chat_template.partition("{%- if add_generation_prompt %}")[0]
+    else:
+        assert old in tokenizer.chat_template
+        tokenizer.chat_template = tokenizer.chat_template.replace(old, new)
+    assert states(tokenizer)[check] == "failed"
+
+
+def test_a_template_without_a_known_format_serves_episodes_without_tools():
+    tokenizer = chat_tokenizer("qwen2_5")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    found = states(tokenizer)
+    assert found["tools"] == "failed"
+    assert found["a user answers"] == "ok"
+
+
+def test_a_template_that_raises_fails_with_its_reason():
+    tokenizer = chat_tokenizer("qwen2_5")
+    tokenizer.chat_template = "{{ raise_exception('no') }}<tool_call></tool_call>"
+    assert states(tokenizer)["prompt"] == "failed"
+
+
+@pytest.fixture
+def model(tmp_path):
+    chat_tokenizer("qwen2_5").save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2"}')
+    return tmp_path / "model"
+
+
+def test_the_command_prints_a_line_for_each_check(model, tmp_path, capsys):
+    (tmp_path / "tools.py").write_text("class Calculator:\n    def add(self, a: int) -> str:\n        return str(a)\n")
+    assert main(["check-template", str(model), "--tools", f"{tmp_path}/tools.py:Calculator"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == [*states(chat_tokenizer("qwen2_5"))]
+    assert lines[0].split() == ["tools", "ok", "calls", "in", "the", "format", "hermes"]
+
+
+def test_the_command_fails_for_a_template_that_cannot_be_trained(model, capsys):
+    tokenizer = chat_tokenizer("qwen2_5")
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>", CONTROL["qwen2_5"][0])
+    tokenizer.save_pretrained(model)
+    assert main(["check-template", str(model)]) == 1
+    assert "set eos_token_id in generation_config.json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            "class Calculator:\n    def __init__(self, size):\n        pass\n",
+            "cannot be made without arguments: TypeError",
+        ),
+        ("class Calculator:\n    pass\n", "has no public methods"),
+        ("class Other:\n    pass\n", "has no function 'Calculator'"),
+        ("class Calculator:\n    def add(self, a):\n        pass\n", "parameter 'a' has no type"),
+    ],
+)
+def test_a_class_without_tools_is_an_error_that_names_it(model, tmp_path, capsys, source, message):
+    (tmp_path / "tools.py").write_text(source)
+    assert main(["check-template", str(model), "--tools", f"{tmp_path}/tools.py:Calculator"]) == 2
+    assert message in capsys.readouterr().err

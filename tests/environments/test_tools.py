@@ -1,0 +1,99 @@
+from typing import Literal
+
+import pytest
+
+from hybridflow.environments import ToolCall, tool_of, tools_of
+from hybridflow.errors import EnvironmentConfigError, ToolError
+
+
+class Calculator:
+    """Two tools, a private method, and one that is none."""
+
+    def add(self, a: int, b: int = 2) -> str:
+        """Add two numbers."""
+        return str(a + b)
+
+    def say(self, text: str, how: Literal["loud", "low"] = "low") -> str:
+        return text.upper() if how == "loud" else text
+
+    def reset(self):
+        """Begin."""
+
+    def _hidden(self, a):
+        return a
+
+
+@pytest.fixture
+def tools():
+    return tools_of(Calculator(), besides=("reset",))
+
+
+def test_public_methods_are_tools_with_the_schema_of_their_types(tools):
+    assert list(tools) == ["add", "say"]
+    assert tools["add"].schema() == {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add two numbers.",
+            "parameters": {
+                "additionalProperties": False,
+                "properties": {"a": {"type": "integer"}, "b": {"default": 2, "type": "integer"}},
+                "required": ["a"],
+                "type": "object",
+            },
+        },
+    }
+
+
+def test_arguments_are_checked_and_defaults_are_those_of_the_method(tools):
+    assert tools["add"].arguments(ToolCall("add", {"a": 3})) == {"a": 3}
+    assert tools["add"].function(**tools["add"].arguments(ToolCall("add", {"a": 3}))) == "5"
+
+
+def test_texts_become_numbers_where_a_format_writes_all_as_text(tools):
+    assert tools["add"].arguments(ToolCall("add", {"a": "3", "b": "4"}, is_text=True)) == {"a": 3, "b": 4}
+    assert tools["say"].arguments(ToolCall("say", {"text": "3"}, is_text=True)) == {"text": "3"}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (ToolCall("add", {}), r"add: a: Field required"),
+        (ToolCall("add", {"a": "x"}), r"add: a: Input should be a valid integer"),
+        (ToolCall("add", {"a": 1, "c": 2}), r"add: c: Extra inputs are not permitted"),
+        (ToolCall("say", {"text": "a", "how": "hushed"}), r"say: how: Input should be 'loud' or 'low'"),
+        (ToolCall("add", {"a": [[[]]]}, is_text=True), r"add: a: Input should be a valid integer"),
+        (ToolCall("subtract"), r"no tool is named 'subtract'; there are add, say"),
+    ],
+)
+def test_a_wrong_call_is_an_error_for_the_model(tools, call, message):
+    with pytest.raises(ToolError, match=message):
+        tool_of(tools, call).arguments(call)
+
+
+class Untyped:
+    def add(self, a, b):
+        return a + b
+
+
+class Variadic:
+    def add(self, *numbers: int):
+        return sum(numbers)
+
+
+class Odd:
+    def add(self, a: Calculator):
+        return a
+
+
+@pytest.mark.parametrize(
+    ("made_of", "message"),
+    [
+        (Untyped, "tool 'add': parameter 'a' has no type; write one, as in a: int"),
+        (Variadic, r"tool 'add': \*numbers has no schema"),
+        (Odd, "tool 'add': its parameters have no JSON schema"),
+    ],
+)
+def test_a_method_without_a_schema_is_an_error_that_names_it(made_of, message):
+    with pytest.raises(EnvironmentConfigError, match=message):
+        tools_of(made_of())
