@@ -33,13 +33,16 @@ from hybridflow.trainers import (  # noqa: E402
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 RUN = Path("runs/countdown")
+MADE = ("data", "model", "sft", "warm_start", "grpo", "control", "control_model")
+"""What the demo makes in `RUN`, and replaces when it starts again."""
 SEED = 0
 console = Console()
 
 
 def make_everything() -> None:
     """Write data, tokenizer and a model with random weights."""
-    shutil.rmtree(RUN, ignore_errors=True)
+    for name in MADE:
+        shutil.rmtree(RUN / name, ignore_errors=True)
     write_data(RUN / "data", num_examples=45_000, num_train=8_000, num_test=512, seed=SEED)
     num_parameters = write_model(RUN / "model", seed=SEED)
     console.print(f"created a model of {num_parameters / 1e6:.1f}M parameters, a tokenizer and problems in {RUN}/")
@@ -56,6 +59,7 @@ def fit(trainer: OfflineTrainer | PPOTrainer) -> None:
     """Train to the last step; on Ctrl-C the trainer finishes its step and saves, then the demo ends."""
     trainer.fit()
     if trainer.global_step < trainer.total_steps:
+        console.print("the demo was stopped; started again, it begins anew")
         sys.exit(130)
 
 

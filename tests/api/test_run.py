@@ -1,6 +1,7 @@
 """Runs from Python: their files and bits are those of the commands."""
 
 import json
+from pathlib import Path
 
 import pytest
 from pyarrow.parquet import read_table
@@ -10,7 +11,14 @@ import hybridflow
 from fixtures import tiny_run
 from hybridflow.api import Table
 from hybridflow.cli.main import main
-from hybridflow.errors import CheckpointConfigError, ConfigError, DataError, HybridFlowError, RewardConfigError
+from hybridflow.errors import (
+    CheckpointConfigError,
+    ConfigError,
+    DataError,
+    HybridFlowError,
+    ModelConfigError,
+    RewardConfigError,
+)
 from hybridflow.runtime import capture_random_state, restore_random_state
 
 SETTINGS = {
@@ -183,3 +191,29 @@ def test_a_closure_reaches_the_workers_of_a_cluster(task, rows, tmp_path, finish
     run = start(task, rows, tmp_path / "run", val_prompts=rows[:6], **{"controller.backend": "ray"}).fit()
     for name in ("critic/score/mean", "actor/grad_norm", "val/score/mean"):
         assert [row.get(name) for row in run.metrics] == [row.get(name) for row in finished.metrics]
+
+
+def test_validation_rows_may_come_with_a_period_of_validation(task, rows, tmp_path):
+    run = start(task, rows, tmp_path / "run", val_prompts=rows[:6], **{"trainer.val_every": 1})
+    assert run.config.trainer.val_every == 1
+    assert [Path(file).name.partition("-")[0].partition(".")[0] for file in run.config.data.val_files] == ["val"]
+
+
+def test_a_model_object_is_an_error_that_says_what_to_give(rows):
+    with pytest.raises(ModelConfigError, match=r"model is a object; expected a directory .* save_pretrained"):
+        hybridflow.train(object(), rows, reward=score)
+
+
+def test_answers_of_preferences_may_be_messages_and_responses_completions(task, tmp_path):
+    question, answers = [{"role": "user", "content": "1 2"}], ("3", "4")
+    messages = [{"role": "assistant", "content": answer} for answer in answers]
+    rows = [
+        {"prompt": question, "chosen": [messages[0]], "rejected": [messages[1]]},
+        {"prompt": question, "chosen": [*question, messages[0]], "rejected": [*question, messages[1]]},
+        {"prompt": "1 2", "chosen": answers[0], "rejected": answers[1]},
+    ]
+    run = hybridflow.dpo(task / "model", rows, run_dir=tmp_path / "dpo")
+    written = read_table(run.config.data.train_files[0]).to_pylist()
+    assert [(row["chosen"], row["rejected"]) for row in written] == [answers] * 3
+    run = hybridflow.sft(task / "model", [{"prompt": "1 2", "completion": "3"}], run_dir=tmp_path / "sft")
+    assert read_table(run.config.data.train_files[0]).to_pylist()[0]["response"] == "3"

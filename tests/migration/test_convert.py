@@ -239,3 +239,38 @@ def test_the_command_writes_the_recipe_and_names_what_must_change(tmp_path, caps
     (tmp_path / "run.sh").write_text(VERL.replace("rollout.n=5", "rollout.n=0"))
     assert main(["convert-config", str(tmp_path / "run.sh"), "--from", "verl"]) == 2
     assert "the recipe needs changes before it runs" in capsys.readouterr().err
+
+
+def test_peft_of_trl_decides_whether_adapters_are_trained(converted):
+    start = "num_generations: 4\nmodel_name_or_path: a\n"
+    assert converted(f"{start}use_peft: true\n", "config.yaml")[1]["lora.rank"] == 16
+    assert converted(f"{start}use_peft: true\nlora_r: 8\n", "config.yaml")[1]["lora.rank"] == 8
+    found, values = converted(f"{start}lora_r: 8\n", "config.yaml")
+    assert values["lora.rank"] == 0
+    assert any("lora_r=8 without use_peft" in line for line in found.left_out)
+
+
+@pytest.mark.parametrize(
+    ("lines", "loss", "aggregation"),
+    [
+        ("loss_type: cispo", "cispo", "token-mean"),
+        ("loss_type: sapo", "sapo", "token-mean"),
+        ("importance_sampling_level: sequence", "gspo", "seq-mean-token-mean"),
+        ("loss_type: grpo", "ppo", "seq-mean-token-mean"),
+    ],
+)
+def test_losses_of_trl_become_policy_losses(converted, lines, loss, aggregation):
+    _, values = converted(f"num_generations: 4\nmodel_name_or_path: a\n{lines}\n", "config.yaml")
+    assert (values["actor.policy_loss"], values["actor.loss_aggregation"]) == (loss, aggregation)
+
+
+def test_a_loss_of_trl_without_an_equal_is_said_in_capitals(converted):
+    found, _ = converted("num_generations: 4\nmodel_name_or_path: a\nloss_type: vespo\n", "config.yaml")
+    assert any("THE RECIPE TRAINS WITH ANOTHER LOSS" in line for line in found.left_out)
+
+
+@pytest.mark.parametrize("lines", ["beta: 0.1\nloss_type: sigmoid\nmax_length: 512", "packing: true", "max_steps: 3"])
+def test_a_configuration_of_another_trainer_of_trl_is_an_error(tmp_path, lines):
+    (tmp_path / "dpo.yaml").write_text(f"model_name_or_path: a\n{lines}\n")
+    with pytest.raises(ConfigError, match=r"has no key of GRPO, such as .* it belongs to another trainer of TRL"):
+        convert(tmp_path / "dpo.yaml")

@@ -2,21 +2,19 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from hybridflow.config import leaf_keys
+from hybridflow.config.packaged_recipes import algorithm_names, packaged_recipe
 from hybridflow.config.render import toml_value
 from hybridflow.errors import ConfigError
 
 Recipe = str | Path | Sequence[str | Path] | None
-RECIPES = Path(str(files("hybridflow").joinpath("recipes", "algorithms")))
-"""The recipes of algorithms that the package has."""
 
 
 def recipe_files(recipe: Recipe) -> list[Path]:
-    """Return the files of recipes: paths, or names of `RECIPES` such as "dapo". Raises ConfigError for another name."""
+    """Return the files of recipes: paths, or names of algorithms such as "dapo"; ConfigError for another name."""
     given = [recipe] if isinstance(recipe, str | Path) else list(recipe or ())
     return [_recipe_file(each) for each in given]
 
@@ -24,10 +22,9 @@ def recipe_files(recipe: Recipe) -> list[Path]:
 def _recipe_file(recipe: str | Path) -> Path:
     if not isinstance(recipe, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", recipe):
         return Path(recipe)
-    file = RECIPES / f"{recipe.replace('-', '_')}.toml"
-    if not file.is_file():
-        names = ", ".join(sorted(path.stem for path in RECIPES.glob("*.toml")))
-        raise ConfigError(f"recipe={recipe!r} is unknown; expected a file, or one of {names}.")
+    file = packaged_recipe(recipe)
+    if file is None:
+        raise ConfigError(f"recipe={recipe!r} is unknown; expected a file, or one of {', '.join(algorithm_names())}.")
     return file
 
 

@@ -9,7 +9,7 @@ from hybridflow.api.run import Run
 from hybridflow.api.settings import Recipe, overrides, recipe_files
 from hybridflow.config import Config, load_config
 from hybridflow.data.row_forms import Kind, rows_of
-from hybridflow.errors import ConfigError, RewardConfigError
+from hybridflow.errors import ConfigError, ModelConfigError, RewardConfigError
 from hybridflow.rewards.closure import Closure
 from hybridflow.trainers.run_directory import DATA
 from hybridflow.trainers.run_identity import Kind as RunKind
@@ -35,7 +35,8 @@ def train(
     name of an algorithm's recipe such as "dapo", a file, or several. `settings` are keys of the configuration, as in
     `**{"trainer.total_steps": 100}` or `trainer={"total_steps": 100}`; `run_dir` is trainer.run_dir.
 
-    Raises ConfigError, DataError and RewardConfigError at once for what cannot be trained with.
+    Raises ConfigError, DataError and RewardConfigError at once for keys, rows and functions that cannot be trained
+    with; the model and its tokenizer are read by `run.fit()`.
     """
     if not (reward is None or isinstance(reward, str) or callable(reward)):
         raise RewardConfigError(f"reward={reward!r} is a {type(reward).__name__}; expected a function, or its name.")
@@ -108,11 +109,17 @@ def _start(
     columns: dict[str, str],
     closure: Closure | None = None,
 ) -> Run:
+    if not isinstance(model, str | Path):
+        raise ModelConfigError(
+            f"model is a {type(model).__name__}; expected a directory or a name on the hub. Save a model and its "
+            "tokenizer first, with save_pretrained(DIRECTORY), and give the directory."
+        )
     given: dict[str, Any] = {"model.path": str(model)} | ({} if run_dir is None else {"trainer.run_dir": str(run_dir)})
     if twice := [key for key in given if key in settings]:
         raise ConfigError(f"{twice[0]} is given twice; it is an argument of its own.")
     recipes, changes = recipe_files(recipe), overrides({**given, **settings})
-    first = load_config(recipes, changes)
+    expected = overrides({} if val_data is None else {"data.val_files": ["given"]})  # whose file is not written yet
+    first = load_config(recipes, [*changes, *expected])
     name = DATA_KINDS[kind]
     limits = {
         "train": (first.trainer.total_steps * _batch_size(first, kind), "trainer.total_steps"),

@@ -13,7 +13,8 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
         "recipe",
         nargs="?",
         metavar="RECIPE",
-        help="TOML file; of several, later ones override earlier ones; without one, the defaults",
+        help="TOML file, or the name of an algorithm's recipe, such as dapo; of several, later ones override earlier "
+        "ones; without one, the defaults",
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="overrides of the recipe"

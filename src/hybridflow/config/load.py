@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from hybridflow.config.aliases import keys_of_alias
 from hybridflow.config.checks import contradictions
 from hybridflow.config.keys import holds_text, leaf_keys, nearest_key, sections
+from hybridflow.config.packaged_recipes import packaged_recipe
 from hybridflow.config.sections.config import Config
 from hybridflow.errors import ConfigError
 
@@ -18,7 +19,8 @@ from hybridflow.errors import ConfigError
 def load_config(recipe: str | Path | Sequence[str | Path] | None, overrides: Sequence[str] = ()) -> Config:
     """Load recipes (None: only defaults), apply `section.key=value` overrides in order, and check the result.
 
-    Later recipes override earlier ones. The value of an override is parsed as TOML (`3`, `true`, `[1, 2]`, `"text"`);
+    A recipe is a file, the name of an algorithm such as "dapo", or the path of a recipe of the package. Later recipes
+    override earlier ones. The value of an override is parsed as TOML (`3`, `true`, `[1, 2]`, `"text"`);
     if it is not valid TOML, it is taken as text.
     Raises ConfigError: at once for a file that cannot be read, otherwise with all problems, each with its key, its
     value and, for an unknown key, the key to write instead.
@@ -62,6 +64,8 @@ def _read(path: Path) -> dict[str, Any]:
         is_file = path.is_file()
     except OSError as error:  # such as a name that the file system does not take
         raise ConfigError(f"recipe {_shown(str(path))} cannot be read: {error.strerror}") from error
+    if not is_file and (packaged := packaged_recipe(path)):
+        path, is_file = packaged, True
     if not is_file:
         near = sorted(str(p) for p in path.parent.glob("*.toml"))
         raise ConfigError(

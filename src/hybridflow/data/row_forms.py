@@ -101,10 +101,20 @@ def _example_row(record: dict[str, Any], names: Mapping[str, str], place: str) -
     prompt = names["prompt"]
     row: dict[str, Any] = {"prompt": messages_of(_filled(record, prompt, place), prompt, place)}
     for name, column in list(names.items())[1:]:
-        row[name] = _filled(record, column, place)
+        if column == "response" and column not in record and "completion" in record:  # as TRL names it
+            column = "completion"
+        row[name] = _text_of(_filled(record, column, place), row["prompt"])
         if not isinstance(row[name], str):
             raise DataError(f"{place}: '{column}' must be a text, got {row[name]!r:.100}.")
     return row
+
+
+def _text_of(value: Any, prompt: list[dict[str, str]]) -> Any:
+    """Return the text of an answer that is a message of the assistant, alone or after the prompt's; else the value."""
+    if not isinstance(value, list) or not value or not isinstance(value[-1], dict):
+        return value
+    is_answer = value[-1].get("role") == "assistant" and value[:-1] in ([], prompt)
+    return value[-1].get("content") if is_answer else value
 
 
 def _has(record: Mapping[str, Any], column: str) -> bool:

@@ -110,18 +110,22 @@ class ChatRenderer:
         shown, contents = [], list[str]()
         for message in messages:
             content = message.get("content")
-            is_foreign = message["role"] != "assistant" and isinstance(content, str)
-            if is_foreign and (_PLACES.search(content) or any(mark in content for mark in self._control)):
+            if message["role"] != "assistant" and isinstance(content, str) and self._holds_control(content):
                 message = {**message, "content": _PLACE.format(len(contents))}
                 contents.append(content)
             shown.append(message)
         return self._apply(shown, add_generation_prompt), contents
 
+    def _holds_control(self, content: str) -> bool:
+        return bool(_PLACES.search(content)) or any(mark in content for mark in self._control)
+
     def _apply(self, messages: list[Message], add_generation_prompt: bool) -> str:
+        tools = cast(Any, self._tools or None)
+
         def apply() -> Any:
             return self._tokenizer.apply_chat_template(
                 messages,
-                tools=self._tools or None,
+                tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
             )

@@ -32,7 +32,7 @@ def download_model(key: str, name: ModelName, *, weights: bool = True) -> Path:
     from huggingface_hub import snapshot_download
 
     wanted = MODEL_FILES if weights else CONFIGURATION
-    with _explained(f"{key}='{name}'", name.repository, "model", ModelConfigError):
+    with _explained(f"{key}='{name}'", name.repository, name.revision, "model", ModelConfigError):
         directory = snapshot_download(
             name.repository, revision=name.revision, allow_patterns=list(wanted), ignore_patterns=list(UNUSED)
         )
@@ -47,7 +47,7 @@ def download_files(key: str, name: FileName) -> list[Path]:
     """
     from huggingface_hub import snapshot_download
 
-    with _explained(f"{key}: '{name}'", name.repository, "data set", DataConfigError):
+    with _explained(f"{key}: '{name}'", name.repository, name.revision, "data set", DataConfigError):
         if name.path:
             directory = snapshot_download(
                 name.repository, repo_type="dataset", revision=name.revision, allow_patterns=[name.path]
@@ -69,7 +69,9 @@ def _data_files(name: FileName) -> list[str]:
 
 
 @contextmanager
-def _explained(what: str, repository: str, kind: str, error_type: type[HybridFlowError]) -> Iterator[None]:
+def _explained(
+    what: str, repository: str, revision: str | None, kind: str, error_type: type[HybridFlowError]
+) -> Iterator[None]:
     """Raise the errors of the hub's library as `error_type`, with what to do."""
     from httpx2 import HTTPError
     from huggingface_hub import constants, errors
@@ -93,10 +95,10 @@ def _explained(what: str, repository: str, kind: str, error_type: type[HybridFlo
         reason = (
             "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"the hub cannot be reached ({first_line(error)})"
         )
-        dataset = "" if kind == "model" else " --repo-type dataset"
+        more = ("" if kind == "model" else " --repo-type dataset") + (f" --revision {revision}" if revision else "")
         raise error_type(
             f"{what}: neither a path here (a relative path starts at '{Path.cwd()}') nor complete in the cache "
-            f"'{constants.HF_HUB_CACHE}', and {reason}; run `hf download {repository}{dataset}` where there is a "
+            f"'{constants.HF_HUB_CACHE}', and {reason}; run `hf download {repository}{more}` where there is a "
             "network, or give a local path."
         ) from error
     except (HTTPError, OSError) as error:

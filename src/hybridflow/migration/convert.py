@@ -48,6 +48,12 @@ def convert(file: str | Path, framework: str = "") -> Converted:
     theirs = _read(path)
     chosen = FRAMEWORKS[framework] if framework else _framework_of(path, theirs)
     theirs = {chosen.names.get(key, key): value for key, value in theirs.items()}
+    if chosen.needs and not theirs.keys() & {*chosen.needs}:
+        raise ConfigError(
+            f"{path} has no key of GRPO, such as {', '.join(chosen.needs[:3])}: it belongs to another trainer of "
+            f"{chosen.name}. Only reinforcement learning is converted; for SFT, DPO and reward models write a few keys "
+            "by hand, see `hybridflow sft --help`, `dpo --help` and `reward-model --help`."
+        )
     values: dict[str, Any] = {}
     left_out: list[str] = []
     for key, value in {**chosen.defaults, **theirs}.items():

@@ -23,6 +23,7 @@ class Framework:
 
     `marks`: keys by which a file is recognized. `finish(values, theirs)` settles what depends on several keys; it
     returns notes. `names`: keys of other versions, each with the one that `moves` has.
+    `needs`: keys of which a file has one, unless it belongs to another kind of training.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Framework:
     ignored: tuple[str, ...]
     finish: Callable[[dict[str, Any], Mapping[str, Any]], list[str]]
     names: Mapping[str, str] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
 
 
 TRACKERS = ("wandb", "mlflow", "tensorboard")

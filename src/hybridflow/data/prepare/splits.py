@@ -103,7 +103,7 @@ def _read(file: Path, make_row: MakeRow, columns: Sequence[str], unique: Sequenc
 def _random_split(rows: list[Any], test_size: int, seed: int) -> tuple[list[Any], list[Any]]:
     """Return (training rows, `test_size` random test rows), both in the order of `rows`."""
     if not 0 < test_size < len(rows):
-        fix = f"use 1 to {len(rows) - 1}, or a test file" if len(rows) > 1 else "use a test file"
+        fix = f"use 1 to {len(rows) - 1} (--test-size), or a test file" if len(rows) > 1 else "use a test file"
         raise DataConfigError(f"test_size={test_size} is invalid for {len(rows)} rows; {fix}.")
     chosen = {*random.Random(seed).sample(range(len(rows)), test_size)}
     split: tuple[list[Any], list[Any]] = [], []
