@@ -23,6 +23,9 @@ UNUSED = ("*/*",)
 
 DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
 
+NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENOENT)
+"""Errors of a cache directory that cannot be made or written."""
+
 
 def download_model(key: str, name: ModelName, *, weights: bool = True) -> Path:
     """Return the directory of a model in the hub's cache, after a download of what is missing.
@@ -50,15 +53,24 @@ def download_files(key: str, name: FileName) -> list[Path]:
     with _explained(f"{key}: '{name}'", name.repository, "data set", DataConfigError):
         if name.path:
             directory = snapshot_download(
-                name.repository, repo_type="dataset", revision=name.revision, allow_patterns=[name.path]
+                name.repository,
+                repo_type="dataset",
+                revision=name.revision,
+                allow_patterns=[name.path, name.path.replace("**/", "")],  # for us, `**` may stand for no directory
+                ignore_patterns=_deeper(name.path),
             )
-            if found := sorted(Path(directory).glob(name.path)):
+            if found := sorted(path for path in Path(directory).glob(name.path) if path.is_file()):
                 return found
         listed = _data_files(name)
     shown = ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
     raise DataConfigError(
         f"{key}: '{name}' names no file; data files of {name.repository}: {shown or 'none'} (parquet, JSON or CSV)."
     )
+
+
+def _deeper(path: str) -> list[str]:
+    """Return the pattern of files below those of `path`: for the hub's library, a `*` matches slashes as well."""
+    return [] if "**" in path else ["*/" * (path.count("/") + 1) + "*"]
 
 
 def _data_files(name: FileName) -> list[str]:
@@ -71,7 +83,6 @@ def _data_files(name: FileName) -> list[str]:
 @contextmanager
 def _explained(what: str, repository: str, kind: str, error_type: type[HybridFlowError]) -> Iterator[None]:
     """Raise the errors of the hub's library as `error_type`, with what to do."""
-    from httpx2 import HTTPError
     from huggingface_hub import constants, errors
 
     try:
@@ -99,13 +110,37 @@ def _explained(what: str, repository: str, kind: str, error_type: type[HybridFlo
             f"'{constants.HF_HUB_CACHE}', and {reason}; run `hf download {repository}{dataset}` where there is a "
             "network, or give a local path."
         ) from error
-    except (HTTPError, OSError) as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+    except errors.HFValidationError as error:
+        raise error_type(f"{what}: not a name that a {kind} on the hub can have: {error}") from error
+    except OSError as error:
+        cache = f"the cache '{constants.HF_HUB_CACHE}'"
+        if error.errno == errno.ENOSPC:
             raise error_type(
-                f"{what}: the disk of the cache '{constants.HF_HUB_CACHE}' is full; free space, or set HF_HOME to a "
-                "directory on another disk. What is complete is kept."
+                f"{what}: the disk of {cache} is full; free space, or set HF_HOME to a directory on another disk. "
+                "What is complete is kept."
             ) from error
-        raise error_type(f"{what}: the download failed: {first_line(error)}") from error
+        if error.errno in NOT_WRITABLE:
+            raise error_type(
+                f"{what}: {cache} cannot be written ({first_line(error)}); set HF_HOME to a directory that can."
+            ) from error
+        raise error_type(f"{what}: the download failed: {first_line(error)}{_hint(error)}") from error
+    except Exception as error:  # of the library, for an answer that is not the hub's: JSON, types, missing values
+        raise error_type(f"{what}: the download failed: {first_line(error)}{_hint(error)}") from error
+
+
+def _hint(error: Exception) -> str:
+    from httpx2 import HTTPError
+    from huggingface_hub import constants
+
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status == 401:
+        return "; the token is not valid: log in again with `hf auth login`, or correct or unset HF_TOKEN."
+    if isinstance(error, HTTPError | OSError):
+        return "; run the command again: what is complete is kept."
+    return (
+        f"; check that {constants.ENDPOINT} (HF_ENDPOINT) is a hub, without a proxy that answers in its place, and "
+        f"that the cache '{constants.HF_HUB_CACHE}' is not damaged."
+    )
 
 
 def first_line(error: BaseException) -> str:
