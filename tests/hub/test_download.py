@@ -1,5 +1,6 @@
 import errno
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,8 @@ def test_offline_without_a_copy_is_an_error_that_says_how_to_get_it(hub, monkeyp
     with pytest.raises(ModelConfigError, match=r"HF_HUB_OFFLINE is set; run `hf download owner/model`") as error:
         with_local_files(config_of("model.path=owner/model"))
     assert str(error.value).startswith("model.path='owner/model': neither a path here")
+    with pytest.raises(ModelConfigError, match=r"`hf download owner/model --revision v1` where there is a network"):
+        with_local_files(config_of("model.path=owner/model@v1"))
     with pytest.raises(DataConfigError, match=r"`hf download owner/rows --repo-type dataset`"):
         with_local_files(config_of("data.train_files=['hf://datasets/owner/rows/a.csv']"))
 
@@ -267,3 +270,15 @@ def test_a_damaged_record_of_revisions_is_an_error_unless_all_are_named(hub, tex
     with pytest.raises(CheckpointConfigError, match=r"^'run/config\.toml' is damaged \(.*; restore it, name them as"):
         with_local_files(config_of("model.path=owner/model"))
     assert with_local_files(config_of(f"model.path=owner/model@{revision}")).model.path.endswith(revision)
+
+
+def test_a_hub_that_never_answers_is_as_one_that_cannot_be_reached(hub, monkeypatch):
+    hub.add("models/owner/model", MODEL)
+    before = with_local_files(config_of("model.path=owner/model"))
+    answered = threading.Event()
+    monkeypatch.setattr(f"{type(hub).__module__}._Handler.do_GET", lambda self: answered.wait(20))
+    monkeypatch.setattr("hybridflow.hub.download.TIMEOUT_S", 0.2)
+    assert with_local_files(config_of("model.path=owner/model")) == before
+    with pytest.raises(ModelConfigError, match=r"the hub cannot be reached \(ReadTimeout"):
+        with_local_files(config_of("model.path=owner/another"))
+    answered.set()

@@ -30,6 +30,7 @@ def test_what_exists_or_lies_in_a_directory_here_is_a_path(tmp_path, monkeypatch
     (tmp_path / "owner" / "model").mkdir(parents=True)
     assert ModelName.of("owner/model") is None
     assert ModelName.of("owner/misspelled") is None
+    assert ModelName.of("owner/model@main") == ModelName("owner/model", "main")
     assert ModelName.of("another/model") is not None
 
 

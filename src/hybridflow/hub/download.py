@@ -4,6 +4,7 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from hybridflow.errors import DataConfigError, HybridFlowError, ModelConfigError
 from hybridflow.hub.names import FileName, ModelName
@@ -23,6 +24,9 @@ UNUSED = ("*/*",)
 
 DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
 
+TIMEOUT_S = 30.0
+"""Time after which a request without an answer fails; the hub's library repeats some of them five times."""
+
 NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENOENT)
 """Errors of a cache directory that cannot be made or written."""
 
@@ -35,7 +39,7 @@ def download_model(key: str, name: ModelName, *, weights: bool = True) -> Path:
     from huggingface_hub import snapshot_download
 
     wanted = MODEL_FILES if weights else CONFIGURATION
-    with _explained(f"{key}='{name}'", name.repository, "model", ModelConfigError):
+    with _explained(f"{key}='{name}'", name, "model", ModelConfigError):
         directory = snapshot_download(
             name.repository, revision=name.revision, allow_patterns=list(wanted), ignore_patterns=list(UNUSED)
         )
@@ -50,7 +54,7 @@ def download_files(key: str, name: FileName) -> list[Path]:
     """
     from huggingface_hub import snapshot_download
 
-    with _explained(f"{key}: '{name}'", name.repository, "data set", DataConfigError):
+    with _explained(f"{key}: '{name}'", name, "data set", DataConfigError):
         if name.path:
             directory = snapshot_download(
                 name.repository,
@@ -81,14 +85,35 @@ def _data_files(name: FileName) -> list[str]:
 
 
 @contextmanager
-def _explained(what: str, repository: str, kind: str, error_type: type[HybridFlowError]) -> Iterator[None]:
+def _timeouts() -> Iterator[None]:
+    """Let no request wait for ever: the hub's library sets no limit for those that list a repository."""
+    from huggingface_hub import get_session
+
+    def limit(request: Any) -> None:
+        given = request.extensions.get("timeout", {})
+        request.extensions["timeout"] = {
+            name: TIMEOUT_S if given.get(name) is None else given[name] for name in ("connect", "read", "write", "pool")
+        }
+
+    session = get_session()
+    hooks = session.event_hooks
+    session.event_hooks = {**hooks, "request": [*hooks["request"], limit]}
+    try:
+        yield
+    finally:
+        session.event_hooks = hooks
+
+
+@contextmanager
+def _explained(what: str, name: ModelName | FileName, kind: str, error_type: type[HybridFlowError]) -> Iterator[None]:
     """Raise the errors of the hub's library as `error_type`, with what to do."""
     from huggingface_hub import constants, errors
 
     try:
-        yield
+        with _timeouts():
+            yield
     except errors.GatedRepoError as error:
-        page = f"{constants.ENDPOINT}/{'' if kind == 'model' else 'datasets/'}{repository}"
+        page = f"{constants.ENDPOINT}/{'' if kind == 'model' else 'datasets/'}{name.repository}"
         raise error_type(
             f"{what}: the {kind} is gated; accept its terms on {page}, then log in with `hf auth login`, or set "
             "HF_TOKEN."
@@ -104,10 +129,11 @@ def _explained(what: str, repository: str, kind: str, error_type: type[HybridFlo
         reason = (
             "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"the hub cannot be reached ({first_line(error)})"
         )
-        dataset = "" if kind == "model" else " --repo-type dataset"
+        options = "" if kind == "model" else " --repo-type dataset"
+        options += f" --revision {name.revision}" if name.revision else ""
         raise error_type(
             f"{what}: neither a path here (a relative path starts at '{Path.cwd()}') nor complete in the cache "
-            f"'{constants.HF_HUB_CACHE}', and {reason}; run `hf download {repository}{dataset}` where there is a "
+            f"'{constants.HF_HUB_CACHE}', and {reason}; run `hf download {name.repository}{options}` where there is a "
             "network, or give a local path."
         ) from error
     except errors.HFValidationError as error:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config import Config, leaf_keys
-from hybridflow.config.run_paths import FILES, MODELS, ON_HUB
+from hybridflow.config.keys import FILES, MODELS
+from hybridflow.config.run_paths import ON_HUB
 from hybridflow.errors import CheckpointConfigError, DataConfigError
 from hybridflow.hub.download import download_files, download_model
 from hybridflow.hub.names import FileName, ModelName, name_of

@@ -27,10 +27,13 @@ class ModelName:
 
     @classmethod
     def of(cls, path: str) -> Self | None:
-        """Return the name that the value of a key is; None for a path: of a directory, or below one that exists."""
+        """Return the name that the value of a key is; None for a path: of a directory, or below one that exists.
+
+        With a revision, as a run records it, only what exists is a path.
+        """
         found = _MODEL.fullmatch(path)
         parent = Path(path).parent
-        if found is None or Path(path).exists() or parent == LOCAL or parent.exists():
+        if found is None or Path(path).exists() or parent == LOCAL or (found[2] is None and parent.exists()):
             return None
         return cls(*found.groups())
 
