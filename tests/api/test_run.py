@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 import hybridflow
 from fixtures import tiny_run
 from hybridflow.api import Table
+from hybridflow.api.run import _prompts
 from hybridflow.cli.main import main
 from hybridflow.errors import (
     CheckpointConfigError,
@@ -175,6 +176,21 @@ def test_what_is_wrong_is_an_error_before_a_file_is_written(task, rows, tmp_path
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match="got no prompt"):
         start(task, rows, tmp_path / "run").generate([])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "problem"),
+    [
+        (None, "got None; give a text, or a list"),
+        ({"role": "user"}, "got {'role': 'user'}; give a text"),
+        (["a", 3], "got prompt 1, 3; expected a text"),
+        ([["a"]], r"got prompt 0, \['a'\]; expected a text"),
+        ([{"role": "user", "content": "a"}], r"got prompt 0, {'role'.*; put one conversation into a list"),
+    ],
+)
+def test_a_prompt_that_is_neither_text_nor_chat_is_an_error(prompts, problem):
+    with pytest.raises(ConfigError, match=problem):
+        _prompts(prompts)
 
 
 @pytest.mark.slow

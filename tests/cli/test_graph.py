@@ -23,3 +23,10 @@ def test_graph_draws_the_loop_of_a_recipe(capsys, form, line):
     assert line in capsys.readouterr().out
     assert main(["graph", RECIPE, "--format", form]) == 0
     assert "weights of step" not in capsys.readouterr().out
+
+
+def test_graph_needs_no_model(capsys):
+    assert main(["graph", RECIPE, "model.path=owner/model"]) == 0
+    drawn = capsys.readouterr().out
+    assert main(["graph", RECIPE]) == 0
+    assert capsys.readouterr().out == drawn

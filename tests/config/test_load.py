@@ -1,4 +1,5 @@
 import re
+from pathlib import Path
 
 import pytest
 
@@ -194,3 +195,13 @@ def test_deeply_nested_values_are_an_error_not_a_crash(tmp_path):
     recipe.write_text(f"x = {'[' * 3000}")
     assert "nested too deeply" in problems(recipe)[0]
     assert problems(None, [f"data.train_files={'[' * 3000}"])
+
+
+def test_a_tilde_in_a_path_is_the_home_directory(tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[data]\ntrain_files = ["~/rows.jsonl", "other.jsonl"]\n')
+    config = load_config(recipe, ["trainer.run_dir=~/run", "model.path=~", "critic.model_path=a~b"])
+    home = str(Path.home())
+    assert config.data.train_files == (f"{home}/rows.jsonl", "other.jsonl")
+    assert (config.trainer.run_dir, config.model.path) == (f"{home}/run", home)
+    assert config.critic.model_path == "a~b"

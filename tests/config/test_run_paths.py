@@ -1,6 +1,5 @@
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -43,11 +42,8 @@ def test_paths_are_relative_to_the_directory_of_the_newest_start(start, tmp_path
 
 
 def test_a_tilde_without_such_a_user_is_part_of_the_name(start, tmp_path):
-    (start / "config.toml").write_text(to_toml(load_config(None, ["model.path=~model", "trainer.run_dir=~/run"])))
-    assert absolute_paths(start / "config.toml") == [
-        f'model.path="{tmp_path}/project/~model"',
-        f'trainer.run_dir="{Path.home()}/run"',
-    ]
+    (start / "config.toml").write_text(to_toml(load_config(None, ["model.path=~model", "trainer.run_dir=/run"])))
+    assert absolute_paths(start / "config.toml") == [f'model.path="{tmp_path}/project/~model"']
 
 
 def test_paths_stay_as_they_are_without_a_recorded_directory(start, tmp_path):

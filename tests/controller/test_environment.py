@@ -73,6 +73,9 @@ def test_a_worker_that_is_shut_down_is_not_found_and_not_kept():
         ({"A=B": "1"}, "'A=B' is not the name of a variable"),
         ({"A": 1}, "A=1 is not a text"),
         ({"A": "\0"}, "is not a text"),
+        ({"A": "\ud800"}, "is not a text"),
+        ({"OMP_NUM_THREADS": "2"}, "OMP_NUM_THREADS is set by the backend"),
+        ("A=1", "'A=1' is not a mapping from names of variables to texts"),
     ],
 )
 def test_a_variable_that_a_pool_cannot_set_is_an_error(environment, message):

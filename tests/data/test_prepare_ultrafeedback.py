@@ -126,6 +126,7 @@ def test_random_test_pairs_share_no_prompt_with_the_training_pairs(tmp_path):
         ),
         ([{"prompt": 3, "chosen": "b", "rejected": "c"}], r"row 0: 'prompt' must be a text or a list of chat messages"),
         ([pair(score_chosen="good")], r"row 0: 'score_chosen' must be a number, got 'good'"),
+        ([pair(score_chosen=10**400)], r"row 0: 'score_chosen' must be a number, got 1000"),
         ([pair(score_rejected=[1])], r"row 0: 'score_rejected' must be a number, got \[1\]"),
         ([pair("a", "b", "b")], r"a.json: all rows were dropped \(1: the answers are equal\)"),
         (["b"], r"row 0: is a str; expected an object"),

@@ -30,6 +30,7 @@ def test_what_exists_or_lies_in_a_directory_here_is_a_path(tmp_path, monkeypatch
     (tmp_path / "owner" / "model").mkdir(parents=True)
     assert ModelName.of("owner/model") is None
     assert ModelName.of("owner/misspelled") is None
+    assert ModelName.of("owner/model@main") == ModelName("owner/model", "main")
     assert ModelName.of("another/model") is not None
 
 
@@ -41,7 +42,14 @@ def test_a_file_of_a_data_set_has_a_path_and_may_have_a_revision():
 
 
 @pytest.mark.parametrize(
-    "name", ["hf://a/b/c.csv", "hf://datasets/a", "hf://datasets/a/b/../c.csv", "hf://spaces/a/b/c"]
+    "name",
+    [
+        *("hf://a/b/c.csv", "hf://datasets/a", "hf://datasets/a/b/../c.csv", "hf://spaces/a/b/c"),
+        *(
+            f"hf://datasets/a/b/{path}"
+            for path in ("/c.csv", ".", "c/", "**", "c/**", "c**.csv", "**c/d.csv", "c//d.csv")
+        ),
+    ],
 )
 def test_another_hf_name_is_an_error_that_says_what_is_valid(name):
     with pytest.raises(DataConfigError, match=r"expected hf://datasets/OWNER/NAME/PATH"):

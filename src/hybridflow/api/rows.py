@@ -53,12 +53,23 @@ def _dicts(data: Iterable[Any], name: str) -> Iterator[tuple[str, dict[str, Any]
             raise DataError(
                 f"{name}: row {i} is a {type(record).__name__}; expected a dict of column names and values."
             )
+        if wrong := [column for column in record if not isinstance(column, str)]:
+            raise DataError(f"{name}: row {i} has the column {wrong[0]!r:.100}; the name of a column must be a text.")
         yield f"{name}: row {i}", dict(record)
 
 
 def file_of(rows: Sequence[Mapping[str, Any]], directory: Path, split: str) -> Path:
-    """Return the file of rows in a directory; its name has a digest of them, so that it never replaces other rows."""
-    text = json.dumps(rows, sort_keys=True, default=repr)
+    """Return the file of rows in a directory; its name has a digest of them, so that it never replaces other rows.
+
+    Raises DataError for names of columns that are not texts, and for a value that holds itself.
+    """
+    try:
+        text = json.dumps(rows, sort_keys=True, default=repr)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(
+            f"the rows of {split} cannot be written: {error}; use texts as names of columns, and values that do not "
+            "hold themselves."
+        ) from error
     digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=6).hexdigest()
     return directory / f"{split}-{digest}.parquet"
 

@@ -242,11 +242,19 @@ def _require_same_function(closure: Closure, path: Path) -> None:
 
 
 def _prompts(prompts: Iterable[str | Sequence[Mapping[str, str]]]) -> list[Row]:
+    if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping):
+        raise ConfigError(f"generate() got {prompts!r:.100}; give a text, or a list of texts or of chat messages.")
     given = list(prompts)
     if not given:
         raise ConfigError("generate() got no prompt; give a text, or a list of texts or of chat messages.")
     rows = []
     for i, each in enumerate(given):
+        is_chat = isinstance(each, Sequence) and all(isinstance(part, Mapping) for part in each)
+        if not (isinstance(each, str) or is_chat):
+            hint = "; put one conversation into a list: [[{...}]]" if isinstance(each, Mapping) else ""
+            raise ConfigError(
+                f"generate() got prompt {i}, {each!r:.100}; expected a text, or a list of chat messages{hint}."
+            )
         typed = isinstance(each, str)
         rows += typed_prompts([each]) if typed else [Row(f"prompt {i}", {"prompt": [dict(m) for m in each]})]
     return rows

@@ -9,6 +9,11 @@ from hybridflow.config.sections.config import Config
 
 LEAST_SIMILARITY = 0.6
 
+MODELS = ("model.path", "critic.model_path", "reference.model_path", "teacher.model_path", "reward.model_path")
+DIRECTORIES = (*MODELS, "trainer.run_dir", "recovery.snapshot_dir")
+FILES = ("data.train_files", "data.val_files")
+"""Keys whose values are paths; those of models and files may be names on the hub."""
+
 
 def sections(root: Section | None = None, name: str = "") -> Iterator[tuple[str, Section]]:
     """Yield the dotted name and the values of each section, parents first; the root's name is empty."""

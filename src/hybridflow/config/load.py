@@ -1,5 +1,6 @@
 """Loads TOML recipes and dotted overrides into one frozen, checked `Config`, or reports all their problems."""
 
+import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from pydantic import ValidationError
 
 from hybridflow.config.aliases import keys_of_alias
 from hybridflow.config.checks import contradictions
-from hybridflow.config.keys import holds_text, leaf_keys, nearest_key, sections
+from hybridflow.config.keys import DIRECTORIES, FILES, holds_text, leaf_keys, nearest_key, sections
 from hybridflow.config.packaged_recipes import packaged_recipe
 from hybridflow.config.sections.config import Config
 from hybridflow.errors import ConfigError
@@ -44,7 +45,7 @@ def load_config(recipe: str | Path | Sequence[str | Path] | None, overrides: Seq
             values = _merged(values, _nested(names, value))
     config = None
     try:
-        config = Config.model_validate(values, strict=True)
+        config = Config.model_validate(_at_home(values), strict=True)
     except ValidationError as error:
         problems += [line for details in error.errors(include_url=False) for line in _problems(details)]
     if config is not None:
@@ -111,6 +112,21 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
         old = merged.get(key)
         merged[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
     return merged
+
+
+def _at_home(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with the home directory for a leading ~ of paths: a shell leaves that of KEY=~/PATH."""
+    for key in (*DIRECTORIES, *FILES):
+        section, _, name = key.partition(".")
+        value = values[section].get(name) if isinstance(values.get(section), dict) else None
+        found = tuple(map(_expanded, value)) if isinstance(value, tuple) else _expanded(value)
+        if found != value:
+            values = _merged(values, {section: {name: found}})
+    return values
+
+
+def _expanded(value: Any) -> Any:
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~") else value
 
 
 def _tuples(value: Any) -> Any:

@@ -6,11 +6,9 @@ import re
 from pathlib import Path
 
 from hybridflow.config import leaf_keys, load_config
+from hybridflow.config.keys import DIRECTORIES, FILES
 from hybridflow.config.render import toml_value
 
-MODELS = ("model.path", "critic.model_path", "reference.model_path", "teacher.model_path", "reward.model_path")
-DIRECTORIES = (*MODELS, "trainer.run_dir", "recovery.snapshot_dir")
-FILES = ("data.train_files", "data.val_files")
 FUNCTIONS = ("reward.function", "data.map", "data.order", "algorithm.advantage", "actor.policy_loss")
 """Keys whose value may be 'path.py:function'."""
 

@@ -37,9 +37,9 @@ class ResourcePool:
             )
         if max_colocate_count < 1:
             raise ConfigError(f"max_colocate_count={max_colocate_count} is invalid: expected 1 or more worker groups.")
-        self.process_on_nodes, self.environment = counts, dict(environment or {})
-        if problem := wrong_variable(self.environment):
+        if problem := wrong_variable(environment or {}):
             raise ConfigError(f"environment: {problem}.")
+        self.process_on_nodes, self.environment = counts, dict(environment or {})
         self.use_gpu, self.max_colocate_count = use_gpu, max_colocate_count
         self._places = [(node, local_rank) for node, count in enumerate(counts) for local_rank in range(count)]
 

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 from typing import Self
 
@@ -26,10 +27,13 @@ class ModelName:
 
     @classmethod
     def of(cls, path: str) -> Self | None:
-        """Return the name that the value of a key is; None for a path: of a directory, or below one that exists."""
+        """Return the name that the value of a key is; None for a path: of a directory, or below one that exists.
+
+        With a revision, as a run records it, only what exists is a path.
+        """
         found = _MODEL.fullmatch(path)
         parent = Path(path).parent
-        if found is None or Path(path).exists() or parent == LOCAL or parent.exists():
+        if found is None or Path(path).exists() or parent == LOCAL or (found[2] is None and parent.exists()):
             return None
         return cls(*found.groups())
 
@@ -54,16 +58,27 @@ class FileName:
         if not name.startswith(FILES):
             return None
         found = _FILE.fullmatch(name)
-        if found is None or ".." in (found[3] or "").split("/"):
+        if found is None or not _is_pattern(found[3] or ""):
             raise DataConfigError(
                 f"'{name}' is not a file of a data set on the hub; expected hf://datasets/OWNER/NAME/PATH, or "
-                "hf://datasets/OWNER/NAME@REVISION/PATH, where PATH may have wildcards, as in data/train-*.parquet."
+                "hf://datasets/OWNER/NAME@REVISION/PATH, where PATH may have wildcards, as in data/train-*.parquet or "
+                "**/*.parquet."
             )
         return cls(found[1], found[2], found[3] or "")
 
     def __str__(self) -> str:
         revision = "" if self.revision is None else f"@{self.revision}"
         return f"hf://datasets/{self.repository}{revision}/{self.path}"
+
+
+def _is_pattern(path: str) -> bool:
+    """Return whether a path, which may be empty, names files below a directory: `**` is a directory of its own."""
+    *above, last = path.split("/")
+    return not path or (
+        last not in ("", ".", "..")
+        and "**" not in last
+        and all(part == "**" or (part not in ("", ".", "..") and "**" not in part) for part in above)
+    )
 
 
 def name_of(path: str | Path) -> str:
@@ -74,4 +89,4 @@ def name_of(path: str | Path) -> str:
     kind, owner, name, revision, rest = found.groups()
     if kind == "models":
         return str(path) if rest else str(ModelName(f"{owner}/{name}", revision))
-    return str(FileName(f"{owner}/{name}", revision, rest or ""))
+    return str(FileName(f"{owner}/{name}", revision, escape(rest or "")))

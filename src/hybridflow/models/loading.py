@@ -109,8 +109,7 @@ def read_config(path: str | Path, **options: object) -> PretrainedConfig:
     """Read the configuration of a model directory; `options` replace keys. Raises ModelError if it is unsupported."""
     if not os.path.isfile(Path(path) / "config.json"):  # False also for a name that is too long
         raise ModelConfigError(
-            f"'{path}' is not a model directory: config.json not found; give a local Hugging Face directory as "
-            "model.path (nothing is downloaded)."
+            f"'{path}' is not a model directory: config.json not found; give a Hugging Face directory as model.path."
         )
     require_sound_config(path)
     config = AutoConfig.from_pretrained(Path(path), trust_remote_code=False, **options)

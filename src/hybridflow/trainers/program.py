@@ -33,7 +33,8 @@ def run_on_placeholders(config: Config, classes: Mapping[Role, ClassWithInitArgs
             on_pool = spawn_colocated(ResourcePool(processes), by_name, backend, meshes_of(config, by_name))
             groups |= {role: on_pool[role.value] for role in roles}
     one_round = config.algorithm.model_copy(update={"max_sampling_rounds": 1})
-    algorithm = PPO(config.model_copy(update={"algorithm": one_round}), groups)
+    no_model = config.model.model_copy(update={"path": ""})  # placeholders need none, and it may be on the hub
+    algorithm = PPO(config.model_copy(update={"algorithm": one_round, "model": no_model}), groups)
     algorithm.sync_weights = SharedWeights()  # placeholders have no weights
     algorithm.sampling.lend = None  # nor do requests wait
     algorithm.global_step = config.critic.warmup_steps

@@ -1,5 +1,6 @@
 """Processes that wait beside the ranks of a group, and replace them at a restart."""
 
+import importlib
 import os
 import signal
 import sys
@@ -11,7 +12,15 @@ import pytest
 import ray
 import torch
 
-from hybridflow.controller import ClassWithInitArgs, Dispatch, ResourcePool, Worker, WorkerGroup, register
+from hybridflow.controller import (
+    ClassWithInitArgs,
+    Dispatch,
+    ResourcePool,
+    Worker,
+    WorkerGroup,
+    register,
+    spawn_colocated,
+)
 from hybridflow.controller.ray import standbys as module
 from hybridflow.errors import ConfigError, WorkerDiedError
 
@@ -112,3 +121,36 @@ def test_standbys_end_with_their_group(ray_backend):
     wait_until_ended(waiting)
     ray_backend.keep_standbys(group.workers)
     assert standbys_of(ray_backend, group) == []
+
+
+MODULE = """
+import os
+
+from hybridflow.controller import Dispatch, Worker, register
+
+AT_IMPORT = os.environ.get("HYBRIDFLOW_TEST_LEVEL")
+
+class Reader(Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def read(self):
+        return AT_IMPORT, os.getpid(), sorted(self.colocated)
+"""
+
+
+def test_a_standby_imports_with_the_variables_of_its_pool(ray_backend, tmp_path, monkeypatch):
+    (tmp_path / "reads_at_import.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    reader = ClassWithInitArgs(importlib.import_module("reads_at_import").Reader)
+    pool = ResourcePool([1], environment={"HYBRIDFLOW_TEST_LEVEL": "3"})
+    groups = spawn_colocated(pool, {"a": reader, "b": reader}, ray_backend)
+    group = groups["a"]
+    ray_backend.keep_standbys(group.workers)
+    (standby,) = pids_of(standbys_of(ray_backend, group))
+    os.kill(group.workers[0].process.home.address.pid, signal.SIGKILL)
+    with pytest.raises(WorkerDiedError):
+        group.read()
+    assert ray_backend.settle(group.workers, 10) == group.workers
+    ray_backend.restart(group.workers)
+    assert group.read() == [("3", standby, ["a", "b"])]
+    for each in groups.values():
+        each.shutdown()

@@ -39,7 +39,8 @@ class Standbys:
             return
         self._of[launch] = self._launcher.start(launch, standby=True)
         classes = [pickled_class(cls_with_init.cls) for cls_with_init in launch.classes.values()]
-        self._imports[launch] = [standby.actor.warm.remote(classes) for standby in self._of[launch]]
+        variables = launch.pool.environment
+        self._imports[launch] = [standby.actor.warm.remote(classes, variables) for standby in self._of[launch]]
 
     def take(self, launch: Launch, lost: Sequence[RayProcess]) -> list[RayProcess]:
         """Return the standbys of a group, each on the node of its rank and with the GPUs of the lost process.

@@ -86,8 +86,9 @@ class WorkerProcess:
         node_id, node_address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
         return Home(node_id, node_address, socket.gethostname(), own_address(), self._gpu_ids)
 
-    def warm(self, pickled_classes: list[bytes]) -> None:
-        """Import what classes need, as a standby."""
+    def warm(self, pickled_classes: list[bytes], environment: Mapping[str, str]) -> None:
+        """Import what classes need, as a standby, with the environment variables of the pool."""
+        os.environ.update(environment)
         with paused_collector():
             for pickled_class in pickled_classes:
                 cloudpickle.loads(pickled_class)

@@ -122,9 +122,11 @@ def write_splits(
     output_dir = Path(output_dir)
     if not train or not test:
         raise DataError(f"{output_dir}: {len(train)} training and {len(test)} test rows; both files need at least one.")
+    train_file, test_file = output_dir / "train.parquet", output_dir / "test.parquet"
+    train_data, test_data = _parquet(train_file, train), _parquet(test_file, test)  # both are valid: now they replace
     return PreparedFiles(
-        train_file=write_parquet(output_dir / "train.parquet", train),
-        test_file=write_parquet(output_dir / "test.parquet", test),
+        train_file=_write(train_file, train_data),
+        test_file=_write(test_file, test_data),
         num_train=len(train),
         num_test=len(test),
         first_row=train[0],
@@ -137,17 +139,32 @@ def write_parquet(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     path = Path(path)
     if not rows:
         raise DataError(f"{path}: there are no rows to write.")
+    return _write(path, _parquet(path, rows))
+
+
+def _parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return rows as the bytes of a parquet file; raise DataError, naming the file, if that is not possible."""
+    buffer = pa.BufferOutputStream()
     try:
         table = pa.Table.from_pylist([dict(row) for row in rows])
+    except UnicodeEncodeError as error:
+        text = error.object[max(error.start - 20, 0) : error.start + 20]
+        raise DataError(f"{path}: the text {text!r} is not valid Unicode ({error.reason}); correct it.") from error
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError) as error:
         raise DataError(
             f"{path}: the rows do not have one type per column: {error}; use the same types in all rows."
         ) from error
-    buffer = pa.BufferOutputStream()
-    pq.write_table(table, buffer)
+    try:
+        pq.write_table(table, buffer)
+    except pa.ArrowNotImplementedError as error:  # an object without keys
+        raise DataError(f"{path}: parquet has no place for a value: {error} Remove it, or fill it.") from error
+    return buffer.getvalue().to_pybytes()
+
+
+def _write(path: Path, data: bytes) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes_atomically(path, buffer.getvalue().to_pybytes())
+        write_bytes_atomically(path, data)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise DataConfigError(f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}.") from error
     return path

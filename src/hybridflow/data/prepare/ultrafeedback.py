@@ -85,6 +85,6 @@ def _score_of(record: Mapping[str, Any], column: str, place: str) -> float | Non
     try:
         if isinstance(value, str | int | float) and not isinstance(value, bool):
             return float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         pass
     raise DataError(f"{place}: '{column}' must be a number, got {shorten(value)}.")
