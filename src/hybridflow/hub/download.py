@@ -85,7 +85,7 @@ def _data_files(name: FileName) -> list[str]:
 
 
 @contextmanager
-def _timeouts() -> Iterator[None]:
+def timeouts() -> Iterator[None]:
     """Let no request wait for ever: the hub's library sets no limit for those that list a repository."""
     from huggingface_hub import get_session
 
@@ -110,7 +110,7 @@ def _explained(what: str, name: ModelName | FileName, kind: str, error_type: typ
     from huggingface_hub import constants, errors
 
     try:
-        with _timeouts():
+        with timeouts():
             yield
     except errors.GatedRepoError as error:
         page = f"{constants.ENDPOINT}/{'' if kind == 'model' else 'datasets/'}{name.repository}"

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hybridflow.errors import CheckpointConfigError, CheckpointError
-from hybridflow.hub.download import first_line
+from hybridflow.hub.download import first_line, timeouts
 from hybridflow.hub.names import REPOSITORY
 
 
@@ -50,7 +50,8 @@ def _explained(what: str, error_type: type[CheckpointError]) -> Iterator[None]:
     from httpx2 import HTTPError
 
     try:
-        yield
+        with timeouts():
+            yield
     except (HTTPError, OSError, ValueError, RuntimeError) as error:  # the last two: of a card and of a large file
         status = getattr(getattr(error, "response", None), "status_code", None)
         hint = "; the token has no right to write there" if status in (401, 403) else ""

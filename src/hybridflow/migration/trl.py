@@ -101,7 +101,7 @@ def finish(values: dict[str, Any], theirs: Mapping[str, Any]) -> list[str]:
         "(data.train_batch_size); multiply it by the number of processes"
     )
     if rows % theirs["num_generations"]:
-        notes.append(f"{rows} completions are no multiple of num_generations={theirs['num_generations']}")
+        notes.append(f"{rows} completions are not divisible by num_generations={theirs['num_generations']}")
     if "scale_rewards" in theirs:
         values["algorithm.norm_by_std"] = theirs["scale_rewards"] not in (False, "none")
     if theirs.get("scale_rewards") == "batch":
