@@ -124,7 +124,7 @@ def test_loading_keeps_log_settings_of_transformers(tiny_model):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (shutil.rmtree, "config.json not found; give a local Hugging Face directory"),
+        (shutil.rmtree, "config.json not found; give a Hugging Face directory"),
         (lambda path: (path / "config.json").unlink(), "config.json not found"),
         (lambda path: (path / "config.json").write_text('{"model_type":'), "not a valid JSON file. The directory must"),
         (lambda path: (path / "config.json").write_text("{}"), "should have a `model_type` key"),
