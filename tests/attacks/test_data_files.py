@@ -229,7 +229,7 @@ def make_loop(path):
 PATHS = [
     # name, maker of the path, what the error says
     ("missing", lambda path: None, r"no such file\.$"),
-    ("a folder", lambda path: path.mkdir(), r"is a directory; expected a file\.$"),
+    ("a folder", lambda path: path.mkdir(), r"; expected a file\.$|; name a file\.$"),
     ("a pipe", os.mkfifo, r"is a pipe, device or socket; expected a file\.$"),
     ("a device", lambda path: path.symlink_to("/dev/zero"), r"is a pipe, device or socket; expected a file\.$"),
     ("a link to itself", make_loop, r"cannot be opened: Too many levels of symbolic links\.$"),
@@ -239,7 +239,7 @@ PATHS = [
 NAMES = [
     ("a name of 5,000 characters", "d" * 5000 + ".parquet", r"cannot be opened: File name too long\.$"),
     ("a file as a folder", "/dev/null/a.parquet", r"cannot be opened: Not a directory\.$"),
-    ("an empty name", "", r"is a directory; expected a file\.$"),
+    ("an empty name", "", r"is not a folder of `Dataset\.save_to_disk`, .*; name a file\.$"),
     ("JSON lines", "a.jsonl", r"no such file\.$"),
 ]
 
@@ -263,11 +263,15 @@ LINES = [
     ("a list", b"[1]", r"line 2: is a list; expected an object with question and answer"),
     ("a number", b"3", r"line 2: is a int; expected an object"),
     ("null", b"null", r"line 2: is a NoneType; expected an object"),
-    ("an empty object", b"{}", r"line 2: 'question' is missing; found no keys"),
+    ("an empty object", b"{}", r"line 2: 'question' is missing; the row has no keys"),
     ("a number for the question", b'{"question": 3, "answer": "#### 1"}', r"line 2: 'question' must be a text, got 3"),
     ("no number in the answer", b'{"question": "a", "answer": "b"}', r"line 2: the answer must end in '#### number'"),
     ("a long wrong value", json.dumps({"question": [1] * 10**5}).encode(), r"'question' must be a text, got \[1, 1, 1"),
-    ("10,000 keys", json.dumps({f"k{n}": n for n in range(10**4)}).encode(), r"'question' is missing; found k0, k1"),
+    (
+        "10,000 keys",
+        json.dumps({f"k{n}": n for n in range(10**4)}).encode(),
+        r"'question' is missing; the row has k0, k1",
+    ),
     ("a line of 100 MB", b'{"question": "' + b"a" * 10**8 + b'"}', r"line 2: is longer than 16,777,216 bytes"),
     ("100 MB of blanks", b" " * 10**8, r"line 2: is longer than 16,777,216 bytes"),
     ("a second object in a line", GOOD_LINE.strip() * 2, r"line 2: is not JSON: Extra data"),

@@ -25,7 +25,7 @@ EXPORT = "export RUN out"
 SHORT = "trainer.total_steps=1 offline.batch_size=1"
 TRAIN = f"sft {SHORT} model.path=MODEL data.train_files=['DATA'] trainer.run_dir=RUN"
 PREPARE = "prepare multiplication --train-size 2 --test-size 1 --output-dir RUN"
-GRAPH = "graph model.path=RUN"
+MEMORY = "memory model.path=RUN"
 DRAW = "graph --output RUN"
 OUTPUT = "generate --prompt w3 --model MODEL data.max_response_length=1 --output RUN"
 READERS = (EVALUATE, GENERATE)
@@ -99,14 +99,14 @@ CASES = [
     # name, maker of the path, commands, status, what the error says
     ("missing", lambda path: None, READERS, USAGE, NOT_A_RUN),
     ("missing", lambda path: None, OPENERS, USAGE, NOT_A_CHECKPOINT),
-    ("missing", lambda path: None, (GRAPH,), USAGE, r"is not a model directory: config\.json not found"),
+    ("missing", lambda path: None, (MEMORY,), USAGE, r"is not a model directory: config\.json not found"),
     ("a file", text("x"), READERS, USAGE, NOT_A_RUN),
-    ("a file", text("x"), (GRAPH,), USAGE, r"is not a model directory: config\.json not found"),
-    ("a broken model", run_with(config__json=b"{"), (GRAPH,), FAILED, r"cannot be loaded .* not a valid JSON file"),
+    ("a file", text("x"), (MEMORY,), USAGE, r"is not a model directory: config\.json not found"),
+    ("a broken model", run_with(config__json=b"{"), (MEMORY,), FAILED, r"cannot be loaded .* not a valid JSON file"),
     (
         "an empty model",
         run_with(config__json=b"{}"),
-        (GRAPH,),
+        (MEMORY,),
         FAILED,
         r"cannot be loaded .* Should have a `model_type`",
     ),
@@ -238,7 +238,7 @@ EVERY = (
     *OPENERS,
     PREPARE,
     OUTPUT,
-    GRAPH,
+    MEMORY,
     DRAW,
     "generate --prompt w3 --model RUN",
     "export MODEL RUN",

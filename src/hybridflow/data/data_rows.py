@@ -1,5 +1,6 @@
 """Rows of data files: parquet files in our columns as they are, all others by their form."""
 
+import os
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -44,7 +45,7 @@ def read_data_rows(
 
 
 def _is_plain(path: Path) -> bool:
-    return path.suffix not in (".jsonl", ".json", ".csv") and not path.is_dir()
+    return path.suffix not in (".jsonl", ".json", ".csv") and not os.path.isdir(path)
 
 
 def _rows_of_file(path: Path, kind: Kind, form: RowForm, optional: Sequence[str], max_rows: int) -> list[Row]:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ def answer_of(record: Mapping[str, Any], column: str, place: str) -> str:
 
 def read_records(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place, record) of a file of SUFFIXES or a folder of `datasets`; `columns` is what errors expect."""
-    if file.is_dir():
+    if os.path.isdir(file):  # False also for a name that is too long
         yield from read_folder(file)
         return
     require_data_file(file)
