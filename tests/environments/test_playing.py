@@ -163,6 +163,8 @@ class Broken(Calculator):
         (Broken("reward", "good"), "reward returned score='good'; expected a finite number"),
         (Broken("reward", math.nan), "reward returned score=nan; expected a finite number"),
         (Broken("reward", {"a": None}), "reward returned a=None"),
+        (Broken("reward", {"a": 1.0}), "reward returned a, but no 'score'"),
+        (Broken("reward", {}), "reward returned nothing, but no 'score'"),
     ],
 )
 def test_an_error_of_an_environment_ends_its_episode_without_a_reward(environment, error):

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 
 import hybridflow
 from fixtures import tiny_run
@@ -148,3 +148,13 @@ def test_an_upload_that_fails_keeps_the_export_and_says_how_to_go_on(published, 
     with pytest.raises(CheckpointError, match=r"'exported' is complete, .*`hf upload owner/trained exported`"):
         hybridflow.open_run("run").export("exported", push_to_hub="owner/trained")
     assert Path("exported/model.safetensors").is_file()
+
+
+def test_a_run_does_not_go_on_with_a_revision_of_other_weights(published, task, capsys):
+    hub, _, _ = published
+    assert train(task, *NAMES) == 0
+    files = {path.name: path.read_bytes() for path in (task / "model").iterdir()}
+    weights = {name: weight + 1 for name, weight in load_file(task / "model/model.safetensors").items()}
+    other = hub.add("models/owner/model", {**files, "model.safetensors": save(weights, {"format": "pt"})})
+    assert train(task, *NAMES, f"model.path=owner/model@{other}", "trainer.total_steps=3") != 0
+    assert "the model of model.path differs from the one in 'owner/model@" in capsys.readouterr().err

@@ -70,7 +70,7 @@ class Environment:
         return []
 
     async def reward(self, episode: Episode) -> float | Mapping[str, float]:
-        """Return what the episode is worth, a number or several by name."""
+        """Return what the episode is worth, a number, or several by name with one named `score`."""
         raise NotImplementedError
 
     async def close(self) -> None:

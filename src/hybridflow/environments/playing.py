@@ -41,7 +41,7 @@ class EpisodeLimits:
 
 @dataclass(frozen=True)
 class PlayedEpisode:
-    """An episode that has ended: its rows of tokens, its rewards by name, and its number of sampled tokens."""
+    """An episode that has ended: its rows of tokens, and its rewards by name, none after an error."""
 
     episode: Episode
     rows: list[EpisodeRow]
@@ -123,7 +123,7 @@ class Player:
         return self._next(lambda: self._renderer.go_on(self._prompt, ids, history, new))
 
     async def finish(self) -> PlayedEpisode:
-        """Return the episode with its rewards: nothing but those of `Done` after an error."""
+        """Return the episode with its rewards: none after an error, else a `score`, which includes that of `Done`."""
         rewards: dict[str, float] = {}
         if not self.episode.error:
             found = await self._within("reward", self._environment.reward(self.episode))
@@ -182,8 +182,12 @@ class Player:
                 self._fail(f"reward returned {name}={value!r:.100}; expected a finite number, or several by name")
                 return {}
             rewards[str(name)] = float(value)
-        if "score" in rewards:
-            rewards["score"] += self._bonus
+        if "score" not in rewards:
+            self._fail(
+                f"reward returned {', '.join(rewards) or 'nothing'}, but no 'score', which is what is learned from"
+            )
+            return {}
+        rewards["score"] += self._bonus
         return rewards
 
     async def _within(self, what: str, awaitable: Awaitable[Any]) -> Any:

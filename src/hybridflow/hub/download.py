@@ -85,14 +85,14 @@ def _data_files(name: FileName) -> list[str]:
 
 
 @contextmanager
-def timeouts() -> Iterator[None]:
+def timeouts(seconds: float) -> Iterator[None]:
     """Let no request wait for ever: the hub's library sets no limit for those that list a repository."""
     from huggingface_hub import get_session
 
     def limit(request: Any) -> None:
         given = request.extensions.get("timeout", {})
         request.extensions["timeout"] = {
-            name: TIMEOUT_S if given.get(name) is None else given[name] for name in ("connect", "read", "write", "pool")
+            name: seconds if given.get(name) is None else given[name] for name in ("connect", "read", "write", "pool")
         }
 
     session = get_session()
@@ -110,7 +110,7 @@ def _explained(what: str, name: ModelName | FileName, kind: str, error_type: typ
     from huggingface_hub import constants, errors
 
     try:
-        with timeouts():
+        with timeouts(TIMEOUT_S):
             yield
     except errors.GatedRepoError as error:
         page = f"{constants.ENDPOINT}/{'' if kind == 'model' else 'datasets/'}{name.repository}"

@@ -9,6 +9,9 @@ from hybridflow.errors import CheckpointConfigError, CheckpointError
 from hybridflow.hub.download import first_line, timeouts
 from hybridflow.hub.names import REPOSITORY
 
+TIMEOUT_S = 600.0
+"""Time after which a request without an answer fails; a commit of many large files may take minutes."""
+
 
 def require_upload(repository: str, *, private: bool = False) -> None:
     """Create the repository of a model unless it exists: what fails later than an export fails here already.
@@ -50,7 +53,7 @@ def _explained(what: str, error_type: type[CheckpointError]) -> Iterator[None]:
     from httpx2 import HTTPError
 
     try:
-        with timeouts():
+        with timeouts(TIMEOUT_S):
             yield
     except (HTTPError, OSError, ValueError, RuntimeError) as error:  # the last two: of a card and of a large file
         status = getattr(getattr(error, "response", None), "status_code", None)
