@@ -394,7 +394,8 @@ def test_max_running_sequences_limits_the_running_sequences(build_rollout, tiny_
         (Request(3, [5], SamplingParams(4), 9), r"group_size=9 exceeds rollout\.max_running_sequences=8"),
         (Request(3, [5] * 61, SamplingParams(4)), "61 prompt tokens and 4 new ones exceed the model's 64 positions"),
         (Request(3, [5, 40], SamplingParams(4)), r"token ids from 5 to 40; they must be in \[0, 40\)"),
-        (Request(3, [5, 6], SamplingParams(4), resume_offset=2), "resume_offset=2 with 2 prompt tokens"),
+        (Request(3, [5, 6], SamplingParams(4), resume_offset=-1), "resume_offset=-1 and first_index=0; they count"),
+        (Request(3, [5, 6], SamplingParams(4), first_index=-2), "first_index=-2; they count"),
         (Request(3, [-1, 5], SamplingParams(4)), r"token ids from -1 to 5; they must be in \[0, 40\)"),
     ],
 )
@@ -403,6 +404,17 @@ def test_request_that_can_never_be_served_is_an_error(build_rollout, tiny_model,
     with pytest.raises(RolloutError, match=message):
         engine.submit(request_)
     assert not engine.has_unfinished()
+
+
+def test_a_request_for_one_response_of_a_group_gets_its_tokens(build_rollout, tiny_model):
+    engine = build_rollout(tiny_model())
+    load_weights(engine, weights_of(tiny_model()).items(), version=0)
+    whole = Request(3, [5, 9, 6], SamplingParams(6), group_size=3, noise_key=(1, 4))
+    group = generate(engine, [whole])
+    for index in range(3):
+        (alone,) = generate(engine, [replace(whole, group_size=1, first_index=index)])
+        assert (alone.index, alone.token_ids) == (0, group[index].token_ids)
+    assert len({tuple(response.token_ids) for response in group}) == 3
 
 
 def test_request_id_in_use_is_an_error_until_it_is_finished(build_rollout, tiny_model):

@@ -52,8 +52,8 @@ class Request:
     """A request for `group_size` responses to one prompt.
 
     `noise_key` (seed, step, prompt), the index in the group and the token's position determine the noise of each token.
-    `resume_offset` is the number of tokens at the end of the prompt that belong to a continued response: positions are
-    counted from its first token. A `request_id` may be used again when all its completions are finished.
+    `resume_offset` is the number of tokens of a continued response that were made before: positions are counted from
+    its first token. `first_index` is the index of the first response in the group. A `request_id` may be used again when all its completions are finished.
     `expected_length` is the expected number of tokens of a response; 0: not known.
     """
 
@@ -63,6 +63,7 @@ class Request:
     group_size: int = 1
     noise_key: tuple[int, ...] = (0,)
     resume_offset: int = 0
+    first_index: int = 0
     expected_length: float = 0.0
 
 

@@ -220,7 +220,7 @@ def _uniforms(requests: Sequence[Request], width: int) -> np.ndarray:
     """Return the noise (sequences, width) of tokens, from the request's key, the index and the position."""
     parts = []
     for _, same_length in groupby(requests, lambda request: len(request.noise_key)):
-        sequences = [(request, index) for request in same_length for index in range(request.group_size)]
+        sequences = [(request, request.first_index + i) for request in same_length for i in range(request.group_size)]
         keys = zip(*(request.noise_key for request, _ in sequences), strict=True)
         columns = [np.array([number % 2**64 for number in column], dtype=np.uint64)[:, None] for column in keys]
         positions = np.array([request.resume_offset for request, _ in sequences])[:, None] + np.arange(width)

@@ -309,7 +309,10 @@ class PagedDecoding:
         if self._state.widen(stop_ids=max(map(len, stops)), tables=longest):
             self._graphs.clear()
         # In the order of the rows, which are listed by request and index.
-        states = [uniform_state(*request.noise_key, np.arange(len(group))) for request, group in groups.values()]
+        states = [
+            uniform_state(*request.noise_key, request.first_index + np.array([row.index for row in group]))
+            for request, group in groups.values()
+        ]
         samplings, offsets = [row.request.sampling for row in rows], [row.request.resume_offset for row in rows]
         self._state.write(
             [place for place, _ in admitted],

@@ -21,10 +21,10 @@ def require_servable(request: Request, *, max_running_sequences: int, max_len: i
             f"{name}: group_size={request.group_size} exceeds rollout.max_running_sequences={max_running_sequences}; "
             "raise rollout.max_running_sequences."
         )
-    if not 0 <= request.resume_offset < prompt_len:
+    if request.resume_offset < 0 or request.first_index < 0:
         raise RolloutError(
-            f"{name} has resume_offset={request.resume_offset} with {prompt_len} prompt tokens; it counts the response "
-            "tokens at the end of the prompt, so it must be less."
+            f"{name} has resume_offset={request.resume_offset} and first_index={request.first_index}; they count the "
+            "tokens of the response and the responses of the group that were made before, so they must be at least 0."
         )
     if max_len is not None and prompt_len + new > max_len:
         raise RolloutError(

@@ -152,7 +152,7 @@ class VLLMRollout:
         sequences: list[_Sequence] = []
         try:
             for index in range(request.group_size):
-                seed = derive_seed(*request.noise_key, index, version, request.resume_offset)
+                seed = derive_seed(*request.noise_key, request.first_index + index, version, request.resume_offset)
                 sequence = _Sequence(request, self._num_submitted, seed, Completion(request.request_id, index))
                 self._add(sequence)
                 sequences.append(sequence)
