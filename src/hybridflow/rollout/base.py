@@ -53,8 +53,9 @@ class Request:
 
     `noise_key` (seed, step, prompt), the index in the group and the token's position determine the noise of each token.
     `resume_offset` is the number of tokens of a continued response that were made before: positions are counted from
-    its first token. `first_index` is the index of the first response in the group. A `request_id` may be used again when all its completions are finished.
-    `expected_length` is the expected number of tokens of a response; 0: not known.
+    its first token. `first_index` is the index of the first response in the group. A `request_id` may be used again
+    when all its completions are finished. `expected_length` is the expected number of tokens of a response; 0: not
+    known.
     """
 
     request_id: int
