@@ -1,6 +1,7 @@
 """Many episodes over an engine: the same tokens however long environments take, and none of them sampled twice."""
 
 import asyncio
+import threading
 
 import pytest
 import torch
@@ -8,13 +9,18 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from fixtures.chat_tokenizers import chat_tokenizer
 from hybridflow.environments import (
+    CallLimits,
     ChatRenderer,
     Environment,
+    EnvironmentHost,
+    EpisodeClient,
     EpisodeLimits,
     EpisodeStart,
+    LocalPlace,
     Player,
     play_episodes,
 )
+from hybridflow.errors import RolloutError
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate
 
 TOKENIZER = chat_tokenizer("qwen2_5")
@@ -59,19 +65,37 @@ class Talk(Environment):
         return float(len(episode.turns))
 
 
-def play(model, seconds, count=6):
-    renderer = ChatRenderer(TOKENIZER)
-    starts = [
-        EpisodeStart(Player(Talk(seconds(i)), renderer, [STOP], LIMITS), {"prompt": f"question {i}"}, (7, i))
-        for i in range(count)
-    ]
-    return play_episodes(EmbeddedRollout(model), starts, SAMPLING)
+@pytest.fixture(scope="module")
+def loop():
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
 
 
-def test_episodes_have_the_same_tokens_however_long_environments_take(model):
-    quick = play(model, lambda i: 0.0)
-    slow = play(model, lambda i: 0.01 * (i % 3))
+def player_of(environment):
+    client = EpisodeClient(LocalPlace(lambda: EnvironmentHost(lambda: environment, CallLimits())))
+    return Player(client, ChatRenderer(TOKENIZER), [STOP], LIMITS)
+
+
+def starts_of(seconds, count=6):
+    return [EpisodeStart(player_of(Talk(seconds(i))), {"prompt": f"question {i}"}, (7, i)) for i in range(count)]
+
+
+def play(model, loop, seconds, count=6, *, in_order=True):
+    return play_episodes(EmbeddedRollout(model), starts_of(seconds, count), SAMPLING, loop, in_order=in_order)
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_episodes_have_the_same_tokens_however_long_environments_take(model, loop, in_order):
+    quick = play(model, loop, lambda i: 0.0, in_order=in_order)
+    slow = play(model, loop, lambda i: 0.03 * (i % 3), in_order=in_order)
     assert [episode.rows[0].ids for episode in quick] == [episode.rows[0].ids for episode in slow]
+    if in_order:  # then the same sequences run beside each other, so that the bits are equal
+        assert [episode.rows[0].log_probs for episode in quick] == [episode.rows[0].log_probs for episode in slow]
     assert {episode.episode.ended for episode in quick} <= {"turns", "tokens"}
     assert any(len(episode.episode.turns) == 3 for episode in quick)
     assert all(episode.rewards == {"score": float(len(episode.episode.turns))} for episode in quick)
@@ -82,8 +106,8 @@ def test_episodes_have_the_same_tokens_however_long_environments_take(model):
         assert text.count("<|im_start|>assistant\n") == len(episode.episode.turns)
 
 
-def test_log_probs_of_sampled_tokens_are_those_of_the_model(model):
-    for episode in play(model, lambda i: 0.0, count=3):
+def test_log_probs_of_sampled_tokens_are_those_of_the_model(model, loop):
+    for episode in play(model, loop, lambda i: 0.0, count=3):
         (row,) = episode.rows
         ids = torch.tensor([row.context])
         with torch.no_grad():
@@ -93,20 +117,33 @@ def test_log_probs_of_sampled_tokens_are_those_of_the_model(model):
         torch.testing.assert_close(chosen[sampled], torch.tensor(row.log_probs)[sampled], atol=1e-4, rtol=1e-4)
 
 
-def test_an_episode_of_one_turn_has_the_tokens_of_a_run_without_episodes(model):
-    class Once(Talk):
-        async def step(self, turn):
-            return []
+class Once(Talk):
+    """Ends each episode after its first turn."""
 
-    renderer = ChatRenderer(TOKENIZER)
-    player = Player(Once(0), renderer, [STOP], LIMITS)
-    (episode,) = play_episodes(EmbeddedRollout(model), [EpisodeStart(player, {"prompt": "question"}, (7, 0))], SAMPLING)
-    prompt = renderer.start([{"role": "user", "content": "question"}]).ids
-    (completion,) = generate(EmbeddedRollout(model), [Request(0, prompt, SAMPLING, noise_key=(7, 0))])
-    assert episode.rows[0].prompt_ids == prompt
-    assert episode.rows[0].ids == completion.token_ids
-    assert episode.rows[0].log_probs == completion.log_probs
+    async def step(self, turn):
+        return []
 
 
-def test_no_episodes_are_none(model):
-    assert play_episodes(EmbeddedRollout(model), [], SAMPLING) == []
+def test_a_group_of_episodes_of_one_turn_equals_a_group_without_episodes(model, loop):
+    starts = [EpisodeStart(player_of(Once(0)), {"prompt": "question"}, (7, 0), index) for index in range(4)]
+    played = play_episodes(EmbeddedRollout(model), starts, SAMPLING, loop)
+    prompt = ChatRenderer(TOKENIZER).start([{"role": "user", "content": "question"}]).ids
+    group = generate(EmbeddedRollout(model), [Request(0, prompt, SAMPLING, group_size=4, noise_key=(7, 0))])
+    for episode, completion in zip(played, group, strict=True):
+        assert episode.rows[0].prompt_ids == prompt
+        assert episode.rows[0].ids == completion.token_ids
+        assert episode.rows[0].log_probs == completion.log_probs
+
+
+def test_no_episodes_are_none(model, loop):
+    assert play_episodes(EmbeddedRollout(model), [], SAMPLING, loop) == []
+
+
+def test_a_turn_that_the_engine_refuses_is_an_error_and_leaves_it_idle(model, loop):
+    engine = EmbeddedRollout(model)
+    hostile = player_of(Talk(0))
+    starts = [*starts_of(lambda i: 0.0), EpisodeStart(hostile, {"prompt": "a"}, (-(2**70),))]
+    with pytest.raises(RolloutError, match="noise_key"):
+        play_episodes(engine, starts, SAMPLING, loop)
+    assert not engine.has_unfinished()
+    assert len(play_episodes(engine, starts_of(lambda i: 0.0), SAMPLING, loop)) == 6

@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 from hybridflow.environments.messages import Message, ToolCall
 
-EndReason = Literal["done", "turns", "tokens", "seconds", "error"]
+EndReason = Literal["done", "turns", "tokens", "seconds", "rows", "error"]
 """Why an episode ended: the environment ended it, a limit did, or an error of the environment."""
 
-METHODS = ("reset", "step", "reward", "close")
+METHODS = ("reset", "step", "reward", "group_rewards", "close")
 """Methods of an environment that are not tools."""
 
 
@@ -34,8 +34,16 @@ class Turn:
 
 
 @dataclass(frozen=True)
+class Reply:
+    """Messages that answer a turn, and a reward for this turn, which is added to that of the whole episode."""
+
+    messages: Sequence[Message] = ()
+    reward: float = 0.0
+
+
+@dataclass(frozen=True)
 class Done:
-    """Ends an episode. `reward` is added to that of the whole episode."""
+    """Ends an episode. `reward` is that of the last turn, and is added to that of the whole episode."""
 
     reward: float = 0.0
 
@@ -54,7 +62,8 @@ class Episode:
 class Environment:
     """Base class of environments. Public methods besides `METHODS` are tools; they may be `async`.
 
-    One object serves one episode, so it may keep what it needs in its attributes.
+    One object serves one episode, so it may keep what it needs in its attributes. It must do the same again when it is
+    asked the same: if its process is lost, a new object gets all questions of the episode once more.
     """
 
     async def reset(self, row: Mapping[str, Any]) -> Sequence[Message]:
@@ -62,15 +71,22 @@ class Environment:
         prompt = row["prompt"]
         return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
-    async def step(self, turn: Turn) -> Sequence[Message] | Done:
-        """Return the messages that answer a turn, after the results of its tools; or `Done`.
+    async def step(self, turn: Turn) -> Sequence[Message] | Reply | Done:
+        """Return the messages that answer a turn, after the results of its tools, a `Reply`, or `Done`.
 
         Without messages the episode goes on if the turn has called a tool, and ends otherwise: so ends the default.
         """
         return []
 
-    async def reward(self, episode: Episode) -> float | Mapping[str, float]:
-        """Return what the episode is worth, a number, or several by name with one named `score`."""
+    async def reward(self, episode: Episode) -> float | Mapping[str, Any]:
+        """Return what the episode is worth: a number, or several by name, of which `score` is learned from."""
+        raise NotImplementedError
+
+    async def group_rewards(self, episodes: Sequence[Episode]) -> Sequence[float]:
+        """Return a number for each episode of one prompt, which is added to its reward; a new object is asked.
+
+        A class with this method needs no `reward`.
+        """
         raise NotImplementedError
 
     async def close(self) -> None:

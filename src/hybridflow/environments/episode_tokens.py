@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 class EpisodeRow:
     """A prompt, then sampled tokens and those of new messages, by turns.
 
-    `is_sampled` is True for the tokens that the model made; `log_probs` and `versions` are 0 for the others. `turns`:
-    the number of the turn that a token belongs to; messages after a turn belong to it.
+    `is_sampled` is True for the tokens that the model made; `log_probs`, `versions` and `rewards` are 0 for the others.
+    `turns`: the number of the turn that a token belongs to; messages after a turn belong to it. `rewards`: the reward
+    of a turn, at its last sampled token.
     """
 
     prompt_ids: list[int]
@@ -18,17 +19,33 @@ class EpisodeRow:
     turns: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
 
     @property
     def context(self) -> list[int]:
         """All tokens so far: the prompt of the next turn."""
         return [*self.prompt_ids, *self.ids]
 
+    @property
+    def num_tokens(self) -> int:
+        """The number of all tokens so far."""
+        return len(self.prompt_ids) + len(self.ids)
+
+    @property
+    def num_sampled(self) -> int:
+        """The number of tokens that the model made."""
+        return sum(self.is_sampled)
+
     def add_sampled(self, ids: Sequence[int], log_probs: Sequence[float], versions: Sequence[int], turn: int) -> None:
         """Append the tokens of a turn as they were sampled."""
         self._add(ids, True, turn)
         self.log_probs += log_probs
         self.versions += versions
+
+    def add_reward(self, reward: float) -> None:
+        """Add to the reward of the newest turn, whose last token is the newest one."""
+        if self.rewards:
+            self.rewards[-1] += reward
 
     def add_messages(self, ids: Sequence[int], turn: int) -> None:
         """Append the tokens of the messages that answer a turn."""
@@ -40,3 +57,4 @@ class EpisodeRow:
         self.ids += ids
         self.is_sampled += [is_sampled] * len(ids)
         self.turns += [turn] * len(ids)
+        self.rewards += [0.0] * len(ids)

@@ -2,64 +2,153 @@
 
 import asyncio
 import queue
-import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridflow.environments.playing import PlayedEpisode, Player
+from hybridflow.errors import RolloutError
 from hybridflow.rollout import Completion, Request, RolloutEngine, SamplingParams
 from hybridflow.runtime import note_progress
 
 WAIT_S = 1.0
 """Seconds after which a wait for environments reports progress, so that a deadline of the process is not theirs."""
 
+ROUND_STEPS = 16
+"""Steps of the engine between two times at which turns begin, if the order must not depend on time."""
+
 
 @dataclass(frozen=True)
 class EpisodeStart:
-    """An episode to play: its player, its row of the data, and the noise key of its tokens."""
+    """An episode to play: its player, its row of the data, and the noise key and index in its group of its tokens."""
 
     player: Player
     row: Mapping[str, Any]
     noise_key: tuple[int, ...]
+    index: int = 0
+    expected_length: float = 0.0
 
 
 def play_episodes(
-    engine: RolloutEngine, starts: Sequence[EpisodeStart], sampling: SamplingParams
+    engine: RolloutEngine,
+    starts: Sequence[EpisodeStart],
+    sampling: SamplingParams,
+    loop: asyncio.AbstractEventLoop,
+    *,
+    in_order: bool = True,
 ) -> list[PlayedEpisode]:
-    """Play all episodes to their ends with an idle engine, and return them in order.
+    """Play all episodes to their ends with an idle engine, and return them in order; environments run on `loop`.
 
     `sampling.max_new_tokens` bounds a turn. A token depends on its episode alone: on what came before it, and on the
-    noise of its position among the episode's sampled tokens. So the results do not depend on how long environments
-    take, up to the rounding of other batches of sequences. Raises RolloutError for a turn that the engine cannot serve.
+    noise of its position among the episode's sampled tokens. With `in_order`, turns begin at certain steps of the
+    engine, which waits for their environments then: so the sequences that run beside each other, and with them the
+    rounding, do not depend on how long environments take either. Raises RolloutError for a turn that the engine cannot
+    serve.
     """
-    played: dict[int, PlayedEpisode] = {}
-    with _event_loop() as tasks:
-        for number, start in enumerate(starts):
-            tasks.start(number, start.player.begin(start.row))
-        while len(played) < len(starts):
-            for number, result in tasks.done(wait=not engine.has_unfinished()):
-                if isinstance(result, PlayedEpisode):
-                    played[number] = result
-                elif result is None:
-                    tasks.start(number, starts[number].player.finish())
-                else:
-                    engine.submit(_request(number, starts[number], result, sampling))
-            if engine.has_unfinished():
-                engine.step()
-                for completion in engine.finished():
-                    tasks.start(completion.request_id, _take(starts[completion.request_id].player, completion))
-            note_progress()
-    return [played[number] for number in range(len(starts))]
+    return _Episodes(engine, starts, sampling, loop, in_order).play()
 
 
-def _request(number: int, start: EpisodeStart, context: list[int], sampling: SamplingParams) -> Request:
-    sampled, turn = start.player.num_sampled, len(start.player.episode.turns)
-    own = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, start.player.room))
-    if sampled < len(context):
-        return Request(number, context, own, noise_key=start.noise_key, resume_offset=sampled)
-    return Request(number, context, own, noise_key=(*start.noise_key, turn))  # a new row without earlier reasoning
+class _Episodes:
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        starts: Sequence[EpisodeStart],
+        sampling: SamplingParams,
+        loop: asyncio.AbstractEventLoop,
+        in_order: bool,
+    ) -> None:
+        self._engine, self._starts, self._sampling, self._in_order = engine, starts, sampling, in_order
+        self._turns, self._ends = _Tasks(loop), _Tasks(loop)
+        self._num_steps = 0
+        self._running: dict[int, list[int]] = {}  # the episodes of each request
+
+    def play(self) -> list[PlayedEpisode]:
+        """Play all episodes."""
+        try:
+            for number, start in enumerate(self._starts):
+                self._turns.start(number, start.player.begin(start.row), self._num_steps)
+            self._submit(self._turns.wait(None))  # all, so that the responses to one prompt run as one group
+            while self._turns or self._engine.has_unfinished():
+                self._submit(self._ready())
+                if self._engine.has_unfinished():
+                    self._engine.step()
+                    self._num_steps += 1
+                self._take_finished()  # an engine may finish sequences without a step
+                note_progress()
+            return [played for _, played in sorted(self._ends.wait(None), key=lambda each: each[0])]
+        except BaseException:
+            self._turns.cancel()
+            self._ends.cancel()
+            for request in self._running:
+                with suppress(RolloutError):  # finished
+                    self._engine.abort(request)
+            self._engine.finished()
+            raise
+
+    def _ready(self) -> list[tuple[int, Any]]:
+        """Return what environments have returned, as far as it may be used now."""
+        if not self._engine.has_unfinished():
+            return self._turns.wait(None if self._in_order else 1)
+        if not self._in_order:
+            return self._turns.wait(0)
+        if self._num_steps % ROUND_STEPS:
+            return []
+        return self._turns.wait(None, started_before=self._num_steps - ROUND_STEPS)
+
+    def _submit(self, results: Sequence[tuple[int, Any]]) -> None:
+        """Go on with episodes in their order: with a turn, or with their end."""
+        contexts: dict[int, list[int]] = {}
+        for number, context in sorted(results, key=lambda each: each[0]):
+            if context is None:
+                self._ends.start(number, self._starts[number].player.finish(), self._num_steps)
+            else:
+                contexts[number] = context
+        requests = [self._request(numbers, contexts[numbers[0]]) for numbers in self._groups(contexts)]
+        for request in sorted(requests, key=_longest_first):
+            self._engine.submit(request)
+
+    def _groups(self, contexts: Mapping[int, list[int]]) -> Iterator[list[int]]:
+        """Yield the episodes that begin with one prompt as responses of one group, and others alone."""
+        group: list[int] = []
+        for number, context in contexts.items():
+            if group and self._is_next_of_group(number, group[-1]) and context == contexts[group[0]]:
+                group.append(number)
+                continue
+            if group:
+                yield group
+            group = [number]
+        if group:
+            yield group
+
+    def _is_next_of_group(self, number: int, last: int) -> bool:
+        this, other = self._starts[number], self._starts[last]
+        begins = not (this.player.num_sampled or other.player.num_sampled)
+        return begins and this.noise_key == other.noise_key and this.index == other.index + 1
+
+    def _request(self, numbers: list[int], context: list[int]) -> Request:
+        start = self._starts[numbers[0]]
+        own = replace(self._sampling, max_new_tokens=min(self._sampling.max_new_tokens, start.player.room))
+        self._running[numbers[0]] = numbers
+        return Request(
+            numbers[0],
+            context,
+            own,
+            group_size=len(numbers),
+            noise_key=start.noise_key,
+            resume_offset=start.player.num_sampled,
+            first_index=start.index,
+            expected_length=start.expected_length,
+        )
+
+    def _take_finished(self) -> None:
+        for completion in self._engine.finished():
+            number = self._running[completion.request_id][completion.index]
+            self._turns.start(number, _take(self._starts[number].player, completion), self._num_steps)
+
+
+def _longest_first(request: Request) -> tuple[int, float, int]:
+    return -request.sampling.max_new_tokens, -request.expected_length, -len(request.prompt_ids)
 
 
 def _take(player: Player, completion: Completion) -> Coroutine[Any, Any, list[int] | None]:
@@ -67,50 +156,48 @@ def _take(player: Player, completion: Completion) -> Coroutine[Any, Any, list[in
 
 
 class _Tasks:
-    """Coroutines on an event loop in another thread, and a queue of what they returned."""
+    """Coroutines of episodes on an event loop in another thread, and what they have returned."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop, self._done = loop, queue.SimpleQueue[tuple[int, Any]]()
-        self._running = 0
+        self._loop, self._done = loop, queue.SimpleQueue[int]()
+        self._running: dict[int, tuple[int, Any]] = {}  # by episode: the step at its start, and its future
 
-    def start(self, number: int, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Run a coroutine of an episode."""
-        self._running += 1
+    def __bool__(self) -> bool:
+        """Return whether some have not been returned."""
+        return bool(self._running)
+
+    def start(self, number: int, coroutine: Coroutine[Any, Any, Any], step: int) -> None:
+        """Run a coroutine of an episode, which has no other one."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        future.add_done_callback(lambda done: self._done.put((number, done)))
+        self._running[number] = step, future
+        future.add_done_callback(lambda _: self._done.put(number))
 
-    def done(self, *, wait: bool) -> Iterator[tuple[int, Any]]:
-        """Yield what coroutines have returned; with `wait` at least one, if any runs. Raises what one raised."""
-        while self._running:
-            try:
-                number, future = self._done.get(timeout=WAIT_S) if wait else self._done.get_nowait()
-            except queue.Empty:
-                if not wait:
-                    return
-                note_progress()
-                continue
-            self._running -= 1
-            wait = False
-            yield number, future.result()
+    def wait(self, count: int | None, started_before: int | None = None) -> list[tuple[int, Any]]:
+        """Return episodes with what their coroutines returned. Raises what one raised.
 
+        `count`: wait until so many are there, if so many run; None: for all, or for those that were started before a
+        step, and return no others.
+        """
+        if count is None:
+            wanted = [
+                number
+                for number, (step, _) in self._running.items()
+                if started_before is None or step <= started_before
+            ]
+            while not all(self._running[number][1].done() for number in wanted):
+                self._wait_for_one()
+        else:
+            while self._running and sum(future.done() for _, future in self._running.values()) < count:
+                self._wait_for_one()
+            wanted = [number for number, (_, future) in self._running.items() if future.done()]
+        return [(number, self._running.pop(number)[1].result()) for number in wanted]
 
-@contextmanager
-def _event_loop() -> Iterator[_Tasks]:
-    """Yield tasks on an event loop in a thread; those that still run are cancelled at the end."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="environments", daemon=True)
-    thread.start()
-    try:
-        yield _Tasks(loop)
-    finally:
-        asyncio.run_coroutine_threadsafe(_cancel_others(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+    def cancel(self) -> None:
+        """Cancel what runs."""
+        for _, future in self._running.values():
+            future.cancel()
 
-
-async def _cancel_others() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    def _wait_for_one(self) -> None:
+        with suppress(queue.Empty):
+            self._done.get(timeout=WAIT_S)
+        note_progress()

@@ -8,7 +8,7 @@ If a template changes what came before, the episode goes on in a new row, whose 
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -38,17 +38,17 @@ class NextPrompt:
 
 
 class ChatRenderer:
-    """Renders the conversations of a tokenizer's chat template with some tools.
+    """Renders the conversations of a tokenizer's chat template with some tools, or their schemas.
 
     Raises EnvironmentConfigError for a tokenizer without a chat template, and with tools for a template whose calls are
     in a format that is not known.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", tools: Sequence[Tool] = ()) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", tools: Sequence[Tool | Mapping[str, Any]] = ()) -> None:
         if not tokenizer.chat_template:
             raise EnvironmentConfigError("the tokenizer has no chat template, which separates the turns of an episode.")
         self._tokenizer = tokenizer
-        self._tools = [tool.schema() for tool in tools]
+        self._tools = [tool.schema() if isinstance(tool, Tool) else dict(tool) for tool in tools]
         template = tokenizer.get_chat_template(tools=self._tools or None)
         self.format: ToolFormat | None = format_of(template)
         if tools and self.format is None:

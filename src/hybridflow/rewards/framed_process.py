@@ -1,4 +1,4 @@
-"""Process of reward_process.py and the non-blocking exchange of frames with it; knows nothing of samples."""
+"""A process of user code and the non-blocking exchange of frames with it; knows nothing of samples."""
 
 import json
 import logging
@@ -40,12 +40,12 @@ class FramedProcess:
     `kill`, also if the supervisor was killed.
     """
 
-    def __init__(self, settings: str) -> None:
-        self._temporary = _make_temporary()
+    def __init__(self, settings: str, program: Path = PROGRAM, kind: str = "reward") -> None:
+        self._temporary, self._kind = _make_temporary(kind), kind
         self.connection, theirs = socket.socketpair()
         with theirs:
             self.popen = subprocess.Popen(
-                [sys.executable, str(PROGRAM), settings],
+                [sys.executable, str(program), settings],
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
                 start_new_session=True,
@@ -113,7 +113,9 @@ class FramedProcess:
         try:
             remove_tree(self._temporary)
         except OSError as error:
-            logger.warning("'%s' of a reward process could not be removed (%s); remove it.", self._temporary, error)
+            logger.warning(
+                "'%s' of a process (%s) could not be removed (%s); remove it.", self._temporary, self._kind, error
+            )
 
     def end(self) -> str:
         """Return how the process exited; wait for it first."""
@@ -123,13 +125,13 @@ class FramedProcess:
         return f"exit status {status}"
 
 
-def _make_temporary() -> str:
+def _make_temporary(kind: str) -> str:
     try:
-        return tempfile.mkdtemp(prefix="hybridflow-reward-")
+        return tempfile.mkdtemp(prefix=f"hybridflow-{kind}-")
     except OSError as error:
         raise RewardError(
-            f"the temporary directory of a reward process cannot be made: {error}; free space there, or set TMPDIR to "
-            "a directory that is writable."
+            f"the temporary directory of a process ({kind}) cannot be made: {error}; free space there, or set TMPDIR "
+            "to a directory that is writable."
         ) from error
 
 

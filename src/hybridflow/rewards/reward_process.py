@@ -43,17 +43,8 @@ class NotLoaded(Exception):
 def main() -> None:
     """Load the function that the settings in the first argument name, and answer samples until stdin ends."""
     settings = json.loads(sys.argv[1])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run handles Ctrl-C
-    folder, temporary = os.path.dirname(__file__), os.environ["TMPDIR"]
-    remove_tree = module_of(os.path.join(folder, "tree_removal.py")).remove_tree
-    module_of(os.path.join(folder, "supervisor.py")).supervise(lambda: remove_tree(temporary))
-    replies, samples = Replies(os.fdopen(os.dup(1), "wb")), os.fdopen(os.dup(0), "rb")
-    os.dup2(2, 1)  # the function must not write replies or read samples
-    with open(os.devnull, "rb") as empty:
-        os.dup2(empty.fileno(), 0)
-    if settings["memory_bytes"]:
-        # limits allocated memory; address space that is only reserved does not count
-        resource.setrlimit(resource.RLIMIT_DATA, (settings["memory_bytes"], settings["memory_bytes"]))
+    replies, samples = connected(settings["memory_bytes"])
+    folder = os.path.dirname(__file__)
     calls = module_of(os.path.join(folder, "arguments.py"))
     # The directory of the user's file replaces that of this file, as if the user's file were run. The working directory
     # of the run comes last, so that a file there does not shadow a library.
@@ -81,6 +72,26 @@ def main() -> None:
     while (sample := receive(samples)) is not None:
         number, seed, arguments = sample
         replies.send({**result_of(function, seed, arguments, arguments_of), "number": number})
+
+
+def connected(memory_bytes: int) -> tuple["Replies", BinaryIO]:
+    """Begin a process of user code: supervised, within its memory, and with its connection to the run for itself.
+
+    Return the connection as replies and as a stream of frames. Standard output then goes to standard error, and
+    standard input is empty.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run handles Ctrl-C
+    folder, temporary = os.path.dirname(__file__), os.environ["TMPDIR"]
+    remove_tree = module_of(os.path.join(folder, "tree_removal.py")).remove_tree
+    module_of(os.path.join(folder, "supervisor.py")).supervise(lambda: remove_tree(temporary))
+    replies, samples = Replies(os.fdopen(os.dup(1), "wb")), os.fdopen(os.dup(0), "rb")
+    os.dup2(2, 1)  # the function must not write replies or read samples
+    with open(os.devnull, "rb") as empty:
+        os.dup2(empty.fileno(), 0)
+    if memory_bytes:
+        # limits allocated memory; address space that is only reserved does not count
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    return replies, samples
 
 
 class Replies:

@@ -1,0 +1,82 @@
+"""The questions of one episode: answered by the journal of the step if it knows them, otherwise by the environment."""
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Protocol
+
+from hybridflow.environments.answers import Answer, Question, ScoreGroup
+from hybridflow.environments.host import EnvironmentHost
+from hybridflow.rewards.journal import RewardJournal
+from hybridflow.rewards.outcome import Outcome
+
+
+class Place(Protocol):
+    """Where the environment of one episode is: in this process, or in another one."""
+
+    async def run(self, questions: Sequence[Question]) -> Answer:
+        """Return the answer to the last of all questions so far; those that the environment has not had come first."""
+        ...
+
+
+class LocalPlace:
+    """An environment in this process, made when it is needed."""
+
+    def __init__(self, make_host: Callable[[], EnvironmentHost]) -> None:
+        self._make_host = make_host
+        self._host: EnvironmentHost | None = None
+        self._num_had = 0
+
+    async def run(self, questions: Sequence[Question]) -> Answer:
+        """Ask the environment, see `Place.run`."""
+        self._host = self._host or self._make_host()
+        answer = Answer()
+        for question in questions[self._num_had :]:
+            self._num_had += 1
+            answer = await self._host.answer(question)
+        return answer
+
+
+class EpisodeClient:
+    """Asks the environment of one episode; `key` names the episode in the journal.
+
+    An episode that has taken longer than `seconds` since its first question gets answers with `is_late`.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        key: Sequence[int] = (),
+        journal: RewardJournal | None = None,
+        seconds: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._place, self._key, self._journal = place, list(key), journal
+        self._seconds, self._clock, self._started = seconds, clock, clock()
+        self._questions: list[Question] = []
+
+    async def __call__(self, question: Question) -> Answer:
+        """Return the answer to the next question."""
+        if not self._questions:
+            self._started = self._clock()
+        self._questions.append(question)
+        call = None
+        if self._journal:
+            number, kind = len(self._questions), type(question).__name__
+            call = self._journal.call({"episode": self._key, "number": number, kind: _plain(question)}, None)
+            if call.known is not None:
+                return Answer.of_message(json.loads(call.known.result))
+        answer = await self._place.run(self._questions)
+        if self._clock() - self._started > self._seconds:
+            answer = replace(answer, is_late=True)
+        if self._journal and call:
+            text = json.dumps(answer.to_message())
+            self._journal.write(call, Outcome(text), is_answer=answer.failure is None)
+        return answer
+
+
+def _plain(question: Question) -> object:
+    """Return what tells the question apart from others; the episodes of a group follow from earlier questions."""
+    return len(question.episodes) if isinstance(question, ScoreGroup) else asdict(question)

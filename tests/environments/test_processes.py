@@ -1,0 +1,271 @@
+"""Environments in processes: whatever the user's code does to its process, other episodes go on."""
+
+import asyncio
+import os
+import time
+
+import pytest
+
+from hybridflow.environments import Answer, AssistantTurn, CallLimits, EnvironmentPool, EpisodeClient, ToolCall
+from hybridflow.environments.answers import Begin, Finish, ScoreGroup, TakeTurn
+from hybridflow.environments.environment import Episode
+from hybridflow.errors import EnvironmentConfigError
+from hybridflow.rewards.journal import RewardJournal
+
+CODE = '''
+import asyncio, os, signal, time
+from hybridflow.environments import Environment, Reply
+
+
+class Counter(Environment):
+    """Counts its questions, and does what a row says."""
+
+    async def reset(self, row):
+        self.log = os.environ.get("QUESTIONS")
+        self.count = 0
+        self._note("reset")
+        return await super().reset(row)
+
+    def _note(self, what):
+        if self.log:
+            with open(self.log, "a") as file:
+                file.write(what + "\\n")
+
+    def add(self, a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+    def hang(self) -> str:
+        while True:
+            time.sleep(0.01)
+
+    def leave(self) -> str:
+        os._exit(3)
+
+    def kill(self) -> str:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def flood(self) -> str:
+        return "x" * 10_000_000
+
+    def write(self) -> str:
+        os.write(1, b"not a reply")
+        return "written"
+
+    def memory(self) -> str:
+        return str(len(bytearray(8 * 2**30)))
+
+    async def step(self, turn):
+        self._note("step")
+        self.count += 1
+        if turn.content == "block":
+            while True:
+                pass
+        if turn.content == "leave":
+            os._exit(3)
+        if turn.content == "kill once":
+            if not os.path.exists(os.environ["ONCE"]):
+                open(os.environ["ONCE"], "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return Reply([{"role": "user", "content": str(self.count)}], reward=0.5)
+
+    async def reward(self, episode):
+        return {"score": float(self.count), "turns": len(episode.turns)}
+
+    async def group_rewards(self, episodes):
+        longest = max(len(episode.turns) for episode in episodes)
+        return [float(len(episode.turns) == longest) for episode in episodes]
+
+
+class NoTypes(Counter):
+    def add(self, a, b):
+        return a + b
+
+
+class NoReward(Environment):
+    pass
+'''
+
+
+@pytest.fixture
+def pool_of(tmp_path):
+    (tmp_path / "mine.py").write_text(CODE)
+    pools = []
+
+    def make(name="Counter", processes=1, seconds=0.5, memory=2 * 2**30):
+        limits = CallLimits(seconds)
+        sources = {"counter": f"{tmp_path}/mine.py:{name}"}
+        pools.append(EnvironmentPool(sources, num_processes=processes, limits=limits, memory_bytes=memory))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def said(content="", *calls):
+    return TakeTurn(AssistantTurn(content, calls=tuple(ToolCall(name, arguments) for name, arguments in calls)))
+
+
+def episode(pool, *questions, number=0, **options):
+    """Return the answers to questions of one episode."""
+    client = EpisodeClient(pool.place("counter", number), **options)
+
+    async def ask():
+        return [await client(question) for question in (Begin({"prompt": "Count."}), *questions)]
+
+    return asyncio.run_coroutine_threadsafe(ask(), pool.loop).result(60)
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_an_episode_in_a_process_equals_one_in_the_rank(pool_of, processes):
+    pool = pool_of(processes=processes)
+    kind = pool.kinds["counter"]
+    assert kind.scores_groups
+    assert [schema["function"]["name"] for schema in kind.schemas][0] == "add"
+    answers = episode(pool, said("a", ("add", {"a": 3, "b": 4})), said("b"), Finish("done"))
+    assert answers[0].messages == ({"role": "user", "content": "Count."},)
+    assert [message["content"] for message in answers[1].messages] == ["7", "1"]
+    assert answers[1].called[0].result == "7"
+    assert [answer.reward for answer in answers] == [0.0, 0.5, 0.5, 0.0]
+    assert answers[3].rewards == {"score": 3.0, "turns": 2.0}
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_the_episodes_of_a_prompt_are_compared_with_each_other(pool_of, processes):
+    pool = pool_of(processes=processes)
+    turns = [[1, 2], [1], [1, 2]]
+    question = ScoreGroup([Episode({}, turns=list(each)) for each in turns])
+    answer = asyncio.run_coroutine_threadsafe(pool.place("counter", 0).run([question]), pool.loop).result(60)
+    assert answer.group == (1.0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("tool", "result"),
+    [
+        ("hang", "error: hang took longer than 0.5 s"),
+        ("flood", "error: the result of flood has 10,000,000 characters; at most 20,000"),
+        ("memory", "error: MemoryError: "),
+        ("write", "written"),
+    ],
+)
+def test_a_tool_that_fails_is_an_answer_for_the_model(pool_of, tool, result):
+    answers = episode(pool_of(), said("", (tool, {})), said("on"), Finish("done"))
+    assert answers[1].messages[0]["content"] == result
+    assert answers[3].rewards == {"score": 3.0, "turns": 2.0}
+
+
+@pytest.mark.parametrize("tool", ["leave", "kill"])
+def test_a_tool_that_ends_its_process_fails_its_episode_alone(pool_of, tool):
+    pool = pool_of(seconds=20)
+
+    async def both():
+        bad, good = (EpisodeClient(pool.place("counter", 0)) for _ in range(2))
+        begun = Begin({"prompt": "Count."})
+        assert not (await bad(begun)).failure
+        assert not (await good(begun)).failure
+        assert not (await good(said("a"))).failure
+        lost, *others = await asyncio.gather(bad(said("", (tool, {}))), good(said("b")))
+        return lost, *others, await good(Finish("done"))
+
+    lost, going, rewarded = asyncio.run_coroutine_threadsafe(both(), pool.loop).result(60)
+    assert lost.failure == "died"
+    assert "exit status 3" in lost.error or "SIGKILL" in lost.error
+    assert going.messages[0]["content"] == "2"
+    assert rewarded.rewards == {"score": 3.0, "turns": 2.0}
+
+
+def test_a_killed_process_costs_a_repetition_of_its_questions(pool_of, tmp_path, monkeypatch):
+    monkeypatch.setenv("ONCE", str(tmp_path / "once"))
+    answers = episode(pool_of(seconds=20), said("a"), said("kill once"), said("b"), Finish("done"))
+    assert [answer.messages[0]["content"] for answer in answers[1:4]] == ["1", "2", "3"]
+    assert answers[4].rewards == {"score": 4.5, "turns": 3.0}
+
+
+def test_a_step_that_blocks_its_process_is_late(pool_of, monkeypatch):
+    monkeypatch.setattr("hybridflow.environments.processes.GRACE_S", 1.0)
+    started = time.monotonic()
+    answers = episode(pool_of(), said("block"), Finish("error"))
+    assert answers[1].failure == "timeout"
+    assert "gave no sign of life for 1.5 s" in answers[1].error
+    assert time.monotonic() - started < 40
+
+
+def test_a_process_with_calls_that_never_end_is_renewed(pool_of):
+    pool = pool_of()
+    episode(pool, said("", ("hang", {})), Finish("done"))
+    (first,) = pool._processes
+    deadline = time.monotonic() + 20
+    while not first.num_stuck and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert first.num_stuck == 1
+    pool.renew()
+    assert first.popen.poll() is not None
+    assert episode(pool, said("a"), Finish("done"))[2].rewards == {"score": 1.5, "turns": 1.0}
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("NoTypes", r"tool 'add': parameter 'a' has no type"),
+        ("NoReward", r"NoReward has no method `reward`"),
+        ("Missing", r"environment.classes.counter .*has no function 'Missing'"),
+    ],
+)
+def test_a_class_that_cannot_serve_is_an_error_at_the_start(pool_of, processes, name, message):
+    with pytest.raises(EnvironmentConfigError, match=message):
+        pool_of(name, processes)
+
+
+def test_no_process_and_no_directory_is_left(pool_of, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    pool = pool_of(processes=2)
+    episode(pool, said("", ("hang", {})), number=1)
+    processes = list(pool._processes)
+    assert len(list(tmp_path.glob("hybridflow-environment-*"))) == 2
+    pool.close()
+    assert [each.popen.poll() is None for each in processes] == [False, False]
+    assert list(tmp_path.glob("hybridflow-environment-*")) == []
+
+
+def test_the_journal_answers_in_place_of_the_environment(pool_of, tmp_path, monkeypatch):
+    asked = tmp_path / "questions"
+    monkeypatch.setenv("QUESTIONS", str(asked))
+    questions = [said("a", ("add", {"a": 1, "b": 2})), said("b"), Finish("done")]
+
+    def play(upto, **options):
+        journal = RewardJournal(tmp_path / "journal", 0, ["mine"], failures=False)
+        journal.open(3)
+        return episode(pool, *questions[:upto], key=(3, 0), journal=journal, **options)
+
+    pool = pool_of()
+    first = play(1)
+    assert asked.read_text().split() == ["reset", "step"]
+    whole = play(3)  # the first two answers are known: the environment has the questions when a third one comes
+    assert whole[:2] == first
+    assert asked.read_text().split() == ["reset", "step", "reset", "step", "step"]
+    assert play(3, seconds=-1.0) == whole
+    assert asked.read_text().split() == ["reset", "step", "reset", "step", "step"]
+    assert whole[3].rewards == {"score": 3.0, "turns": 2.0}
+
+
+def test_an_episode_that_takes_too_long_is_late(pool_of):
+    answers = episode(pool_of(), said("a"), seconds=-1.0)
+    assert [answer.is_late for answer in answers] == [True, True]
+
+
+def test_an_answer_is_read_as_it_was_written(pool_of):
+    answer = episode(pool_of(processes=0), said("a", ("add", {"a": 3, "b": 4})))[1]
+    assert Answer.of_message(answer.to_message()) == answer
+    with pytest.raises(ValueError, match="is not an answer of an environment"):
+        Answer.of_message({"messages": 3})
+
+
+def test_processes_exit_with_their_rank(pool_of):
+    pool = pool_of()
+    (process,) = pool._processes
+    process.connection.shutdown(2)
+    assert process.popen.wait(20) is not None
+    assert os.path.exists("/proc/self")
