@@ -122,7 +122,7 @@ def test_an_episode_in_a_process_equals_one_in_the_rank(pool_of, processes):
     pool = pool_of(processes=processes)
     kind = pool.kinds["counter"]
     assert kind.scores_groups
-    assert [schema["function"]["name"] for schema in kind.schemas][0] == "add"
+    assert next(schema["function"]["name"] for schema in kind.schemas) == "add"
     answers = episode(pool, said("a", ("add", {"a": 3, "b": 4})), said("b"), Finish("done"))
     assert answers[0].messages == ({"role": "user", "content": "Count."},)
     assert [message["content"] for message in answers[1].messages] == ["7", "1"]

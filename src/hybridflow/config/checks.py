@@ -8,6 +8,7 @@ from math import isqrt
 
 from hybridflow.algorithms.declarations import ESTIMATORS, LOSSES
 from hybridflow.config.environment import wrong_variable
+from hybridflow.config.episode_checks import episode_problems
 from hybridflow.config.faults import fault_problems, training_roles
 from hybridflow.config.roles import ROLES, ranks_of
 from hybridflow.config.sections.base import RoleName
@@ -617,6 +618,7 @@ SUBJECTS = (
     _offload,
     _lora,
     _reward,
+    episode_problems,
     _parts,
     _mini_batches,
     _groups,

@@ -45,6 +45,7 @@ class Player:
         self._ask, self._renderer, self._stop_ids, self._limits = ask, renderer, stop_ids, limits
         self.rows: list[EpisodeRow] = []
         self.episode = Episode({})
+        self.num_first_messages = 0  # of the prompt
         self._prompt = NextPrompt([], "")
         self._cut_turn: AssistantTurn | None = None
         self._failure: Failure | None = None
@@ -66,6 +67,7 @@ class Player:
         if answer.failure:
             return self._fail(answer.failure, answer.error)
         self.episode.messages += answer.messages
+        self.num_first_messages = len(answer.messages)
         return self._next(lambda: self._renderer.start(self.episode.messages))
 
     async def take(self, ids: Sequence[int], log_probs: Sequence[float], versions: Sequence[int]) -> list[int] | None:

@@ -1,6 +1,7 @@
 """`DataProto`, the typed batch that controller and workers exchange, its future, and the glossary of its columns."""
 
-import hybridflow.runtime.quick_imports  # noqa: F401  # isort: skip (it makes the imports below quicker)
+import hybridflow.runtime.quick_imports  # isort: skip (it makes the imports below quicker)
+import hybridflow.protocol.episode_fields  # noqa: F401  (adds columns to the glossary)
 from hybridflow.protocol.data_proto import DataProto, DataProtoItem
 from hybridflow.protocol.fields import FIELDS, Field
 from hybridflow.protocol.future import DataProtoFuture

@@ -169,9 +169,9 @@ class RewardScorer:
             )
         ]
         wait = self._begin_outcomes(functions, samples, raw_prompts, seed_keys, step)
-        return lambda: self._result([*map(self._name_of, functions)], samples, raw_prompts, wait(), step)
+        return lambda: self.of_outcomes([*map(self._name_of, functions)], samples, raw_prompts, wait(), step)
 
-    def _result(
+    def of_outcomes(
         self,
         names: Sequence[str],
         samples: Sequence[Mapping[str, Any]],
@@ -179,7 +179,7 @@ class RewardScorer:
         outcomes: Sequence[Outcome],
         step: int | None,
     ) -> RewardResult:
-        """Return the scores of the outcomes; `names` are those of the functions."""
+        """Return the scores of the outcomes; `names` are those of the functions. Raises RewardError as `score`."""
         failures: list[RewardError] = []
         rows: list[_Row] = []
         for name, sample, prompt, outcome in zip(names, samples, prompts, outcomes, strict=True):

@@ -9,6 +9,7 @@ from hybridflow.rollout import load_weights
 from hybridflow.runtime import free_cached_memory
 from hybridflow.weight_sync import InProcess, WeightReceiver, WeightSender, hand_over
 from hybridflow.workers.actor import ActorWorker
+from hybridflow.workers.episodes import episode_worker
 from hybridflow.workers.generating_in_parts import PartwiseGeneratingWorker
 from hybridflow.workers.rollout_engine import build_rollout_engine
 
@@ -32,6 +33,7 @@ class ActorRolloutWorker(PartwiseGeneratingWorker, ActorWorker):
             shares_model=self._shares_weights,
             in_group=self.has_collectives and self.world_size > 1,
         )
+        self.episodes = episode_worker(config, self.tokenizer, self.stop_ids, self.rank)
         boxes = self.rollout.boxes_to_load() if config.rollout.tensor > 1 else None
         self.weight_sender = WeightSender(self.engine, config, InProcess, boxes)
         self.weight_receiver = WeightReceiver(self.rollout, config.model.dtype, InProcess())

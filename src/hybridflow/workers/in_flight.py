@@ -72,11 +72,13 @@ class InFlightRolloutWorker(RolloutWorker):
         rows = self.rollouts_of(prompts, completions, self.config.rollout.group_size)
         return prompts.repeat(self.config.rollout.group_size, interleave=True).union(rows)
 
-    def _generate(self, prompts: DataProto, settings: RolloutConfig | ValidationConfig) -> DataProto:
+    def _generate(
+        self, prompts: DataProto, settings: RolloutConfig | ValidationConfig, step: int | None = None
+    ) -> DataProto:
         with self.generating():
             while self.rollout.has_unfinished():  # in a replay: otherwise the begun batches were finished before
                 self._begun.step()
-            return super()._generate(prompts, settings)
+            return super()._generate(prompts, settings, step)
 
     def between_steps(self) -> None:
         """Let another batch begin or weights be loaded."""

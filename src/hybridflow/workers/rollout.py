@@ -11,6 +11,7 @@ from hybridflow.errors import RolloutError
 from hybridflow.models import DTYPES, build_with_placeholders
 from hybridflow.runtime import own_device, require_dtype
 from hybridflow.weight_sync import WeightReceiver, build_transport
+from hybridflow.workers.episodes import episode_worker
 from hybridflow.workers.generating_in_parts import PartwiseGeneratingWorker
 from hybridflow.workers.rollout_engine import build_rollout_engine
 from hybridflow.workers.worker_process import prepare_worker_process
@@ -29,6 +30,7 @@ class RolloutWorker(PartwiseGeneratingWorker):
             dtype, device = DTYPES[config.model.dtype], own_device()
             require_dtype(dtype, device)
             model = build_with_placeholders(config.model.path, "policy", dtype, device)
+        self.episodes = episode_worker(config, self.tokenizer, self.stop_ids, self.rank)
         in_group = self.has_collectives and self.world_size > 1
         self.rollout = build_rollout_engine(config, self.tokenizer, model, in_group=in_group)
         self.weight_receiver = WeightReceiver(

@@ -3,6 +3,7 @@
 from hybridflow.config.sections.advice import AdviceConfig
 from hybridflow.config.sections.base import Section
 from hybridflow.config.sections.data import DataConfig, RewardConfig
+from hybridflow.config.sections.environment import EnvironmentConfig
 from hybridflow.config.sections.faults import FaultsConfig
 from hybridflow.config.sections.generation import RolloutConfig, ValidationConfig
 from hybridflow.config.sections.learning import ActorConfig, AlgorithmConfig, CriticConfig, OfflineConfig
@@ -34,6 +35,7 @@ class Config(Section):
     parallel: ParallelConfig = ParallelConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     trainer: TrainerConfig = TrainerConfig()
     controller: ControllerConfig = ControllerConfig()
     placement: PlacementConfig = PlacementConfig()
@@ -73,6 +75,11 @@ class Config(Section):
     def uses_reference(self) -> bool:
         """Whether the run needs log-probs of a reference policy."""
         return self.algorithm.kl_in_reward or self.algorithm.kl_in_loss or "ref_log_probs" in self.extra_columns
+
+    @property
+    def rows_per_episode(self) -> int:
+        """The number of rows of each response: 1, unless episodes may go on in further rows."""
+        return (self.environment.max_rows or 1) if self.environment.classes else 1
 
     @property
     def uses_teacher(self) -> bool:

@@ -1,0 +1,69 @@
+"""Checks of the section `environment` against the others."""
+
+from collections.abc import Iterator
+
+from hybridflow.config.sections.config import Config
+
+
+def episode_problems(config: Config) -> Iterator[str]:
+    """Yield one line for each contradiction of a run with environments."""
+    environment = config.environment
+    if not environment.classes:
+        if environment.weights:
+            yield f"environment.weights={environment.weights} needs environment.classes, which is empty; set it"
+        return
+    for name, source in environment.classes.items():
+        if ":" not in source.strip(":"):
+            yield (f"environment.classes.{name}={source!r} names no class; write 'path.py:Class' or 'module:Class'")
+    classes = ", ".join(environment.classes)
+    for name in environment.weights:
+        if name not in environment.classes:
+            yield f"environment.weights.{name} weighs no environment; environment.classes has {classes}"
+    missing = [name for name in environment.classes if name not in environment.weights]
+    if missing and environment.weights:
+        yield f"environment.weights has no weight for {', '.join(missing)}; set one, or 0 to leave it out"
+    if environment.weights and not any(environment.weights.values()):
+        yield "environment.weights are all 0, so that there are no prompts; set one above 0"
+    if environment.weights and config.data.order != "shuffled":
+        yield (
+            f"data.order={config.data.order!r} and environment.weights both decide which rows come next; set only one "
+            "of them"
+        )
+    yield from _rewards(config)
+    yield from _generation(config)
+
+
+def _rewards(config: Config) -> Iterator[str]:
+    for key, value in (("function", config.reward.function), ("model_path", config.reward.model_path)):
+        if value:
+            yield (
+                f"reward.{key}={value!r} and environment.classes both give the rewards; set only one of them (an "
+                "environment's `reward` may call the function)"
+            )
+
+
+def _generation(config: Config) -> Iterator[str]:
+    """Yield what episodes do not do yet."""
+    rollout = config.rollout
+    for key, value, needed in (
+        ("rollout.on_new_weights", rollout.on_new_weights, "wait"),
+        ("rollout.order", rollout.order, "sampled"),
+        ("rollout.schedule", rollout.schedule, "even"),
+        ("rollout.stop_strings", rollout.stop_strings, ()),
+        ("rollout.tensor", rollout.tensor, 1),
+        ("trainer.stream", config.trainer.stream, False),
+        ("placement.lend", config.placement.lend, False),
+        ("data.chat_template", config.data.chat_template, True),
+    ):
+        if value != needed:
+            yield f"{key}={value!r} is not supported with environment.classes; use {needed!r}"
+    if "baseline_scores" in config.extra_columns:
+        yield (
+            f"algorithm.advantage={config.algorithm.advantage!r} compares with a greedy response, which environments "
+            "do not make; use another estimator"
+        )
+    if config.rows_per_episode > 1 and not config.actor.loss_aggregation.startswith("token-"):
+        yield (
+            f"actor.loss_aggregation={config.actor.loss_aggregation!r} would count the rows of an episode as sequences "
+            f"(environment.max_rows={config.environment.max_rows}); use 'token-mean' or 'token-sum'"
+        )

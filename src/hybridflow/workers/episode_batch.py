@@ -1,0 +1,106 @@
+"""Played episodes as the tensors of a rollout batch: `rows_per_episode` rows for each, and the columns of episodes.
+
+A row is a prompt, then what the model said and what it was answered. Rows that an episode has not used have one token
+and nothing to learn.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
+
+from hybridflow.data.tokenizer import pad_token_id
+from hybridflow.environments import EpisodeRow, PlayedEpisode
+from hybridflow.protocol import DataProto
+
+EPISODE_COLUMNS = (
+    *("prompts", "prompt_mask", "episode_ids", "turn_ids", "turn_rewards"),
+    *("num_tool_calls", "num_tool_errors", "episode_messages"),
+)
+"""The columns of episodes besides `ROLLOUT_COLUMNS` and those of their rewards."""
+
+
+def episode_batch(
+    episodes: Sequence[PlayedEpisode],
+    episode_ids: Sequence[int],
+    num_first_messages: Sequence[int],
+    rows_per_episode: int,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype = torch.float32,
+) -> DataProto:
+    """Return the columns of `ROLLOUT_COLUMNS` and `EPISODE_COLUMNS`, `rows_per_episode` rows for each episode.
+
+    `num_first_messages`: how many messages of each episode are its prompt. `dtype`: dtype of the log-probs.
+    """
+    padding = pad_token_id(tokenizer)
+    rows: list[EpisodeRow] = []
+    for episode in episodes:
+        rows += episode.rows
+        rows += [EpisodeRow([padding])] * (rows_per_episode - len(episode.rows))
+    tensors = row_tensors(rows, padding, dtype)
+    calls = [[called for turn in each.episode.turns for called in turn.called] for each in episodes]
+    of_episodes = {
+        "episode_ids": torch.tensor(list(episode_ids)),
+        "num_tool_calls": torch.tensor([len(called) for called in calls]),
+        "num_tool_errors": torch.tensor([sum(call.is_error for call in called) for called in calls]),
+    }
+    tensors |= {name: column.repeat_interleave(rows_per_episode) for name, column in of_episodes.items()}
+    texts = tokenizer.batch_decode([row.ids for row in rows], skip_special_tokens=True)
+    said = [each.episode.messages[first:] for each, first in zip(episodes, num_first_messages, strict=True)]
+    return DataProto.from_dict(
+        tensors,
+        {
+            "solution_texts": _objects(texts),
+            "finish_reasons": repeated([each.episode.ended or "error" for each in episodes], rows_per_episode),
+            "episode_messages": repeated(said, rows_per_episode),
+        },
+        {"pad_token_id": padding},
+    )
+
+
+def row_tensors(rows: Sequence[EpisodeRow], pad_token_id: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the columns of tokens: prompts padded on the left, what follows them on the right."""
+    width = max(1, *(len(row.ids) for row in rows))  # at least one position, if no episode has any
+
+    def right(values: list[list[Any]], fill: float, dtype: torch.dtype) -> Tensor:
+        column = torch.full((len(rows), width), fill, dtype=dtype)
+        for place, of_row in enumerate(values):
+            column[place, : len(of_row)] = torch.tensor(of_row, dtype=dtype)
+        return column
+
+    prompts = [torch.tensor(row.prompt_ids) for row in rows]
+    prompt_ids = pad_sequence(prompts, batch_first=True, padding_value=pad_token_id, padding_side="left")
+    lengths = torch.tensor([len(row.prompt_ids) for row in rows])
+    prompt_mask = torch.arange(prompt_ids.shape[1]) >= prompt_ids.shape[1] - lengths[:, None]
+    responses = right([row.ids for row in rows], pad_token_id, torch.int64)
+    is_real = torch.arange(width) < torch.tensor([len(row.ids) for row in rows])[:, None]
+    attention_mask = torch.cat([prompt_mask, is_real], dim=-1).to(torch.int64)
+    versions = [[v if own else -1 for v, own in zip(row.versions, row.is_sampled, strict=True)] for row in rows]
+    return {
+        "prompts": prompt_ids,
+        "prompt_mask": prompt_mask,
+        "responses": responses,
+        "response_mask": right([row.is_sampled for row in rows], False, torch.bool),
+        "input_ids": torch.cat([prompt_ids, responses], dim=-1),
+        "attention_mask": attention_mask,
+        "position_ids": (attention_mask.cumsum(-1) - 1).clamp(min=0),
+        "rollout_log_probs": right([row.log_probs for row in rows], 0.0, dtype),
+        "rollout_versions": right(versions, -1, torch.int64),
+        "turn_ids": right([row.turns for row in rows], -1, torch.int64),
+        "turn_rewards": right([row.rewards for row in rows], 0.0, torch.float32),
+    }
+
+
+def repeated(values: Sequence[Any], count: int) -> np.ndarray:
+    """Return a column of objects, each `count` times."""
+    return _objects([value for value in values for _ in range(count)])
+
+
+def _objects(values: Sequence[Any]) -> np.ndarray:
+    column = np.empty(len(values), dtype=object)
+    column[:] = values
+    return column
