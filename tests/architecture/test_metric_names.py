@@ -43,7 +43,9 @@ def test_units_agree_with_the_names_of_metrics():
 
 @pytest.mark.parametrize("finding", [each for each in FINDINGS if each.threshold], ids=lambda finding: finding.name)
 def test_when_to_worry_repeats_the_thresholds_of_the_advice(finding):
-    threshold = getattr(AdviceConfig(), finding.threshold)
+    threshold = finding.threshold
+    if isinstance(threshold, str):
+        threshold = getattr(AdviceConfig(), threshold)
     for named in re.findall(r"`([^`/]+/[^`]+)`", finding.found_if):
         pattern = re.sub("<[^>]+>", "*", named)
         metrics = [metric for name, metric in METRICS.items() if name == named or fnmatchcase(name, pattern)]

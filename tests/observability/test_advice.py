@@ -10,8 +10,10 @@ import torch
 from fixtures.tiny_run import write_task
 from hybridflow.cli.main import main
 from hybridflow.config import leaf_keys, load_config
+from hybridflow.config.load import FIXED
 from hybridflow.config.render import toml_value
 from hybridflow.data import prompt_row, write_prompt_file
+from hybridflow.observability.advice import data, learning, speed
 from hybridflow.observability.advice.evidence import Evidence
 from hybridflow.observability.advice.find import FINDINGS, advice_from, find_advice, findings_markdown
 from hybridflow.observability.run_files import RunFiles
@@ -99,9 +101,21 @@ def test_advice_is_one_line_with_values_computed_from_the_current_ones():
     )
 
 
-@pytest.mark.parametrize("finding", [finding for finding in FINDINGS if finding.threshold], ids=lambda each: each.name)
-def test_every_threshold_is_a_key(finding):
+@pytest.mark.parametrize(
+    "finding", [each for each in FINDINGS if isinstance(each.threshold, str)], ids=lambda each: each.name
+)
+def test_every_named_threshold_is_a_key(finding):
     assert f"advice.{finding.threshold}" in leaf_keys()
+
+
+def test_errors_of_removed_keys_name_the_fixed_thresholds():
+    assert FIXED == {
+        "advice.warmup": learning.LONG_WARMUP,
+        "advice.chat_template": data.WRONG_TEMPLATES,
+        "advice.contradictory_prompts": data.CONTRADICTORY_PROMPTS,
+        "advice.padding": speed.MUCH_PADDING,
+        "advice.micro_batches": speed.MANY_MICRO_BATCHES,
+    }
 
 
 def test_a_threshold_turns_its_finding_off():
@@ -274,7 +288,10 @@ RUNS = {
     ),
     "large_lr": (*GRPO, "actor.optimizer.lr=0.03", "actor.epochs=2"),
     "collapsed": (*GRPO, "actor.optimizer.lr=1.0"),
-    "budget": (*SHORT, "memory.max_tokens_per_micro_batch=40", "advice.micro_batches=5", "trainer.total_steps=1"),
+    "budget": (
+        *SHORT,
+        *("memory.max_tokens_per_micro_batch=40", "rollout.group_size=64", "trainer.total_steps=1"),
+    ),
     "unpacked": (
         *SHORT,
         *("memory.packing=false", "memory.max_tokens_per_micro_batch=4096", "trainer.total_steps=1"),

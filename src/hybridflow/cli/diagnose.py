@@ -2,7 +2,7 @@
 
 Read from the files of the run directory, also while it trains: the newest steps of metrics.jsonl (as many as
 advice.window), samples.jsonl and rollouts.jsonl. What only the metrics of earlier steps show is named at the end;
---steps FIRST-LAST looks at these. The thresholds are the keys of [advice]. The exit status is 0 with and
+--steps FIRST-LAST looks at these. Thresholds are keys of [advice], or fixed. The exit status is 0 with and
 without findings. --json prints the same as JSON.
 """
 

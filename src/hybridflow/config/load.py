@@ -136,7 +136,19 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-RENAMED = {"sft": "renamed to [offline]", "data.shuffle": "replaced by data.order = 'shuffled' or 'sequential'"}
+FIXED = {
+    "advice.warmup": 0.5,
+    "advice.chat_template": 0.1,
+    "advice.contradictory_prompts": 0.0,
+    "advice.padding": 0.5,
+    "advice.micro_batches": 64,
+}
+"""Keys that were removed, with the value that all runs have now; the constants are in `observability.advice`."""
+RENAMED = {
+    "sft": "renamed to [offline]",
+    "data.shuffle": "replaced by data.order = 'shuffled' or 'sequential'",
+    **{key: f"it was removed, and its value is fixed at {value}; leave it out" for key, value in FIXED.items()},
+}
 """Old names in recipes and in config.toml of earlier runs."""
 
 

@@ -10,7 +10,7 @@ Amount = Annotated[float, Field(ge=0)]
 
 
 class AdviceConfig(Section):
-    """Thresholds of the findings; docs/diagnose.md lists them."""
+    """Thresholds of the findings; docs/diagnose.md lists them, and those that are fixed."""
 
     enabled: bool = Field(default=True, description="Log findings as warnings during the run.")
     window: Positive = Field(
@@ -52,23 +52,10 @@ class AdviceConfig(Section):
         default=0.05,
         description="Mean absolute difference of the log-probs of trainer and rollout engine, in nats per token.",
     )
-    warmup: Fraction = Field(
-        default=0.5, description="Share of the run's optimizer steps above which a warm-up is too long; 1: off."
-    )
     truncation: Fraction = Field(
         default=0.5, description="Share of responses that reach data.max_response_length; 1: off."
-    )
-    chat_template: Fraction = Field(
-        default=0.1, description="Share of the logged prompts with a sign of a wrong chat template; 1: off."
     )
     repeated_prompts: Fraction = Field(
         default=0.1, description="Share of the prompts of an epoch that occur in it more than once; 1: off."
     )
-    contradictory_prompts: Fraction = Field(
-        default=0.0, description="Share of the logged prompts with several ground truths; 1: off."
-    )
-    padding: Fraction = Field(default=0.5, description="Share of the tokens of an update that are padding.")
     idle: Fraction = Field(default=0.5, description="Share of a step's time in which the processes of a role wait.")
-    micro_batches: Positive = Field(
-        default=64, description="Micro-batches of an optimizer step on a rank above which the token budget is small."
-    )

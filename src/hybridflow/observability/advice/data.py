@@ -12,6 +12,11 @@ TURN = re.compile(r"<\|(?:im_start|im_end|start_header_id|eot_id|user|assistant|
 END_OF_TURN = re.compile(r"(?:<\|im_end\|>|<\|eot_id\|>|<\|end\|>|<end_of_turn>|</s>)\s*$")
 TWO_BOS = re.compile(r"\s*(<s>|<bos>|<\|begin_of_text\|>|<\|startoftext\|>|<\|endoftext\|>)\s*\1")
 
+WRONG_TEMPLATES = 0.1
+"""Share of the logged prompts with a sign of a wrong chat template, above which the template is suspicious."""
+CONTRADICTORY_PROMPTS = 0.0
+"""Share of the logged prompts with several ground truths, above which the data is contradictory."""
+
 
 def _wrong_template(sample: Row, *, is_asked_for: bool, is_cut: bool) -> str | None:
     """Return the sign of a wrong chat template in a sample, None if there is none."""
@@ -100,7 +105,7 @@ DATA = (
     ),
     Finding(
         "chat template suspicious",
-        "chat_template",
+        WRONG_TEMPLATES,
         "share of the logged prompts above the threshold: with two BOS tokens, without the text of the prompt, without "
         "a generation prompt at the end, or with marks of a template such as `<|im_start|>` before it is applied",
         _chat_template,
@@ -118,7 +123,7 @@ DATA = (
     ),
     Finding(
         "data contradictory",
-        "contradictory_prompts",
+        CONTRADICTORY_PROMPTS,
         "share of the logged prompts with different ground truths above the threshold",
         _contradictory,
         "The same answer is rewarded in one row and punished in another, so the policy cannot satisfy both.",

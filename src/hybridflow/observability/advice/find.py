@@ -65,7 +65,9 @@ def advice_from(evidence: Evidence, *, at_first_step: bool = False) -> list[Advi
     """Return the advice from evidence, in the order of `FINDINGS`; `at_first_step`: only what one step proves."""
     found = {}
     for finding in FINDINGS:
-        threshold = evidence.config[f"advice.{finding.threshold}"] if finding.threshold else 0.0
+        threshold = finding.threshold
+        if isinstance(threshold, str):
+            threshold = evidence.config[f"advice.{threshold}"]
         if at_first_step:
             if finding.at_first_step is None:
                 continue
@@ -95,8 +97,8 @@ def earlier_findings(evidence: Evidence) -> dict[str, list[tuple[int, int]]]:
 def findings_markdown() -> str:
     """Return the findings as a Markdown table."""
     rows = [
-        f"| {finding.name} | {finding.found_if} | {f'`advice.{finding.threshold}`' if finding.threshold else ''} | "
-        f"{finding.why} |"
-        for finding in FINDINGS
+        f"| {each.name} | {each.found_if} | "
+        f"{f'`advice.{each.threshold}`' if isinstance(each.threshold, str) else f'{each.threshold:g}'} | {each.why} |"
+        for each in FINDINGS
     ]
     return "\n".join(["| finding | found if | threshold | why it matters |", "|---|---|---|---|", *rows]) + "\n"

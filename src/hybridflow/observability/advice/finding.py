@@ -30,14 +30,14 @@ Look = Callable[[Evidence, float], Seen | None]
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding. `found_if` describes the condition, in which the threshold is `advice.<threshold>`.
+    """A finding. `found_if` describes the condition, in which the threshold is `advice.<threshold>`, or a fixed number.
 
     `hides`: names of findings that say less if this one is found. `at_first_step`: the least threshold of a look at
     the first step alone; None: one step proves nothing.
     """
 
     name: str
-    threshold: str
+    threshold: str | float
     found_if: str
     look: Look
     why: str

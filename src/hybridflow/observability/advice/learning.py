@@ -31,6 +31,9 @@ TRAINED = {
 }
 """Section and batch size of each trained model, by the metric of its learning rate."""
 
+LONG_WARMUP = 0.5
+"""Share of the run's optimizer steps above which a warm-up is too long."""
+
 
 def _entropy(evidence: Evidence, threshold: float) -> Seen | None:
     values = [row["actor/entropy"] for row in evidence.rows if "actor/entropy" in row]
@@ -130,7 +133,7 @@ LEARNING = (
     ),
     Finding(
         "learning rate 0",
-        "",
+        0.0,
         "the learning rate is 0 in all steps looked at: `actor/lr`, `critic/lr`, `sft/lr`, `dpo/lr`, `reward_model/lr`",
         _lr_is_0,
         "The weights do not change.",
@@ -139,7 +142,7 @@ LEARNING = (
     ),
     Finding(
         "warm-up too long",
-        "warmup",
+        LONG_WARMUP,
         "`warmup_steps` of a trained model above the threshold times the optimizer steps of the run, or "
         "`critic.warmup_steps` above the threshold times its steps",
         _warmup,

@@ -3,6 +3,11 @@
 from hybridflow.observability.advice.evidence import MAX_STEPS, Evidence
 from hybridflow.observability.advice.finding import Change, Finding, Seen, instead, mean_above, times, unless
 
+MUCH_PADDING = 0.5
+"""Share of the tokens of an update that are padding, above which it is much."""
+MANY_MICRO_BATCHES = 64
+"""Micro-batches of an optimizer step on a rank above which the token budget is small."""
+
 
 def _num_ranks(evidence: Evidence) -> int:
     """Return the number of ranks that train the policy."""
@@ -28,7 +33,7 @@ def _micro_batches(evidence: Evidence, threshold: float) -> Seen | None:
 SPEED = (
     Finding(
         "padding",
-        "padding",
+        MUCH_PADDING,
         "`<model>/padding_computed` above the threshold",
         mean_above("{mean:.0%} of the tokens of an update are padding ({name})", "*/padding_computed"),
         "Padding is computed like tokens and has no effect.",
@@ -53,7 +58,7 @@ SPEED = (
     ),
     Finding(
         "token budget too small",
-        "micro_batches",
+        MANY_MICRO_BATCHES,
         "`perf/num_tokens` of an optimizer step, by ranks and `memory.max_tokens_per_micro_batch`, above the threshold",
         _micro_batches,
         "Each micro-batch has a fixed cost, and a device computes few tokens at a time slowly.",

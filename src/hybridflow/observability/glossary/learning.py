@@ -1,10 +1,11 @@
 """Metrics of rewards, advantages and updates in reinforcement learning."""
 
+from hybridflow.observability.advice.speed import MUCH_PADDING
 from hybridflow.observability.glossary.metric import LIMITS, Metric, spread_of
 
 _GRAD_NORM = "10 times its median, or null (NaN): a bad batch or too large a learning rate."
 _LR = "0 after the warm-up: the weights do not change."
-_PADDING = f"Above {LIMITS.padding}: computing is wasted; pack rows (memory.packing)."
+_PADDING = f"Above {MUCH_PADDING}: computing is wasted; pack rows (memory.packing)."
 
 LEARNING = {
     "training/epoch": Metric("Epoch of the step's batch, from 0.", "count", "last"),

@@ -1,6 +1,7 @@
 """Metrics of validation and of offline training: SFT, DPO, reward model."""
 
-from hybridflow.observability.glossary.metric import LIMITS, Metric
+from hybridflow.observability.advice.speed import MUCH_PADDING
+from hybridflow.observability.glossary.metric import Metric
 
 _ACCURACY = (
     "Near 0.5 after 100 steps: no learning. Near 1 at once: the responses differ by a trait such as their length."
@@ -23,7 +24,7 @@ def _optimizer(program: str) -> dict[str, Metric]:
         f"{program}/padding_computed": Metric(
             "Share of the tokens computed in the update that are padding.",
             "1",
-            worry=f"Above {LIMITS.padding}: computing is wasted; pack rows (memory.packing).",
+            worry=f"Above {MUCH_PADDING}: computing is wasted; pack rows (memory.packing).",
         ),
     }
 

@@ -1,5 +1,6 @@
 """Metrics of time, throughput, balance, transfers, memory and recovery."""
 
+from hybridflow.observability.advice.speed import MANY_MICRO_BATCHES
 from hybridflow.observability.glossary.metric import LIMITS, Metric
 
 SPEED = {
@@ -61,7 +62,7 @@ SPEED = {
         "Tokens of prompts and responses in the step.",
         "tokens",
         "sum",
-        f"More than {LIMITS.micro_batches} times memory.max_tokens_per_micro_batch for an optimizer step and rank: the "
+        f"More than {MANY_MICRO_BATCHES} times memory.max_tokens_per_micro_batch for an optimizer step and rank: the "
         "token budget is too small.",
     ),
     "perf/tokens_per_s": Metric(

@@ -10,7 +10,7 @@ function showOverview(main) {
         run.state, last >= 0 ? steps[last] : 0, run.total_steps || "–", figure("critic/score/mean"), figure("val/accuracy"), figure("response_length/mean"),
         figure("timing_s/step"), run.rollouts.step.length, run.samples.length]]),
       run.timeline.length ? make("p", {}, run.timeline.at(-1).line) : null,
-      run.advice.length ? null : make("div", { class: "advice fine" }, "No finding: nothing in the metrics crosses a threshold of advice.*"),
+      run.advice.length ? null : make("div", { class: "advice fine" }, "No finding: nothing in the metrics crosses a threshold"),
       ...run.advice.map((each) => make("section", { class: "advice" }, make("h3", {}, each.title), make("p", {}, each.seen), make("p", {}, each.why),
         make("p", {}, each.change))));
   }
