@@ -75,7 +75,7 @@ def _read(path: Path) -> dict[str, Any]:
         )
     try:
         text = path.read_text(encoding="utf-8-sig")  # with or without a byte order mark
-        return _tuples(tomllib.loads(text))
+        return _without_fixed(_tuples(tomllib.loads(text)))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: byte {error.start} is not UTF-8; save the recipe as UTF-8") from error
     except OSError as error:
@@ -91,6 +91,15 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {reason}") from error
     except ValueError as error:  # of int(), for more digits than Python converts
         raise ConfigError(f"{path}: a number has too many digits: {error}") from error
+
+
+def _without_fixed(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values without removed keys that have the value of all runs, as in config.toml of earlier ones."""
+    advice = values.get("advice")
+    if not isinstance(advice, dict):
+        return values
+    kept = {key: value for key, value in advice.items() if FIXED.get(f"advice.{key}") != value}
+    return {**values, "advice": kept}
 
 
 def _override_value(key: str, text: str) -> Any:

@@ -10,7 +10,8 @@ from hybridflow.controller import WorkerGroup
 from hybridflow.controller.part_sizes import PART_SIZES
 from hybridflow.models import DecoderShape, sequence_costs
 from hybridflow.protocol import DataProtoFuture
-from hybridflow.trainers.stages import Batch, mini_batch_rows, read
+from hybridflow.trainers.reading import Batch, read, row_lengths
+from hybridflow.trainers.stages import mini_batch_rows
 
 
 def balanced(
@@ -55,9 +56,8 @@ def balanced_order(
     numbers of rows (or of groups, with `keep_groups`). With `shares` of ranks of unequal speed, the costs of the parts
     are proportional to them instead. `mini_batches` lists row ids.
     """
-    columns = read(batch, ("prompt_mask", "response_mask", "group_ids", "row_ids")).batch
-    lengths = columns["prompt_mask"].sum(-1) + columns["response_mask"].sum(-1)
-    costs = np.array(sequence_costs(shape, lengths.tolist()))
+    columns = read(batch, ("group_ids", "row_ids")).batch
+    costs = np.array(sequence_costs(shape, row_lengths(batch).tolist()))
     groups, row_of = columns["group_ids"].tolist(), {int(id_): row for row, id_ in enumerate(columns["row_ids"])}
     parts: list[list[list[int]]] = [[] for _ in range(num_parts)]  # of units: rows, or groups of rows
     for members in mini_batches:

@@ -9,7 +9,7 @@ import numpy as np
 from hybridflow.controller.part_sizes import PART_SIZES
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers.in_flight import Running
-from hybridflow.trainers.stages import read
+from hybridflow.trainers.reading import read
 
 NextPrompts = Callable[[], DataProto]
 """A function that returns the next batch of prompts."""

@@ -10,6 +10,7 @@ from hybridflow.models import decoder_shape
 from hybridflow.trainers.build_generation import build_group_validator, open_prompts
 from hybridflow.trainers.build_run import Program, RunParts, build_run
 from hybridflow.trainers.compute_dtype import settle_dtype
+from hybridflow.trainers.max_rows import settle_rows
 from hybridflow.trainers.ppo_trainer import PPOTrainer
 from hybridflow.trainers.preconditions import (
     require_positions,
@@ -28,7 +29,7 @@ from hybridflow.trainers.start_report import report_start
 def build_trainer(config: Config) -> PPOTrainer:
     """Build the trainer of `hybridflow train`; see `build_run`."""
     config = with_required_files(config, "data.train_files")
-    config = settle_dtype(config)
+    config = settle_rows(settle_dtype(config))
     require_rollout_engine(config)
     require_same_tokenizer(config)
 

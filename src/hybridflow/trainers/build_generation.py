@@ -17,6 +17,7 @@ from hybridflow.trainers.build_run import prepare_driver_process
 from hybridflow.trainers.compute_dtype import settle_dtype
 from hybridflow.trainers.generation import TextGenerator, checked_prompts
 from hybridflow.trainers.groups import build_backend, build_groups, closing_on_error
+from hybridflow.trainers.max_rows import settle_rows
 from hybridflow.trainers.preconditions import require_reward_functions, require_rollout_engine, with_required_files
 from hybridflow.trainers.reward_worker import reward_worker
 from hybridflow.trainers.validation import Validator
@@ -25,7 +26,7 @@ from hybridflow.workers import ActorRolloutWorker
 
 def build_validator(config: Config, checkpoint: Checkpoint | None = None) -> Validator:
     """Build the validator of `hybridflow evaluate`, with the weights of model.path or of a checkpoint."""
-    config = _prepare(config, checkpoint, "data.val_files")
+    config = settle_rows(_prepare(config, checkpoint, "data.val_files"))
     prompts = open_prompts(config, config.data.val_files, config.validation.max_samples)
     require_reward_functions(config, prompts, config.data.val_files)
     rewards = {Role.Reward: reward_worker(config)}
@@ -78,10 +79,8 @@ def build_group_validator(
         prompts,
         rollout,
         rewards,
-        batch_size=config.validation.batch_size,
-        group_size=config.validation.group_size,
-        seed=config.trainer.seed,
-        backend=backend,
+        config,
+        backend,
     )
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from hybridflow.algorithms import rollout_correction
 from hybridflow.config import AlgorithmConfig
 from hybridflow.protocol import DataProto
-from hybridflow.trainers.stages import Batch, read
+from hybridflow.trainers.reading import Batch, read
 
 
 def corrected_rollouts(batch: Batch, config: AlgorithmConfig) -> tuple[DataProto, Tensor]:

@@ -9,7 +9,7 @@ from hybridflow.config import Config
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers.begun import Begun, NextPrompts, ScoredParts, joined
 from hybridflow.trainers.in_flight import Running
-from hybridflow.trainers.stages import read
+from hybridflow.trainers.reading import read
 
 
 class Rounds(Protocol):
@@ -49,7 +49,7 @@ def dynamic_sampling(
         "sampling/filled_groups": len(filling) / num_groups,
     }
     groups = np.sort(np.concatenate([kept, filling]))
-    size = config.rollout.group_size
+    size = config.rollout.group_size * config.rows_per_episode
     rows = (groups[:, None] * size + np.arange(size)).ravel()
     return joined(rounds).select_rows(rows), metrics
 

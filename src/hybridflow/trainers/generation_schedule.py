@@ -17,7 +17,7 @@ from hybridflow.controller.part_sizes import MeasuredParts
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers.length_history import LengthHistory, prompt_keys
 from hybridflow.trainers.prompt_assignment import assign_prompts, expected_tokens, prefix_families
-from hybridflow.trainers.stages import Batch, read
+from hybridflow.trainers.reading import Batch, read
 from hybridflow.workers.generating import ROLLOUT_MESH
 
 _PROMPTS = ("prompts", "prompt_mask", "data_sources")

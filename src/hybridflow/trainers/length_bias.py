@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridflow.config import Config
-from hybridflow.trainers.stages import Batch, read
+from hybridflow.trainers.reading import Batch, read
 
 
 class LengthBias:

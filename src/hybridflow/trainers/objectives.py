@@ -17,7 +17,8 @@ from hybridflow.config import Config
 from hybridflow.controller import WorkerGroup
 from hybridflow.observability import DPO_FIGURES, REWARD_MODEL_FIGURES, SFT_FIGURES, reduce_lists
 from hybridflow.protocol import DataProto, DataProtoFuture
-from hybridflow.trainers.stages import Batch, read, with_row_ids
+from hybridflow.trainers.reading import Batch, read
+from hybridflow.trainers.stages import with_row_ids
 
 
 class Objective(Protocol):

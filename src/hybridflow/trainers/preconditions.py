@@ -8,7 +8,7 @@ from pathlib import Path
 from hybridflow.config import Config
 from hybridflow.data import RLHFDataset, load_tokenizer
 from hybridflow.data.tokenizer import require_tokenizer, stop_token_ids
-from hybridflow.errors import ConfigError, DataConfigError, ModelError
+from hybridflow.errors import ConfigError, DataConfigError, EnvironmentConfigError, ModelError
 from hybridflow.hub import with_local_files
 from hybridflow.models import vocabulary_size
 from hybridflow.rewards.table import require_known
@@ -76,9 +76,16 @@ def require_positions(config: Config, prompts: RLHFDataset) -> None:
 
 
 def require_reward_functions(config: Config, prompts: RLHFDataset, files: Iterable[str]) -> None:
-    """Raise RewardConfigError if reward.function is empty and a data source has no built-in reward function."""
-    if not config.reward.function and not config.reward.model_path:
-        require_known(prompts.data_sources, files)
+    """Raise ConfigError for a data source without an environment, or without a reward function."""
+    classes, sources = config.environment.classes, sorted(set(prompts.data_sources))
+    if len(classes) > 1 and (unknown := [source for source in sources if source not in classes]):
+        raise EnvironmentConfigError(
+            f"no environment serves data_source {', '.join(map(repr, unknown))} in {', '.join(files)}; "
+            f"environment.classes has {', '.join(classes)}. Name the class in the column data_source of each row."
+        )
+    if classes or config.reward.function or config.reward.model_path:
+        return
+    require_known(prompts.data_sources, files)
 
 
 def require_room(config: Config, longest: int) -> None:

@@ -24,9 +24,9 @@ from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers.begun import NextPrompts, SampledParts, Sampler
 from hybridflow.trainers.build import build_trainer
 from hybridflow.trainers.ppo_trainer import PPOTrainer
+from hybridflow.trainers.reading import read
 from hybridflow.trainers.rl_metrics import batch_metrics
 from hybridflow.trainers.run_directory import TOKEN_BUDGETS
-from hybridflow.trainers.stages import read
 
 logger = get_logger(__name__)
 

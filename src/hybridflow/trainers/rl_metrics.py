@@ -7,8 +7,9 @@ import torch
 
 from hybridflow.observability import spread
 from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.trainers.episode_rows import EpisodeRows
+from hybridflow.trainers.reading import Batch, read, row_lengths
 from hybridflow.trainers.speed import Lengths
-from hybridflow.trainers.stages import Batch, read
 from hybridflow.workers.log_prob_mismatch import KL, LARGEST, MEAN, SHARE
 
 _ALWAYS = ("response_mask", "prompt_mask", "scores", "group_ids", "reward_failed", "reward_timed_out", "reward_extras")
@@ -31,7 +32,7 @@ def batch_metrics(batch: Batch, max_response_length: int) -> dict[str, float]:
     if "teacher_log_probs" in present:
         optional += ["teacher_log_probs", "old_log_probs" if "old_log_probs" in present else "rollout_log_probs"]
     data = read(batch, [*_ALWAYS, *optional])
-    columns = data.batch
+    columns = EpisodeRows(batch).joined(data.batch)
     mask = columns["response_mask"]
     lengths = mask.sum(-1)
     metrics = {
@@ -87,12 +88,9 @@ def _reward_rates(scores: torch.Tensor, failed: torch.Tensor, timed_out: torch.T
 
 def lengths_of(batch: Batch) -> Lengths:
     """Return the lengths and groups of the rows, from which `Speedometer` computes the speed."""
-    columns = read(batch, ("prompt_mask", "response_mask", "group_ids")).batch
-    return Lengths(
-        columns["prompt_mask"].sum(-1).tolist(),
-        columns["response_mask"].sum(-1).tolist(),
-        columns["group_ids"].tolist(),
-    )
+    columns = read(batch, ("group_ids", "response_mask")).batch
+    generated = columns["response_mask"].sum(-1)
+    return Lengths((row_lengths(batch) - generated).tolist(), generated.tolist(), columns["group_ids"].tolist())
 
 
 def log_prob_metrics(parts: Sequence[DataProtoFuture]) -> dict[str, float]:

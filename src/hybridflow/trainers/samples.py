@@ -13,7 +13,9 @@ import torch
 from hybridflow.config import Config
 from hybridflow.data import load_tokenizer
 from hybridflow.protocol import DataProto, DataProtoFuture
-from hybridflow.trainers.stages import Batch, read, updates_per_step
+from hybridflow.trainers.episode_rows import EpisodeRows
+from hybridflow.trainers.reading import Batch, read
+from hybridflow.trainers.stages import updates_per_step
 
 TextOf = Callable[[int], str]
 
@@ -62,12 +64,21 @@ def samples_of(batch: Batch, config: Config, step: int, text_of: TextOf | None =
     and others. `text_of` returns the text of a token, by default that of the policy's tokenizer.
     """
     future, count = DataProtoFuture.of(batch), config.trainer.log_samples
-    numbers = _numbers(read(batch, (*_ROW_COLUMNS, *_ROW_OBJECTS)))
+    episodes = EpisodeRows(batch)
+    numbers = _numbers(read(batch, (*_ROW_COLUMNS, *_ROW_OBJECTS)), episodes)
+    if config.environment.classes:
+        numbers |= _numbers_of_episodes(batch, episodes)
     if config.trainer.lag:
-        numbers["staleness"] = _staleness(batch, config, step)
+        numbers["staleness"] = _staleness(batch, config, step)[:: episodes.size]
     rows = _chosen(numbers, count)
     kept = (
-        _samples(future, rows, numbers, config.trainer.log_tokens, text_of or _text_of_token(config.model.path))
+        _samples(
+            future.select_rows(np.array(rows, dtype=np.int64) * episodes.size),
+            rows,
+            numbers,
+            config.trainer.log_tokens,
+            text_of or _text_of_token(config.model.path),
+        )
         if rows
         else []
     )
@@ -82,9 +93,22 @@ def _staleness(batch: Batch, config: Config, step: int) -> list[int | None]:
     return [current - version if version != NO_VERSION else None for version in oldest]
 
 
-def _numbers(batch: DataProto) -> dict[str, list[Any]]:
-    """Return a list over the rows for each number."""
-    columns, objects = batch.batch, batch.non_tensor_batch
+def _numbers_of_episodes(batch: Batch, episodes: EpisodeRows) -> dict[str, list[Any]]:
+    """Return the numbers of turns and of calls of tools of each episode."""
+    names = ("response_mask", "turn_ids", "num_tool_calls", "num_tool_errors")
+    columns = episodes.joined(read(batch, names).batch)
+    turns = columns["turn_ids"].where(columns["response_mask"], -1).amax(-1) + 1
+    return {
+        "turns": turns.tolist(),
+        "tool_calls": columns["num_tool_calls"].tolist(),
+        "tool_errors": columns["num_tool_errors"].tolist(),
+    }
+
+
+def _numbers(batch: DataProto, episodes: EpisodeRows) -> dict[str, list[Any]]:
+    """Return a list over the responses for each number."""
+    columns = episodes.joined(batch.batch)
+    objects = {name: column[:: episodes.size] for name, column in batch.non_tensor_batch.items()}
     groups = columns["group_ids"].tolist()
     ids: dict[int, str] = {}
     for group, prompt in zip(groups, objects["raw_prompts"], strict=True):
@@ -125,7 +149,8 @@ def _samples(
 ) -> list[Sample]:
     present = future.columns or ()
     of_tokens = [name for name in TOKEN_NUMBERS if name in present] if log_tokens else []
-    data = future.select_rows(np.array(rows, dtype=np.int64)).get((*TEXTS, "scores", "responses", *of_tokens))
+    messages = ["episode_messages"] * ("episode_messages" in present)
+    data = future.get((*TEXTS, "scores", "responses", *messages, *of_tokens))
     texts = data.non_tensor_batch
     samples = []
     for i, row in enumerate(rows):
@@ -136,6 +161,7 @@ def _samples(
             "ground_truth": bounded_json(texts["ground_truths"][i]),
             "response": texts["solution_texts"][i],
             **{name: of_rows[row] for name, of_rows in numbers.items() if name != "group"},
+            **({"messages": texts["episode_messages"][i]} if messages else {}),
         }
         if log_tokens:
             sample["tokens"] = _tokens(data, i, min(sample["length"], log_tokens), of_tokens, text_of)

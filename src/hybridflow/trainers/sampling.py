@@ -14,8 +14,9 @@ from hybridflow.trainers.dynamic_sampling import dynamic_sampling
 from hybridflow.trainers.generation_schedule import GenerationSchedule
 from hybridflow.trainers.in_flight import Running, begin_in_flight
 from hybridflow.trainers.lending import Lending
+from hybridflow.trainers.reading import read
 from hybridflow.trainers.ready_groups import ReadyGroups
-from hybridflow.trainers.stages import read, with_group_ids
+from hybridflow.trainers.stages import with_group_ids
 from hybridflow.trainers.streamed_generation import StreamedGeneration
 from hybridflow.workers.algorithm_functions import reads_column
 
@@ -74,7 +75,7 @@ class Sampling:
             greedy = self._greedy(prompts)  # before the others, since each part is compared with it
             return Begun(step, tuple(map(self._scored_at_once, self._stream(prompts, engines))), greedy)
         rollouts = self.schedule.generate(prompts, engines)  # group_size rows for each prompt, in order
-        batch = self._scored_at_once(prompts.repeat(config.rollout.group_size, interleave=True).union(rollouts))
+        batch = self._scored_at_once(response_rows(prompts, config, config.rollout.group_size).union(rollouts))
         return Begun(step, (batch,), self._greedy(prompts))
 
     def score(self, begun: Begun | Running) -> ScoredParts:
@@ -108,6 +109,13 @@ class Sampling:
         if not hasattr(self._rewards, "begin_score"):
             return rows.union(self._rewards.score.remote(rows))
         return rows.union(self._rewards.finish_score.remote(self._rewards.begin_score.remote(rows)))
+
+
+def response_rows(prompts: DataProto, config: Config, group_size: int) -> DataProto:
+    """Return a row for each row of the responses to the prompts, `group_size` for each; episodes have own prompts."""
+    if config.environment.classes:
+        prompts = prompts.select(sorted({*prompts.batch.keys()} - {"prompts", "prompt_mask"}))
+    return prompts.repeat(group_size * config.rows_per_episode, interleave=True)
 
 
 def _scores_by_group(batch: DataProtoFuture) -> dict[int, torch.Tensor]:

@@ -4,7 +4,6 @@ Each stage is a small function that reads only the columns that it needs, from a
 this module knows neither worker groups nor files.
 """
 
-from collections.abc import Iterable
 from typing import TypeVar
 
 import torch
@@ -14,15 +13,11 @@ from hybridflow.algorithms import apply_kl_penalty
 from hybridflow.config import ActorConfig, AlgorithmConfig, Config, CriticConfig
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.runtime import derive_seed
+from hybridflow.trainers.episode_rows import EpisodeRows
+from hybridflow.trainers.reading import Batch, read
 from hybridflow.workers.algorithm_functions import advantage_estimator, reads_column
 
-Batch = DataProto | DataProtoFuture
 _Batch = TypeVar("_Batch", DataProto, DataProtoFuture)
-
-
-def read(batch: Batch, columns: Iterable[str]) -> DataProto:
-    """Return the named columns; the controller reads the contents of a batch only through this function."""
-    return DataProtoFuture.of(batch).get(tuple(columns))
 
 
 def with_group_ids(prompts: DataProto, first: int = 0) -> DataProto:
@@ -54,16 +49,22 @@ def needs_token_level_rewards(config: Config) -> bool:
 def token_level_rewards(batch: Batch, config: AlgorithmConfig, kl_coef: float) -> tuple[DataProto, Tensor]:
     """Return `token_level_scores`, `token_level_rewards`, and the KL of each response token (none without a penalty).
 
-    The score is at the last token of each response; the rewards are the scores minus the KL penalty.
+    The score is at the last token of each response, but for rewards of turns, which are at the last token of each turn;
+    the rewards are the scores minus the KL penalty.
     """
-    log_probs = ("old_log_probs", "ref_log_probs") if config.kl_in_reward else ()
-    columns = read(batch, ("response_mask", "scores", *log_probs)).batch
-    mask = columns["response_mask"]
-    scores = _at_last_token(columns["scores"], mask)
+    rows, names = EpisodeRows(batch), ["response_mask", "scores"]
+    names += ["old_log_probs", "ref_log_probs"] * config.kl_in_reward
+    names += ["turn_rewards"] * ("turn_rewards" in (DataProtoFuture.of(batch).columns or ()))
+    columns = rows.joined(read(batch, names).batch)
+    mask, scores = columns["response_mask"], columns["scores"]
+    if "turn_rewards" in columns:
+        of_turns = columns["turn_rewards"]
+        scores = _at_last_token(scores - of_turns.sum(-1), mask) + of_turns
+    else:
+        scores = _at_last_token(scores, mask)
     if not config.kl_in_reward:
-        return DataProto.from_dict(
-            {"token_level_scores": scores, "token_level_rewards": scores.clone()}
-        ), scores.new_zeros(0)
+        unchanged = {"token_level_scores": scores, "token_level_rewards": scores.clone()}
+        return DataProto.from_dict(rows.split(unchanged)), scores.new_zeros(0)
     rewards, kl = apply_kl_penalty(
         token_level_scores=scores,
         old_log_probs=columns["old_log_probs"],
@@ -72,7 +73,7 @@ def token_level_rewards(batch: Batch, config: AlgorithmConfig, kl_coef: float) -
         kl_coef=kl_coef,
         kl_estimator=config.kl_estimator,
     )
-    return DataProto.from_dict({"token_level_scores": scores, "token_level_rewards": rewards}), kl[mask]
+    return DataProto.from_dict(rows.split({"token_level_scores": scores, "token_level_rewards": rewards})), kl[mask]
 
 
 def with_overlong_penalty(batch: DataProtoFuture, config: Config) -> DataProtoFuture:
@@ -81,12 +82,13 @@ def with_overlong_penalty(batch: DataProtoFuture, config: Config) -> DataProtoFu
     DAPO, https://arxiv.org/abs/2503.14476, equation 13: each token of a response within the last `overlong_buffer`
     tokens before data.max_response_length costs overlong_penalty / overlong_buffer.
     """
-    columns = read(batch, ("response_mask", "scores")).batch
+    rows = EpisodeRows(batch)
+    columns = rows.joined(read(batch, ("response_mask", "scores")).batch)
     buffer = config.reward.overlong_buffer
     over = columns["response_mask"].sum(-1) - (config.data.max_response_length - buffer)
     penalty = config.reward.overlong_penalty * over.clamp(min=0) / buffer
     others = [name for name in batch.columns or () if name != "scores"]
-    return batch.select_columns(others).union(DataProto.from_dict({"scores": columns["scores"] - penalty}))
+    return batch.select_columns(others).union(DataProto.from_dict(rows.split({"scores": columns["scores"] - penalty})))
 
 
 def add_advantages(batch: Batch, config: Config) -> DataProto:
@@ -96,12 +98,14 @@ def add_advantages(batch: Batch, config: Config) -> DataProto:
     """
     estimator = advantage_estimator(config)
     penalized = config.algorithm.kl_in_reward and "scores" in estimator.columns
-    columns = read(batch, {*estimator.columns, *["token_level_rewards"] * penalized}).batch
+    rows = EpisodeRows(batch)
+    names = {*estimator.columns, *["token_level_rewards"] * penalized, *["response_mask"] * (rows.size > 1)}
+    columns = rows.joined(read(batch, names).batch)
     given = {name: columns[name] for name in estimator.columns}
     if penalized:
         given["scores"] = columns["token_level_rewards"].sum(-1)
     advantages, returns = estimator(**given)
-    return DataProto.from_dict({"advantages": advantages, "returns": returns})
+    return DataProto.from_dict(rows.split({"advantages": advantages, "returns": returns}))
 
 
 def updates_per_step(config: Config, section: ActorConfig | CriticConfig) -> int:

@@ -8,11 +8,15 @@ from typing import Any
 
 import torch
 
+from hybridflow.config import Config
 from hybridflow.controller import Backend, WorkerGroup
 from hybridflow.data import RLHFDataset
 from hybridflow.protocol import DataProto
+from hybridflow.trainers.episode_rows import EpisodeRows
 from hybridflow.trainers.groups import BackendOwner
+from hybridflow.trainers.reading import read
 from hybridflow.trainers.samples import TEXTS, bounded_json, prompt_text
+from hybridflow.trainers.sampling import response_rows
 
 VALIDATION_STREAM = 1
 """Second entry of the noise key of validation (training: 0). Its noise is the same at every step."""
@@ -31,15 +35,12 @@ class Validator(BackendOwner):
         dataset: RLHFDataset,
         rollout: WorkerGroup,
         rewards: WorkerGroup,
-        *,
-        batch_size: int,
-        group_size: int,
-        seed: int,
+        config: Config,
         backend: Backend | None = None,
     ) -> None:
         self.backend = backend
-        self.dataset, self.rollout, self.rewards = dataset, rollout, rewards
-        self.batch_size, self.group_size, self.seed = batch_size, group_size, seed
+        self.dataset, self.rollout, self.rewards, self.config = dataset, rollout, rewards, config
+        self.batch_size, self.group_size = config.validation.batch_size, config.validation.group_size
 
     def run(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Return the metrics `val/...`, and all samples with prompt, response, score and data source."""
@@ -49,12 +50,15 @@ class Validator(BackendOwner):
             indices = range(start, min(start + self.batch_size, len(self.dataset)))
             prompts = self.dataset.collate(indices)
             prompts = prompts.union(DataProto.from_dict({"group_ids": torch.tensor(indices)}))
-            prompts.meta_info["noise_key"] = [self.seed, VALIDATION_STREAM, 0]
+            prompts.meta_info["noise_key"] = [self.config.trainer.seed, VALIDATION_STREAM, 0]
             rollouts = self.rollout.generate_validation_sequences.remote(prompts)
-            future = prompts.repeat(self.group_size, interleave=True).union(rollouts)
-            future = future.union(self.rewards.score_validation.remote(future))
-            batch = future.get(READ_COLUMNS)
-            lengths += batch.batch["response_mask"].sum(-1).tolist()
+            future = response_rows(prompts, self.config, self.group_size).union(rollouts)
+            has_episodes = bool(self.config.environment.classes)
+            if not has_episodes:
+                future = future.union(self.rewards.score_validation.remote(future))
+            names = (*READ_COLUMNS, *["episode_messages"] * has_episodes)
+            batch, episodes = read(future, names), EpisodeRows(future)
+            lengths += episodes.joined(batch.batch)["response_mask"].sum(-1).tolist()
             columns = batch.non_tensor_batch
             samples += [
                 {
@@ -66,8 +70,9 @@ class Validator(BackendOwner):
                     "response": columns["solution_texts"][row],
                     "score": float(batch.batch["scores"][row]),
                     "answer": columns["answers"][row],
+                    **({"messages": columns["episode_messages"][row]} if has_episodes else {}),
                 }
-                for row in range(len(batch))
+                for row in range(0, len(batch), episodes.size)
             ]
         metrics = validation_metrics(samples, self.group_size)
         metrics["val/response_length/mean"] = sum(lengths) / len(lengths)

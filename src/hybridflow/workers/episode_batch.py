@@ -19,7 +19,7 @@ from hybridflow.protocol import DataProto
 
 EPISODE_COLUMNS = (
     *("prompts", "prompt_mask", "episode_ids", "turn_ids", "turn_rewards"),
-    *("num_tool_calls", "num_tool_errors", "episode_messages"),
+    *("num_tool_calls", "num_tool_errors", "episode_messages", "answers"),
 )
 """The columns of episodes besides `ROLLOUT_COLUMNS` and those of their rewards."""
 

@@ -29,7 +29,7 @@ from hybridflow.rewards import RewardResult, RewardScorer
 from hybridflow.rewards.journal import RewardJournal
 from hybridflow.rewards.outcome import Outcome
 from hybridflow.rollout import RolloutEngine, SamplingParams
-from hybridflow.workers.episode_batch import episode_batch
+from hybridflow.workers.episode_batch import episode_batch, repeated
 from hybridflow.workers.reward import result_columns
 
 EPISODE_PROMPT_COLUMNS = ("raw_prompts", "data_sources", "ground_truths", "extra_infos")
@@ -106,9 +106,9 @@ class EpisodeWorker:
         first = [start.player.num_first_messages for start in starts]
         dtype = torch.float64 if self._config.model.dtype == "float64" else torch.float32
         rows = episode_batch(played, ids, first, self._config.rows_per_episode, self._tokenizer, dtype)
-        scores = result_columns(self._scores(played, step))
-        repeated = scores.repeat(self._config.rows_per_episode, interleave=True)
-        return rows.union(repeated)
+        result = self._scores(played, step)
+        rewards = result_columns(result).union(DataProto.from_dict({}, {"answers": repeated(result.answers, 1)}))
+        return rows.union(rewards.repeat(self._config.rows_per_episode, interleave=True))
 
     def _opened_journal(self, step: int | None) -> RewardJournal | None:
         """Return the journal, with what it knows of the step; None without a step."""

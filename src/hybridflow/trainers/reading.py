@@ -1,0 +1,22 @@
+"""How the controller reads the contents of a batch."""
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from hybridflow.protocol import DataProto, DataProtoFuture
+
+Batch = DataProto | DataProtoFuture
+
+
+def read(batch: Batch, columns: Iterable[str]) -> DataProto:
+    """Return the named columns; the controller reads the contents of a batch only through this function."""
+    return DataProtoFuture.of(batch).get(tuple(columns))
+
+
+def row_lengths(batch: Batch) -> Tensor:
+    """Return the number of tokens (batch,) of each row."""
+    if "episode_ids" in (DataProtoFuture.of(batch).columns or ()):  # not all tokens after a prompt are generated
+        return read(batch, ["attention_mask"]).batch["attention_mask"].sum(-1)
+    columns = read(batch, ("prompt_mask", "response_mask")).batch
+    return columns["prompt_mask"].sum(-1) + columns["response_mask"].sum(-1)
