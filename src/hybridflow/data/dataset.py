@@ -1,7 +1,8 @@
 """The prompt dataset: parquet files in, prompt batches out. The loader decides the order."""
 
 import copy
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +99,12 @@ class RLHFDataset:
     def data_sources(self) -> list[str]:
         """Distinct data sources of the prompts, sorted."""
         return sorted({record["data_sources"] for record in self._records})
+
+    def weigh_sources(self, weights: Mapping[str, float]) -> None:
+        """Let `numbers` be weights with which each data source gets its share of the prompts drawn."""
+        counts = Counter(record["data_sources"] for record in self._records)
+        sources = [record["data_sources"] for record in self._records]
+        self.numbers = [weights[source] / counts[source] for source in sources]
 
     def prompt_ids(self, index: int) -> list[int]:
         """Return the token ids of one prompt, without padding."""

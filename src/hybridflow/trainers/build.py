@@ -37,6 +37,8 @@ def build_trainer(config: Config) -> PPOTrainer:
         dataset = open_prompts(config, files, max_samples, order_by)
         require_positions(config, dataset)
         require_reward_functions(config, dataset, files)
+        if config.environment.weights:
+            dataset.weigh_sources(config.environment.weights)
         return dataset
 
     def trainer(parts: RunParts[RLHFDataset]) -> PPOTrainer:

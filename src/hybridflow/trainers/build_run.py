@@ -86,7 +86,8 @@ def build_run(config: Config, program: Program[D, T]) -> T:
             f"{program.batch_key}={program.batch_size} is larger than the data set of {len(dataset)} rows; use at most "
             f"{len(dataset)}, or more data."
         )
-    loader = BatchLoader(dataset, program.batch_size, seed=trainer.seed, order=data.order)
+    order = "weighted" if config.environment.weights else data.order
+    loader = BatchLoader(dataset, program.batch_size, seed=trainer.seed, order=order)
     validation = program.open_dataset(data.val_files, config.validation.max_samples, "") if data.val_files else None
     total_steps = trainer.total_steps or trainer.epochs * len(loader)
     require_profile_steps(config, total_steps)

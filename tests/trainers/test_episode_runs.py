@@ -1,0 +1,189 @@
+"""Runs with environments: equal to runs without where they do the same, on every backend, and after an interruption."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fixtures.tiny_episodes import episode_settings, write_episode_task
+from hybridflow.checkpoint import CheckpointStore
+from hybridflow.config import load_config
+from hybridflow.errors import ConfigError, RewardError
+from hybridflow.observability import read_jsonl
+from hybridflow.trainers import build_trainer, build_validator
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("episodes")
+    write_episode_task(directory)
+    return directory
+
+
+def train(task, run_dir, environment="Talk", *settings, stop_after=None):
+    """Train and return the bytes of the actor's weights and the metrics of each step."""
+    settings = (f"trainer.run_dir={run_dir}", "trainer.save_every=1", "trainer.keep_checkpoints=9", *settings)
+    config = load_config(None, episode_settings(task, environment, *settings))
+    with build_trainer(config) as trainer:
+        trainer.fit(stop_after=stop_after) if stop_after else trainer.fit()
+    return weights(run_dir), [row for row in read_jsonl(Path(run_dir) / "metrics.jsonl") if row["step"]]
+
+
+def weights(run_dir):
+    store = CheckpointStore(Path(run_dir) / "checkpoints")
+    return (store.path(max(store.list())) / "actor.safetensors").read_bytes()
+
+
+HERE = ("reward.processes=0",)
+"""Environments in the rank itself, which starts sooner."""
+
+
+def test_episodes_of_one_turn_equal_a_run_without_environments(task, tmp_path):
+    episodes, metrics = train(task, tmp_path / "episodes", "Once", *HERE)
+    plain = [f"reward.function={task}/environments.py:once", "environment.classes={}", *HERE]
+    responses, without = train(task, tmp_path / "plain", "Once", *plain)
+    assert episodes == responses
+    for name in ("critic/score/mean", "actor/loss", "actor/grad_norm", "response_length/mean", "prompt_length/mean"):
+        assert [row[name] for row in metrics] == [row[name] for row in without]
+    assert len({row["critic/score/mean"] for row in metrics}) > 1
+
+
+def test_environments_in_processes_equal_those_in_the_rank(task, tmp_path):
+    here, metrics = train(task, tmp_path / "here", "Talk", *HERE)
+    apart, others = train(task, tmp_path / "apart", "Talk", "reward.processes=2")
+    assert here == apart
+    assert [row["critic/score/mean"] for row in metrics] == [row["critic/score/mean"] for row in others]
+
+
+def test_rows_that_no_episode_uses_change_nothing(task, tmp_path):
+    _, one = train(task, tmp_path / "one", "Talk", *HERE, "algorithm.advantage=gae")
+    _, three = train(task, tmp_path / "three", "Talk", *HERE, "algorithm.advantage=gae", "environment.max_rows=3")
+    for row, other in zip(one, three, strict=True):
+        for name in ("critic/score/mean", "critic/advantages/max", "critic/returns/mean", "response_length/mean"):
+            assert row[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6)
+        assert row["actor/loss"] == pytest.approx(other["actor/loss"], rel=1e-3, abs=1e-6)
+        assert row["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=1e-3)
+
+
+def test_an_interrupted_run_of_episodes_equals_an_uninterrupted_one(task, tmp_path, monkeypatch):
+    whole, _ = train(task, tmp_path / "whole", "Talk", *HERE)
+    events = tmp_path / "events"
+    monkeypatch.setenv("EVENTS", str(events))
+    train(task, tmp_path / "parts", "Talk", *HERE, stop_after=1)
+    asked = len(events.read_text().split())
+    resumed, _ = train(task, tmp_path / "parts", "Talk", *HERE)
+    assert resumed == whole
+    assert len(events.read_text().split()) > asked
+
+
+def test_a_repeated_step_does_not_ask_environments_again(task, tmp_path, monkeypatch):
+    whole, _ = train(task, tmp_path / "run", "Talk", *HERE)
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    for step in (2, 3):  # as if the run had been killed after its first checkpoint
+        directory = store.path(step)
+        for path in sorted(directory.rglob("*"), reverse=True):
+            path.unlink()
+        directory.rmdir()
+    events = tmp_path / "events"
+    monkeypatch.setenv("EVENTS", str(events))
+    resumed, _ = train(task, tmp_path / "run", "Talk", *HERE)
+    assert resumed == whole
+    assert not events.exists()
+
+
+def test_samples_and_validation_show_the_turns(task, tmp_path):
+    train(task, tmp_path / "run", "Talk", *HERE, f"data.val_files=['{task}/test.parquet']")
+    samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
+    several = next(sample for sample in samples if sample["turns"] > 1)
+    roles = [message["role"] for message in several["messages"]]
+    assert roles[:3] == ["assistant", "user", "assistant"]
+    assert several["messages"][1]["content"].startswith("turn 0, ")
+    assert several["finish_reason"] in ("done", "tokens")
+    config = load_config(None, episode_settings(task, "Talk", *HERE, f"data.val_files=['{task}/test.parquet']"))
+    with build_validator(config) as validator:
+        metrics, rows = validator.run()
+    assert len(rows) == 3
+    assert 0 <= metrics["val/score/mean"] <= 2
+    assert all(row["messages"][0]["role"] == "assistant" for row in rows)
+
+
+def test_an_episode_whose_template_drops_reasoning_has_several_rows(tmp_path):
+    write_episode_task(tmp_path, family="qwen3")
+    _, metrics = train(tmp_path, tmp_path / "run", "Talk", *HERE, "trainer.total_steps=1")
+    config = json.dumps((tmp_path / "run" / "config.toml").read_text())
+    assert "max_rows = 4" in config
+    assert metrics[0]["critic/score/mean"] > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["rollout.stop_strings=['a']"], r"rollout\.stop_strings=\('a',\) is not supported with environment\.classes"),
+        (["trainer.stream=true"], r"trainer\.stream=True is not supported with environment\.classes; use False"),
+        (["reward.function=a.py:b"], r"reward\.function='a\.py:b' and environment\.classes both give the rewards"),
+        (["environment.weights={walk = 1}"], r"environment\.weights\.walk weighs no environment"),
+        (["environment.weights={talk = 0}"], r"environment\.weights are all 0"),
+        (["environment.classes={talk = 'talk.py'}"], r"environment\.classes\.talk='talk\.py' names no class"),
+        (["environment.max_rows=2", "actor.loss_aggregation=seq-mean-token-sum"], r"count the rows of an episode"),
+        (["data.chat_template=false"], r"data\.chat_template=False is not supported"),
+    ],
+)
+def test_settings_that_contradict_environments_are_errors(task, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, episode_settings(task, "Talk", *settings))
+
+
+def test_a_failing_environment_stops_the_run_with_its_error(tmp_path):
+    write_episode_task(tmp_path)
+    code = (tmp_path / "environments.py").read_text()
+    (tmp_path / "environments.py").write_text(
+        code + "\n\nclass Breaks(Talk):\n    async def step(self, turn):\n        if turn.number == 1:\n"
+        "            raise KeyError('map')\n        return await super().step(turn)\n"
+    )
+    with pytest.raises(RewardError, match=r"of environment talk raised step raised KeyError: 'map'"):
+        train(tmp_path, tmp_path / "stopped", "Breaks", *HERE)
+    _, metrics = train(
+        tmp_path, tmp_path / "zero", "Breaks", *HERE, "reward.on_error=zero", "reward.max_failure_rate=1.0"
+    )
+    assert 0 < metrics[0]["reward/error_rate"] < 1
+    assert metrics[0]["reward/timeout_rate"] == 0
+
+
+def test_rewards_of_a_group_compare_its_episodes(tmp_path):
+    write_episode_task(tmp_path)
+    code = (tmp_path / "environments.py").read_text()
+    (tmp_path / "environments.py").write_text(
+        code + "\n\nclass Ranked(Environment):\n    async def group_rewards(self, episodes):\n"
+        "        sizes = [len(e.turns[0].content) for e in episodes]\n"
+        "        return [float(size == max(sizes)) for size in sizes]\n"
+    )
+    _, metrics = train(tmp_path, tmp_path / "run", "Ranked", *HERE)
+    assert metrics[0]["critic/score/max"] == 1.0
+    assert 1 / 3 <= metrics[0]["critic/score/mean"] < 1.0
+
+
+def test_several_environments_are_mixed_by_their_weights(tmp_path):
+    write_episode_task(tmp_path)
+    classes = f"environment.classes={{talk='{tmp_path}/environments.py:Talk', once='{tmp_path}/environments.py:Once'}}"
+    with pytest.raises(ConfigError, match=r"rollout\.group_size"):
+        train(tmp_path, tmp_path / "wrong", "Talk", classes, "rollout.group_size=1", *HERE)
+    rows = [
+        {"prompt": f"question {i}", "data_source": "talk" if i < 12 else "once", "extra_info": {"index": i}}
+        for i in range(16)
+    ]
+    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    mixed = [classes, f"data.train_files=['{tmp_path}/mixed.jsonl']", *HERE]
+    train(tmp_path, tmp_path / "run", "Talk", *mixed, "environment.weights={talk=0, once=1}")
+    numbers = read_jsonl(tmp_path / "run" / "rollouts.jsonl")
+    assert {source for row in numbers for source in row["data_source"]} == {"once"}
+    assert {turns for row in numbers for turns in row["turns"]} == {1}
+    train(tmp_path, tmp_path / "both", "Talk", *mixed)
+    numbers = read_jsonl(tmp_path / "both" / "rollouts.jsonl")
+    assert {source for row in numbers for source in row["data_source"]} == {"once", "talk"}
+
+
+def test_a_source_without_an_environment_is_an_error_before_the_start(tmp_path):
+    write_episode_task(tmp_path)
+    classes = f"environment.classes={{walk='{tmp_path}/environments.py:Talk', once='{tmp_path}/environments.py:Once'}}"
+    with pytest.raises(ConfigError, match=r"no environment serves data_source 'talk' in .*; environment\.classes has"):
+        train(tmp_path, tmp_path / "run", "Talk", classes, *HERE)
