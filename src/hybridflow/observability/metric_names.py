@@ -3,13 +3,14 @@
 import re
 from fnmatch import fnmatchcase
 
+from hybridflow.observability.glossary.episodes import EPISODES
 from hybridflow.observability.glossary.learning import LEARNING
 from hybridflow.observability.glossary.metric import Metric
 from hybridflow.observability.glossary.offline import OFFLINE
 from hybridflow.observability.glossary.sampling import SAMPLING
 from hybridflow.observability.glossary.speed import SPEED
 
-METRICS: dict[str, Metric] = {**LEARNING, **SAMPLING, **SPEED, **OFFLINE}
+METRICS: dict[str, Metric] = {**LEARNING, **SAMPLING, **EPISODES, **SPEED, **OFFLINE}
 
 
 def find_metric(name: str) -> Metric | None:

@@ -220,8 +220,9 @@ def _require_changeable(changes: Sequence[str]) -> None:
 def _config(run_dir: Path, overrides: Sequence[str], directory: Path) -> Config:
     """Return the configuration of the run in another directory, which gets its kept rewards and token budgets."""
     directory.mkdir(parents=True)
-    if (run_dir / "rewards").is_dir():
-        shutil.copytree(run_dir / "rewards", directory / "rewards")
+    for journal in ("rewards", "environments"):
+        if (run_dir / journal).is_dir():
+            shutil.copytree(run_dir / journal, directory / journal)
     if (run_dir / TOKEN_BUDGETS).is_file():
         shutil.copy(run_dir / TOKEN_BUDGETS, directory)
     return load_config(run_dir / "config.toml", [*overrides, *NOT_IN_REPLAYS, f"trainer.run_dir={directory}"])

@@ -7,6 +7,7 @@ import torch
 
 from hybridflow.observability import spread
 from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.trainers.episode_metrics import episode_metrics
 from hybridflow.trainers.episode_rows import EpisodeRows
 from hybridflow.trainers.reading import Batch, read, row_lengths
 from hybridflow.trainers.speed import Lengths
@@ -54,7 +55,7 @@ def batch_metrics(batch: Batch, max_response_length: int) -> dict[str, float]:
     if "values" in columns:
         returns, values = columns["returns"][mask], columns["values"][mask]
         metrics["critic/vf_explained_var"] = explained_variance(returns, values)
-    return metrics | extra_metrics(data)
+    return metrics | extra_metrics(data) | episode_metrics(batch)
 
 
 def staleness_metrics(batch: Batch, version: int, updates: int) -> dict[str, float]:
