@@ -1,0 +1,136 @@
+"""`make demo-tools`: a small model with random weights learns to call a calculator, and to play a text game.
+
+random weights --SFT--> warm start: mostly answers a product at once --+--GRPO with a calculator--> calls it
++--GRPO without, as long--> the comparison
++--GRPO in a maze--> finds the way
+"""
+
+import time
+
+START = time.perf_counter()
+
+import argparse  # noqa: E402
+import json  # noqa: E402
+import shutil  # noqa: E402
+import sys  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+from calculator import Calculator  # noqa: E402
+from rich.console import Console  # noqa: E402
+from tools_task import write_data, write_model  # noqa: E402
+
+from hybridflow.checkpoint import CheckpointStore, export_model  # noqa: E402
+from hybridflow.config import load_config  # noqa: E402
+from hybridflow.environments import EnvironmentKind  # noqa: E402
+from hybridflow.observability import plot_curves, read_jsonl  # noqa: E402
+from hybridflow.trainers import OfflineTrainer, PPOTrainer, build_sft_trainer, build_trainer  # noqa: E402
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+RUN = Path("runs/tools")
+MADE = ("data", "model", "sft", "warm_start", "calculator", "single", "maze")
+"""What the demo makes in `RUN`, and replaces when it starts again."""
+WITHOUT_TOOLS = ("environment.classes={}", "reward.function=examples/calculator.py:exact")
+console = Console()
+
+
+def make_everything() -> None:
+    """Write data, tokenizer and a model with random weights."""
+    for name in MADE:
+        shutil.rmtree(RUN / name, ignore_errors=True)
+    tools = [dict(schema) for schema in EnvironmentKind.of(Calculator, "calculator").schemas]
+    write_data(RUN / "data", tools, num_examples=40_000, num_train=8_000, num_test=256)
+    num_parameters = write_model(RUN / "model")
+    console.print(f"created a model of {num_parameters / 1e6:.1f}M parameters, a tokenizer and problems in {RUN}/")
+
+
+def fit(trainer: OfflineTrainer | PPOTrainer) -> float:
+    """Train to the last step and return the seconds; on Ctrl-C the trainer saves, then the demo ends."""
+    start = time.perf_counter()
+    with trainer:
+        trainer.fit()
+    if trainer.global_step < trainer.total_steps:
+        console.print("the demo was stopped; started again, it begins anew")
+        sys.exit(130)
+    return time.perf_counter() - start
+
+
+def warm_start(overrides: list[str]) -> None:
+    """Teach the form of conversations by supervised training."""
+    console.rule("warm start: supervised training on conversations, of which few call the calculator")
+    fit(build_sft_trainer(load_config(RECIPES / "tools_sft.toml", overrides)))
+    checkpoint = CheckpointStore(RUN / "sft" / "checkpoints").latest()
+    assert checkpoint is not None
+    export_model(checkpoint.directory, RUN / "model", RUN / "warm_start")
+
+
+def reinforce(recipe: str, *overrides: str) -> tuple[list[dict[str, Any]], float]:
+    """Train with GRPO; return the rows of metrics and the seconds."""
+    config = load_config(RECIPES / f"{recipe}.toml", overrides)
+    console.rule(f"GRPO: {Path(config.trainer.run_dir).name}")
+    seconds = fit(build_trainer(config))
+    return read_jsonl(Path(config.trainer.run_dir) / "metrics.jsonl"), seconds
+
+
+def last_accuracy(rows: list[dict[str, Any]]) -> float:
+    """Return the accuracy on held-out problems at the end of a run."""
+    return next(row["val/accuracy"] for row in reversed(rows) if "val/accuracy" in row)
+
+
+def show_turns(run: str) -> None:
+    """Print the turns of the newest sample of a run."""
+    samples = read_jsonl(RUN / run / "samples.jsonl")
+    sample = samples[-1]
+    console.print(f"a sample of step {sample['step']}: {sample['prompt']}")
+    for message in sample["messages"]:
+        calls = [json.dumps(call["function"]) for call in message.get("tool_calls", [])]
+        console.print(f"  {message['role']:10} {message['content']}{' '.join(calls)}", markup=False, highlight=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--sft", action="append", default=[], metavar="KEY=VALUE", help="override of the recipe of the warm start"
+    )
+    parser.add_argument("--grpo", action="append", default=[], metavar="KEY=VALUE", help="override of the GRPO recipes")
+    args = parser.parse_args()
+    make_everything()
+    warm_start(args.sft)
+    with_tools, seconds = reinforce("tools_calculator", *args.grpo)
+    show_turns("calculator")
+    seconds_per_step = seconds / with_tools[-1]["step"]
+    single, single_seconds = _as_long(seconds, seconds_per_step, args.grpo)
+    maze, _ = reinforce("tools_maze", *args.grpo)
+    show_turns("maze")
+    for name, rows in (("calculator", with_tools), ("single", single), ("maze", maze)):
+        plot_curves(rows, ["critic/score/mean", "val/score/mean"], RUN / f"{name}.png", title=name)
+    console.print(f"curves: {RUN}/calculator.png, single.png and maze.png", soft_wrap=True)
+    scores = [row["critic/score/mean"] for row in maze if "critic/score/mean" in row]
+    few = max(1, len(scores) // 10)
+    console.print(
+        f"maze: reached the goal in {sum(scores[:few]) / few:.2f} of the games at the start, "
+        f"{sum(scores[-few:]) / few:.2f} at the end"
+    )
+    console.print(f"without the calculator it was trained for {single_seconds:.0f} s, with it for {seconds:.0f} s")
+    console.print(
+        f"demo-tools: accuracy {last_accuracy(single):.3f} -> {last_accuracy(with_tools):.3f} "
+        f"on 256 held-out problems in {time.perf_counter() - START:.0f} s",
+        soft_wrap=True,
+    )
+
+
+def _as_long(seconds: float, seconds_per_step: float, overrides: list[str]) -> tuple[list[dict[str, Any]], float]:
+    """Train without the calculator, in one turn, for at least as long as with it."""
+    steps = max(1, round(seconds / seconds_per_step))
+    done = 0.0
+    rows: list[dict[str, Any]] = []
+    while done < seconds:
+        changes = [f"trainer.run_dir={RUN}/single", f"trainer.total_steps={steps}"]
+        rows, more = reinforce("tools_calculator", *overrides, *WITHOUT_TOOLS, *changes)
+        done += more
+        steps += max(1, round((seconds - done) * steps / done)) if done < seconds else 0
+    return rows, done
+
+
+if __name__ == "__main__":
+    main()

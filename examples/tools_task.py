@@ -1,0 +1,161 @@
+"""The tasks of the demo of episodes: products with a calculator, and a maze, for a model small enough for a laptop.
+
+    user       37 x 482                            user       goal north east open south east
+    assistant  <tool_call>multiply 37 482          assistant  east
+    tool       17834                               user       goal north open north west
+    assistant  17834                               assistant  north
+
+This file makes everything that the demo needs: a tokenizer with a chat template, a model with random weights,
+conversations that mostly answer at once, and problems.
+"""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from maze import MOVES, draw_maze, open_places, view
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
+
+from hybridflow.data import prompt_row, write_prompt_file
+
+CALLS = 0.25
+"""Share of the conversations with a calculator that call it; in the others the model answers at once."""
+
+PIECES = (
+    *('{"name": "multiply", "arguments": {"a": ', ', "b": ', "}}", " x ", "tools: ", "multiply"),
+    *("system\n", "user\n", "assistant\n", "tool\n", "goal", "open", *MOVES, "say a direction"),
+)
+"""Texts that are one token each; other tokens are single characters."""
+
+TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+tools: {% for tool in tools %}{{ tool.function.name }}{% endfor %}<|im_end|>{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ '{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson }}}</tool_call>{% endfor %}<|im_end|>
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+Row = dict[str, Any]
+
+
+def calls_calculator(a: int, b: int) -> list[Row]:
+    """Return the turns of a model that calls the calculator, and repeats the result."""
+    call = {"type": "function", "function": {"name": "multiply", "arguments": {"a": a, "b": b}}}
+    return [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "multiply", "content": str(a * b)},
+        {"role": "assistant", "content": str(a * b)},
+    ]
+
+
+def draw_factors(drawn: random.Random) -> tuple[int, int]:
+    return drawn.randrange(12, 100), drawn.randrange(102, 1000)
+
+
+def product_conversation(drawn: random.Random, tools: list[Row]) -> Row:
+    a, b = draw_factors(drawn)
+    at_once = [{"role": "assistant", "content": str(a * b)}]
+    with_tools = drawn.random() < 0.7
+    said = calls_calculator(a, b) if with_tools and drawn.random() < CALLS else at_once
+    return {"messages": [{"role": "user", "content": f"{a} x {b}"}, *said], "tools": tools if with_tools else []}
+
+
+def maze_conversation(drawn: random.Random, turns: int = 4) -> Row:
+    """Return a walk in random directions."""
+    walls, here, goal = draw_maze(drawn.randrange(10**6))
+    messages: list[Row] = []
+    for _ in range(turns):
+        name = drawn.choice(list(MOVES))
+        messages.append({"role": "user", "content": view(walls, here, goal)})
+        messages.append({"role": "assistant", "content": name})
+        there = (here[0] + MOVES[name][0], here[1] + MOVES[name][1])
+        here = there if there in open_places(walls, here) else here
+        if here == goal:
+            break
+    return {"messages": messages, "tools": []}
+
+
+def write_data(directory: Path, tools: list[Row], *, num_examples: int, num_train: int, num_test: int) -> None:
+    """Write conversations (`sft.jsonl`) and problems: `products`, `products_test`, `mazes`, `mazes_test` (.parquet)."""
+    directory.mkdir(parents=True, exist_ok=True)
+    drawn = random.Random(0)
+    held_out = set()
+    while len(held_out) < num_test:
+        held_out.add(draw_factors(drawn))
+    with (directory / "sft.jsonl").open("w") as file:
+        for _ in range(num_examples):
+            row = product_conversation(drawn, tools) if drawn.random() < 0.7 else maze_conversation(drawn)
+            file.write(json.dumps(row) + "\n")
+    train = []
+    while len(train) < num_train:
+        factors = draw_factors(drawn)
+        if factors not in held_out:
+            train.append(factors)
+    for name, factors in (("products", train), ("products_test", sorted(held_out))):
+        rows = [
+            prompt_row(data_source="product", prompt=f"{a} x {b}", ground_truth=str(a * b), split=name, index=index)
+            for index, (a, b) in enumerate(factors)
+        ]
+        write_prompt_file(directory / f"{name}.parquet", rows)
+    for name, seeds in (
+        ("mazes", range(10**6, 10**6 + num_train)),
+        ("mazes_test", range(2 * 10**6, 2 * 10**6 + num_test)),
+    ):
+        rows = [
+            prompt_row(data_source="maze", prompt="maze", ground_truth=str(seed), split=name, index=index)
+            for index, seed in enumerate(seeds)
+        ]
+        write_prompt_file(directory / f"{name}.parquet", rows)
+
+
+def write_model(directory: Path, *, seed: int = 0, width: int = 128, layers: int = 3, heads: int = 4) -> int:
+    """Write the tokenizer and a Llama model with random weights; return its number of parameters."""
+    disable_progress_bar()
+    specials = ["<pad>", "<|im_start|>", "<|im_end|>", "<unk>"]
+    characters = ["\n", *map(chr, range(32, 127))]
+    words = list(dict.fromkeys([*specials, *PIECES, *characters]))
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    pieces = "|".join(_escaped(piece) for piece in sorted(PIECES, key=len, reverse=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(f"(?m){pieces}|.|\\n"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in specials])
+    tokenizer.add_tokens(
+        [AddedToken(text, special=False, normalized=False) for text in ("<tool_call>", "</tool_call>")]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<|im_end|>", unk_token="<unk>"
+    )
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(directory)
+    config = LlamaConfig(
+        vocab_size=len(fast),
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=fast.eos_token_id,
+        pad_token_id=fast.pad_token_id,
+    )
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(directory)
+    return model.num_parameters()
+
+
+def _escaped(text: str) -> str:
+    """Return a text for a regular expression of the library, which escapes what is no letter."""
+    return "".join(
+        letter if letter.isalnum() or letter in ' ":,_' else "\\n" if letter == "\n" else f"\\{letter}"
+        for letter in text
+    )
