@@ -7,6 +7,7 @@ from hybridflow.environments.formats import FORMATS, ToolFormat, format_of, pars
 from hybridflow.environments.messages import AssistantTurn, ToolCall
 from hybridflow.environments.playing import EpisodeLimits, PlayedEpisode, Player
 from hybridflow.environments.rendering import ChatRenderer, NextPrompt
+from hybridflow.environments.sft_rows import EpisodeEncoder
 from hybridflow.environments.template_check import Finding, check_template
 from hybridflow.environments.tools import Tool, tool_of, tools_of
 
@@ -18,6 +19,7 @@ __all__ = [
     "Done",
     "Environment",
     "Episode",
+    "EpisodeEncoder",
     "EpisodeLimits",
     "EpisodeRow",
     "EpisodeStart",
