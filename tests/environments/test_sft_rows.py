@@ -9,6 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fixtures.chat_tokenizers import ADDED, CONTROL, chat_tokenizer
+from hybridflow.data.chat_prompts import PromptEncoder
+from hybridflow.data.turns import encode_turns
 from hybridflow.environments import (
     ChatRenderer,
     Done,
@@ -157,6 +159,14 @@ def test_messages_after_the_last_turn_are_left_out():
         assert encoder(EPISODE[:5], TOOLS, "row 0") == encoder(EPISODE[:6], TOOLS, "row 0")
 
 
+@pytest.mark.parametrize("family", ["qwen2_5", "llama3", "deepseek_v3"])
+def test_a_conversation_without_tools_has_the_tokens_of_plain_training(family):
+    tokenizer = TOKENIZERS[family]
+    messages = [EPISODE[0], EPISODE[1], *EPISODE[4:]]
+    plain = encode_turns(tokenizer, PromptEncoder(tokenizer, True), messages, tokenizer.eos_token_id, "row 0")
+    assert encoder_of(family)(messages, [], "row 0") == [plain]
+
+
 def hostile(family):
     marks = [*CONTROL[family], *ADDED[family], "\ue0000\ue001", "\ue000", "\ue001", "<", "|", '"', "\n", " ", "a", "ü"]
     return st.lists(st.sampled_from(marks), max_size=6).map("".join) | st.text(max_size=8)
@@ -177,7 +187,7 @@ def conversation(texts):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_control_tokens_in_texts_stay_text(family, data):
     texts = data.draw(st.tuples(*[hostile(family)] * 6))
