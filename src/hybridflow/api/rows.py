@@ -47,6 +47,11 @@ def records_of(data: Data, name: str, limit: int, how_to_limit: str) -> list[tup
     return records
 
 
+def is_columnar(data: Data) -> bool:
+    """Return whether rows come from columns of one type: a table of pandas or pyarrow, or a Dataset."""
+    return any(hasattr(data, name) for name in ("to_pylist", "columns", "column_names"))
+
+
 def _dicts(data: Iterable[Any], name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for i, record in enumerate(data):
         if not isinstance(record, Mapping):

@@ -4,11 +4,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridflow.api.rows import Data, file_of, files_of, records_of, write_rows
+from hybridflow.api.rows import Data, file_of, files_of, is_columnar, records_of, write_rows
 from hybridflow.api.run import Run
 from hybridflow.api.settings import Recipe, overrides, recipe_files
 from hybridflow.config import Config, load_config
 from hybridflow.data.row_forms import Kind, rows_of
+from hybridflow.data.tool_messages import without_nulls_of_columns
 from hybridflow.errors import ConfigError, ModelConfigError, RewardConfigError
 from hybridflow.rewards.closure import Closure
 from hybridflow.trainers.run_directory import DATA
@@ -59,7 +60,8 @@ def sft(
 ) -> Run:
     """Return a run of supervised training, as `hybridflow sft` makes it.
 
-    `examples` are files, or rows with `prompt` and `response`, or with conversations in `messages`; see `train`.
+    `examples` are files, or rows with `prompt` and `response`, or with conversations in `messages`,
+    which may have calls of `tools`; see `train`.
     """
     return _start("sft", model, examples, val_examples, recipe, run_dir, settings, {"prompt": prompt})
 
@@ -132,7 +134,10 @@ def _start(
             if other := {ours: theirs for ours, theirs in columns.items() if ours != theirs}:
                 changes.extend(overrides({"data.columns": other}))
             return named
-        rows = rows_of(records_of(data, name, *limits[split]), DATA_KINDS[kind], columns, split)
+        records = records_of(data, name, *limits[split])
+        if kind == "sft" and is_columnar(data):
+            records = without_nulls_of_columns(records)
+        rows = rows_of(records, DATA_KINDS[kind], columns, split)
         file = file_of(rows, Path(first.trainer.run_dir) / DATA, split)
         written.append((rows, file))
         return [str(file)]

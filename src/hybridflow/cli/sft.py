@@ -1,4 +1,7 @@
-"""Train on given responses (SFT): parquet files with `prompt` and `response`, or conversations in `messages`.
+"""Train on given responses (SFT): files with `prompt` and `response`, or conversations in `messages`.
+
+Conversations may have tools: the column `tools`, `tool_calls` of the assistant, and messages of the role tool. The
+turns of the assistant are trained as they are sampled in an episode (docs/environments.md).
 
 The run directory (trainer.run_dir) holds config.toml, metrics.jsonl and checkpoints/. The same command resumes from the
 newest checkpoint there. Ctrl-C or SIGTERM finishes the step, saves and exits with status 0; a second one exits at once,

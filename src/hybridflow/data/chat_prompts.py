@@ -42,6 +42,12 @@ def _read_message(row: Row, column: str, number: int, message: object) -> dict[s
     content = message.get("content")
     if isinstance(content, list):
         content = _joined(content, f"{row.place}: message {number} of '{column}'")
+    if (
+        content is None
+        and message["role"] == "assistant"
+        and (message.get("tool_calls") or message.get("reasoning_content"))
+    ):
+        content = ""
     if not isinstance(content, str):
         raise DataError(
             f"{row.place}: the content of message {number} of '{column}' must be a text, got {shorten(content)}."

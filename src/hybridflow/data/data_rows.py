@@ -9,6 +9,7 @@ from typing import Any
 from hybridflow.data.parquet_rows import MEDIA_COLUMNS, Row, columns_of, read_rows, shorten_text
 from hybridflow.data.prepare.records import read_records
 from hybridflow.data.row_forms import Kind, Records, RowForm, rows_of
+from hybridflow.data.tool_messages import without_nulls_of_columns
 from hybridflow.errors import DataError
 
 PLAIN = RowForm()
@@ -34,7 +35,7 @@ def read_data_rows(
     if form.is_plain and all(_is_plain(path) for path in paths):
         required = REQUIRED[kind]
         if kind == "examples" and "messages" in columns_of(files):
-            required = ("messages",)
+            required, optional = ("messages",), (*optional, "tools")
         return read_rows(paths, required, optional, max_rows)
     rows: list[Row] = []
     for path in paths:
@@ -56,16 +57,18 @@ def _rows_of_file(path: Path, kind: Kind, form: RowForm, optional: Sequence[str]
         raise DataError(f"{path}: the file has no rows.")
     for place, record in found:
         _reject_media(place, record)
-    _require_prompts(*found[0], path, named[0])
+    _require_prompts(*found[0], path, named[0], form.columns.get("messages", "messages"))
+    if kind == "examples" and (path.suffix == ".parquet" or os.path.isdir(path)):
+        found = without_nulls_of_columns(found)
     rows = rows_of(found, kind, form.columns, path.stem)
     missing = dict.fromkeys(optional)
     kept = [{name: record[name] for name in optional if name in record} for _, record in found]
     return [Row(place, {**missing, **more, **row}) for (place, _), more, row in zip(found, kept, rows, strict=True)]
 
 
-def _require_prompts(place: str, first: dict[str, Any], path: Path, prompt: str) -> None:
+def _require_prompts(place: str, first: dict[str, Any], path: Path, prompt: str, messages: str) -> None:
     """Raise DataError, with what to do, if the first record has neither prompts under this name nor conversations."""
-    if prompt.partition(".")[0] in first or "messages" in first:
+    if prompt.partition(".")[0] in first or messages.partition(".")[0] in first:
         return
     example = shorten_text(next(iter(first), "question"), 40)
     fix = f"Name the columns in data.columns, as in {{prompt = '{example}'}}."

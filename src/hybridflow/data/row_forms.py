@@ -6,13 +6,14 @@ from typing import Any, Literal
 
 from hybridflow.data.prepare.prompt_file import prompt_row
 from hybridflow.data.prepare.records import is_empty, messages_of, value_of
+from hybridflow.data.tool_messages import stored_conversation
 from hybridflow.errors import DataError
 from hybridflow.runtime import load_user_function
 
 Kind = Literal["prompts", "examples", "pairs"]
 COLUMNS = {
     "prompts": ("prompt", "answer"),
-    "examples": ("prompt", "response"),
+    "examples": ("prompt", "response", "messages", "tools"),
     "pairs": ("prompt", "chosen", "rejected"),
 }
 DATA_SOURCE = "rows"
@@ -65,16 +66,13 @@ def rows_of(
     `columns` names the columns of `COLUMNS[kind]` that have another name in the records.
     """
     names = {name: columns.get(name, name) for name in COLUMNS[kind]}
+    if kind == "examples" and records and names["messages"].partition(".")[0] in records[0][1]:
+        return [_conversation_row(record, names, place) for place, record in records]
     if kind == "prompts":
         has_answers = any(_has(record, names["answer"]) for _, record in records)
         return [
             _prompt_row(record, place, split, i, names["prompt"], names["answer"] if has_answers else "")
             for i, (place, record) in enumerate(records)
-        ]
-    if kind == "examples" and records and "messages" in records[0][1]:
-        return [
-            {"messages": messages_of(_filled(record, "messages", place), "messages", place)}
-            for place, record in records
         ]
     return [_example_row(record, names, place) for place, record in records]
 
@@ -97,10 +95,17 @@ def _prompt_row(record: dict[str, Any], place: str, split: str, index: int, prom
     return {**row, "extra_info": {"split": split, "index": index, **others}}
 
 
+def _conversation_row(record: dict[str, Any], names: Mapping[str, str], place: str) -> dict[str, Any]:
+    tools = value_of(record, names["tools"], place) if _has(record, names["tools"]) else None
+    return stored_conversation(_filled(record, names["messages"], place), tools, place)
+
+
 def _example_row(record: dict[str, Any], names: Mapping[str, str], place: str) -> dict[str, Any]:
     prompt = names["prompt"]
     row: dict[str, Any] = {"prompt": messages_of(_filled(record, prompt, place), prompt, place)}
     for name, column in list(names.items())[1:]:
+        if name in ("messages", "tools"):
+            continue
         if column == "response" and column not in record and "completion" in record:  # as TRL names it
             column = "completion"
         row[name] = _text_of(_filled(record, column, place), row["prompt"])

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hybridflow.environments.playing import EpisodeLimits, PlayedEpisode, Player
     from hybridflow.environments.processes import EnvironmentPool
     from hybridflow.environments.rendering import ChatRenderer, NextPrompt
+    from hybridflow.environments.sft_rows import EpisodeEncoder
     from hybridflow.environments.template_check import Finding, check_template
     from hybridflow.environments.tools import Tool, tool_of, tools_of
 
@@ -35,6 +36,7 @@ _NAMES = {
     "playing": ("EpisodeLimits", "PlayedEpisode", "Player"),
     "processes": ("EnvironmentPool",),
     "rendering": ("ChatRenderer", "NextPrompt"),
+    "sft_rows": ("EpisodeEncoder",),
     "template_check": ("Finding", "check_template"),
     "tools": ("Tool", "tool_of", "tools_of"),
 }
@@ -54,6 +56,7 @@ __all__ = [
     "EnvironmentPool",
     "Episode",
     "EpisodeClient",
+    "EpisodeEncoder",
     "EpisodeLimits",
     "EpisodeRow",
     "EpisodeStart",

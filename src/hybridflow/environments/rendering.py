@@ -22,9 +22,17 @@ from hybridflow.runtime.deadline import DeadlineExceeded, call_within
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+UNKNOWN_FORMAT = (
+    "the chat template writes calls of tools in a format that is not known; expected that of Hermes and Qwen "
+    "(<tool_call> with JSON), Llama 3, GLM or DeepSeek. Use a model with such a template, or messages without tools."
+)
+
 _PLACE = "\ue000{}\ue001"
 _PLACES = re.compile("\ue000([0-9]+)\ue001")
 """Stands for a content while a template renders it; private characters, which no text of a template has."""
+
+_THOUGHTS = {"<think>", "</think>"}
+"""Control tokens that a model may write in the text of its turn."""
 
 
 @dataclass(frozen=True)
@@ -38,31 +46,31 @@ class NextPrompt:
 
 
 class ChatRenderer:
-    """Renders the conversations of a tokenizer's chat template with some tools, or their schemas.
+    """Renders the conversations of a tokenizer's chat template with some tools.
 
-    Raises EnvironmentConfigError for a tokenizer without a chat template, and with tools for a template whose calls are
-    in a format that is not known.
+    A tool may be given as its JSON schema. Raises EnvironmentConfigError for a tokenizer without a chat template, and
+    with tools for a template whose calls are in a format that is not known.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", tools: Sequence[Tool | Mapping[str, Any]] = ()) -> None:
         if not tokenizer.chat_template:
             raise EnvironmentConfigError("the tokenizer has no chat template, which separates the turns of an episode.")
         self._tokenizer = tokenizer
-        self._tools = [tool.schema() if isinstance(tool, Tool) else dict(tool) for tool in tools]
+        self._control = sorted(_control_texts(tokenizer), key=len, reverse=True)
+        self._marks = _any_of(self._control)
+        self._marks_of_turns = _any_of([text for text in _special_texts(tokenizer) if text not in _THOUGHTS])
+        self._tool_contents: list[str] = []
+        schemas = [tool.schema() if isinstance(tool, Tool) else dict(tool) for tool in tools]
+        self._tools = _hidden(schemas, self._marks, self._tool_contents)
         template = tokenizer.get_chat_template(tools=self._tools or None)
         self.format: ToolFormat | None = format_of(template)
         if tools and self.format is None:
-            raise EnvironmentConfigError(
-                "the chat template writes calls of tools in a format that is not known; expected that of Hermes and "
-                "Qwen (<tool_call> with JSON), Llama 3, GLM or DeepSeek. Use a model with such a template, or an "
-                "environment without tools."
-            )
-        self._control = sorted(_control_texts(tokenizer), key=len, reverse=True)
+            raise EnvironmentConfigError(UNKNOWN_FORMAT)
 
     def start(self, messages: Sequence[Message]) -> NextPrompt:
         """Return the prompt of a conversation's first turn."""
         text, contents = self.render(messages, add_generation_prompt=True)
-        return NextPrompt(self._encode(text, contents), text)
+        return NextPrompt(self.encode(text, contents), text)
 
     def parse(self, ids: Sequence[int], stop_ids: Sequence[int]) -> AssistantTurn:
         """Return what sampled tokens say; the last one may be a stop token."""
@@ -84,40 +92,55 @@ class ChatRenderer:
         text, contents = self.render([*messages, *new], add_generation_prompt=True)
         said = before.text + self.decode(sampled)
         if text.startswith(said):
-            return NextPrompt(self._encode(text[len(said) :], contents), text)
+            return NextPrompt(self.encode(text[len(said) :], contents), text)
         after_turn, _ = self.render(messages, add_generation_prompt=False)
         for earlier, later in ((before.text, after_turn), (after_turn, text)):
             if not later.startswith(earlier):
                 return self._new_row(text, contents, _difference(earlier, later))
-        end = self.decode(sampled[-1:])
+        end, following = self.decode(sampled[-1:]), text[len(after_turn) :]
         _, found, rest = after_turn[len(before.text) :].rpartition(end)
+        if not found and following.startswith(end):  # the first token of the next message ended the turn, as in GLM
+            return NextPrompt(self.encode(following[len(end) :], contents), text)
         if not found:
             return self._new_row(text, contents, f"the template does not write {end!r}, which ended the turn")
-        return NextPrompt(self._encode(rest + text[len(after_turn) :], contents), text)
+        return NextPrompt(self.encode(rest + following, contents), text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, control tokens included."""
         return cast(str, self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def _new_row(self, text: str, contents: Sequence[str], reason: str) -> NextPrompt:
-        return NextPrompt(self._encode(text, contents), text, is_new_row=True, reason=reason)
+        return NextPrompt(self.encode(text, contents), text, is_new_row=True, reason=reason)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> tuple[str, list[str]]:
         """Return the text of a conversation, and the contents that stand in it as places.
 
-        A content has a place if it holds the text of a control token, which a tokenizer would read as the token.
+        A content has a place if it holds the text of a control token, which a tokenizer would read as the token. In
+        other fields and in the turns of the assistant, each text of a control token has a place of its own; added
+        tokens that are not special, such as <tool_call>, are tokens in a turn, because a model writes them.
         """
-        shown, contents = [], list[str]()
+        shown, contents = [], list(self._tool_contents)
         for message in messages:
-            content = message.get("content")
-            if message["role"] != "assistant" and isinstance(content, str) and self._holds_control(content):
-                message = {**message, "content": _PLACE.format(len(contents))}
+            fields, content = {**message}, message.get("content")
+            marks = self._marks_of_turns if message["role"] == "assistant" else self._marks
+            if marks is self._marks and isinstance(content, str) and marks.search(content):
+                del fields["content"]
+                fields = {**message, **_hidden(fields, marks, contents), "content": _PLACE.format(len(contents))}
                 contents.append(content)
-            shown.append(message)
+            else:
+                fields = _hidden(fields, marks, contents)
+            shown.append({**fields, "role": message["role"]})
         return self._apply(shown, add_generation_prompt), contents
 
-    def _holds_control(self, content: str) -> bool:
-        return bool(_PLACES.search(content)) or any(mark in content for mark in self._control)
+    def stop_after(self, messages: Sequence[Message], new: Sequence[Message], stop_ids: Sequence[int]) -> int | None:
+        """Return the stop token with which the text after a turn begins, where a template ends no turn by itself.
+
+        `messages`: the conversation with the turn as its last message. `new`: the messages after it.
+        """
+        written, _ = self.render(messages, add_generation_prompt=False)
+        text, _ = self.render([*messages, *new], add_generation_prompt=True)
+        after = text[len(written) :] if text.startswith(written) else ""
+        return next((each for each in stop_ids if after.startswith(self.decode([each]))), None)
 
     def _apply(self, messages: list[Message], add_generation_prompt: bool) -> str:
         tools = cast(Any, self._tools or None)
@@ -138,26 +161,49 @@ class ChatRenderer:
             reason = str(error) or type(error).__name__
             raise DataError(f"the chat template rejects the messages of an episode: {reason[:500]}.") from error
 
-    def _encode(self, text: str, contents: Sequence[str]) -> list[int]:
+    def encode(self, text: str, contents: Sequence[str] = ()) -> list[int]:
         """Return the tokens of a rendered text, with the contents in their places as text and nothing else."""
         ids: list[int] = []
         for number, part in enumerate(_PLACES.split(text)):
             if number % 2:
                 for piece in _without_marks(contents[int(part)], self._control):
-                    ids += self.encode(piece)
+                    ids += self._ids_of(piece)
             else:
-                ids += self.encode(part)
+                ids += self._ids_of(part)
         return ids
 
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, control tokens included; nothing is added."""
+    def _ids_of(self, text: str) -> list[int]:
         return cast(list[int], self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+
+
+def _special_texts(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
+    return {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
 
 
 def _control_texts(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
     """Return the texts of tokens that may control a conversation: special ones, and added ones but runs of spaces."""
     added = tokenizer.added_tokens_decoder.values()
     return {token.content for token in added if token.special or len(token.content.strip()) > 1}
+
+
+def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
+    """Return a pattern of these texts, longest first, and of the characters around the number of a place."""
+    longest_first = sorted(filter(None, texts), key=len, reverse=True)
+    return re.compile("|".join(["[\ue000\ue001]", *map(re.escape, longest_first)]))
+
+
+def _hidden(value: Any, marks: re.Pattern[str], contents: list[str]) -> Any:
+    """Return a value of JSON with a place for each mark in its texts and keys; `contents` gets the marks."""
+
+    def place(mark: re.Match[str]) -> str:
+        contents.append(mark[0])
+        return _PLACE.format(len(contents) - 1)
+
+    if isinstance(value, str):
+        return marks.sub(place, value)
+    if isinstance(value, Mapping):
+        return {_hidden(key, marks, contents): _hidden(each, marks, contents) for key, each in value.items()}
+    return [_hidden(each, marks, contents) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _without_marks(text: str, marks: Sequence[str]) -> list[str]:

@@ -122,7 +122,11 @@ def _episode(
         return Finding(check, "failed", "the template writes the prompt of a turn in another way once it is answered")
     sampled = renderer.encode(written[len(prompt.text) :])
     ends = [place for place, token in enumerate(sampled) if token in stop_ids]
-    sampled = sampled[: ends[-1] + 1] if ends else [*sampled, _next_stop(renderer, stop_ids, written, history, new)]
+    if ends:
+        sampled = sampled[: ends[-1] + 1]
+    else:
+        stop = renderer.stop_after(history, new, stop_ids)
+        sampled.append(stop_ids[0] if stop is None else stop)
     following = renderer.go_on(prompt, sampled, history, new)
     if following.is_new_row:
         return Finding(check, "rows", following.reason)
@@ -132,15 +136,6 @@ def _episode(
         parts = [renderer.decode(ids[place : place + 8]) for ids in (row, whole)]
         return Finding(check, "failed", f"the turns differ from the conversation at token {place}: {parts}")
     return Finding(check, "ok", f"{len(sampled)} sampled tokens stay, {len(following.ids)} are new")
-
-
-def _next_stop(
-    renderer: ChatRenderer, stop_ids: Sequence[int], written: str, history: list[Message], new: list[Message]
-) -> int:
-    """Return the stop token with which the next message begins, where a template ends no turn by itself."""
-    text, _ = renderer.render([*history, *new], add_generation_prompt=True)
-    after = text[len(written) :] if text.startswith(written) else ""
-    return next((each for each in stop_ids if after.startswith(renderer.decode([each]))), stop_ids[0])
 
 
 def _round_trip(renderer: ChatRenderer, messages: list[Message], turn: AssistantTurn) -> Finding:

@@ -5,8 +5,9 @@ from typing import Literal
 
 from hybridflow.config import Config
 from hybridflow.controller import ClassWithInitArgs, Role, Worker, WorkerGroup
-from hybridflow.data import PreferenceDataset, SFTDataset, load_tokenizer
+from hybridflow.data import PreferenceDataset, SFTDataset, load_tokenizer, stop_token_ids
 from hybridflow.data.row_forms import RowForm
+from hybridflow.environments import EpisodeEncoder
 from hybridflow.errors import ConfigError
 from hybridflow.models import decoder_shape
 from hybridflow.trainers.build_run import OpenDataset, Program, RunParts, build_run
@@ -28,15 +29,17 @@ def build_sft_trainer(config: Config) -> OfflineTrainer:
 
     def examples(files: tuple[str, ...], max_samples: int, order_by: str) -> SFTDataset:
         data = config.data
+        tokenizer = load_tokenizer(config.model.path)
         return SFTDataset(
             files,
-            load_tokenizer(config.model.path),
+            tokenizer,
             data.max_prompt_length,
             data.max_response_length,
             chat_template=data.chat_template,
             max_samples=max_samples,
             order_by=order_by,
             form=RowForm(data.columns, data.map),
+            encode_episode=EpisodeEncoder(tokenizer, stop_token_ids(tokenizer, config.model.path)),
         )
 
     return _build(config, "sft", examples, OfflinePolicyWorker, lambda groups: SFT(groups[Role.Actor]))

@@ -16,7 +16,7 @@ from hybridflow.config.sections.base import (
 )
 
 OrderName = Literal["shuffled", "sequential", "curriculum", "weighted"]
-ColumnName = Literal["prompt", "answer", "response", "chosen", "rejected"]
+ColumnName = Literal["prompt", "answer", "response", "messages", "tools", "chosen", "rejected"]
 OverlongName = Literal["drop", "error", "truncate-left", "truncate-right", "truncate-middle"]
 
 
@@ -31,8 +31,8 @@ class DataConfig(Section):
     val_files: tuple[str, ...] = Field(default=(), description="Files of validation prompts.")
     columns: dict[ColumnName, str] = Field(
         default={},
-        description="Columns of the files by our names (prompt, answer, response, chosen, rejected), as in {prompt = "
-        "'question'}; a.b goes into nested values. Files that have our columns need none.",
+        description="Columns of the files by our names (prompt, answer, response, messages, tools, chosen, rejected), "
+        "as in {prompt = 'question'}; a.b goes into nested values. Files that have our columns need none.",
     )
     map: UserFunction = Field(
         default="",

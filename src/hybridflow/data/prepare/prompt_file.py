@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from hybridflow.errors import DataConfigError, DataError
 from hybridflow.runtime import write_bytes_atomically
 
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class PreparedFiles:
         return dict(counts)
 
 
-def as_messages(prompt: str | Messages) -> list[dict[str, str]]:
+def as_messages(prompt: str | Messages) -> list[dict[str, Any]]:
     """Return a prompt as chat messages; a plain text becomes one message of the user."""
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
@@ -107,9 +107,21 @@ def write_preference_file(path: str | Path, pairs: Sequence[tuple[str | Messages
     return write_parquet(path, [preference_row(*pair) for pair in pairs])
 
 
-def write_conversation_file(path: str | Path, conversations: Sequence[Messages]) -> Path:
-    """Write conversations, alternating messages of user and assistant, as a parquet file for `SFTDataset`."""
-    return write_parquet(path, [{"messages": as_messages(messages)} for messages in conversations])
+def write_conversation_file(
+    path: str | Path, conversations: Sequence[Messages], tools: Sequence[Mapping[str, Any]] = ()
+) -> Path:
+    """Write conversations as a parquet file for `SFTDataset`; `tools`: JSON schemas of the tools of all of them.
+
+    Raises DataError for a malformed message, call or tool.
+    """
+    from hybridflow.data.tool_messages import stored_conversation  # which reads what this module writes
+
+    schemas = [dict(tool) for tool in tools]
+    rows = [
+        stored_conversation(as_messages(messages), schemas, f"conversations: row {number}")
+        for number, messages in enumerate(conversations)
+    ]
+    return write_parquet(path, rows)
 
 
 def write_splits(
