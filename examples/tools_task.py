@@ -110,7 +110,7 @@ def write_data(directory: Path, tools: list[Row], *, num_examples: int, num_trai
     ):
         rows = [
             prompt_row(data_source="maze", prompt="maze", ground_truth=str(seed), split=name, index=index)
-            for index, seed in enumerate(seeds)
+            for index, seed in enumerate(range(first, first + count))
         ]
         write_prompt_file(directory / f"{name}.parquet", rows)
 
@@ -155,7 +155,5 @@ def write_model(directory: Path, *, seed: int = 0, width: int = 128, layers: int
 
 def _escaped(text: str) -> str:
     """Return a text for a regular expression of the library, which escapes what is no letter."""
-    return "".join(
-        letter if letter.isalnum() or letter in ' ":,_' else "\\n" if letter == "\n" else f"\\{letter}"
-        for letter in text
-    )
+    shown = {"\n": "\\n"}
+    return "".join(letter if letter.isalnum() else shown.get(letter, f"\\{letter}") for letter in text)

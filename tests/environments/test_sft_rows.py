@@ -12,11 +12,15 @@ from fixtures.chat_tokenizers import ADDED, CONTROL, chat_tokenizer
 from hybridflow.data.chat_prompts import PromptEncoder
 from hybridflow.data.turns import encode_turns
 from hybridflow.environments import (
+    CallLimits,
     ChatRenderer,
     Done,
     Environment,
+    EnvironmentHost,
+    EpisodeClient,
     EpisodeEncoder,
     EpisodeLimits,
+    LocalPlace,
     Player,
     tools_of,
 )
@@ -115,7 +119,8 @@ def test_rows_equal_those_of_an_episode_with_the_same_turns(family):
     tokenizer = TOKENIZERS[family]
     rows = encoder_of(family)(EPISODE, TOOLS, "row 0")
     renderer = ChatRenderer(tokenizer, list(tools_of(Calculator(), METHODS).values()))
-    player = Player(Calculator(), renderer, stop_ids_of(family), EpisodeLimits())
+    client = EpisodeClient(LocalPlace(lambda: EnvironmentHost(Calculator, CallLimits())))
+    player = Player(client, renderer, stop_ids_of(family), EpisodeLimits())
 
     async def play():
         contexts = [await player.begin({"prompt": EPISODE[:2]})]
