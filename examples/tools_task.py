@@ -22,7 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from hybridflow.data import prompt_row, write_prompt_file
 
-CALLS = 0.25
+CALLS = 0.4
 """Share of the conversations with a calculator that call it; in the others the model answers at once."""
 
 PIECES = (
@@ -62,7 +62,7 @@ def draw_factors(drawn: random.Random) -> tuple[int, int]:
 def product_conversation(drawn: random.Random, tools: list[Row]) -> Row:
     a, b = draw_factors(drawn)
     at_once = [{"role": "assistant", "content": str(a * b)}]
-    with_tools = drawn.random() < 0.7
+    with_tools = drawn.random() < 0.8
     said = calls_calculator(a, b) if with_tools and drawn.random() < CALLS else at_once
     return {"messages": [{"role": "user", "content": f"{a} x {b}"}, *said], "tools": tools if with_tools else []}
 
@@ -104,10 +104,7 @@ def write_data(directory: Path, tools: list[Row], *, num_examples: int, num_trai
             for index, (a, b) in enumerate(factors)
         ]
         write_prompt_file(directory / f"{name}.parquet", rows)
-    for name, seeds in (
-        ("mazes", range(10**6, 10**6 + num_train)),
-        ("mazes_test", range(2 * 10**6, 2 * 10**6 + num_test)),
-    ):
+    for name, first, count in (("mazes", 10**6, num_train), ("mazes_test", 2 * 10**6, num_test)):
         rows = [
             prompt_row(data_source="maze", prompt="maze", ground_truth=str(seed), split=name, index=index)
             for index, seed in enumerate(range(first, first + count))
