@@ -1,6 +1,6 @@
 """Attention plans of prompts whose first tokens have keys and values already: only the others are computed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from hybridflow.kernels.paged_attention import append_to_pages, paged_attention
 from hybridflow.models.attention import pytorch_attention
 from hybridflow.models.kv_cache import KVCache, PrefillPlan
 from hybridflow.models.paged_kv_cache import PAGE_SIZE, PagedKVCache
+from hybridflow.models.varlen import MAX_PADDED, PackedLayout, padded, unpadded
 
 READ_POSITIONS = 2**20
 """Maximal number of places in pages that one call of attention reads, as PyTorch copies them."""
@@ -33,31 +34,62 @@ class ContinuedPlan(PrefillPlan):
     """Causal attention of packed new tokens to the known tokens of their sequence and to each other.
 
     `lengths` counts known and new tokens of each sequence, and `keys` and `values` are those of all of them, as in
-    PrefillPlan. Each sequence has known tokens, and at least one new one.
+    PrefillPlan. Each sequence has known tokens, and at least one new one. Consecutive sequences are one padded batch,
+    as long as padding adds little.
     """
 
     def __init__(self, lengths: list[int], known: Sequence[KeysValues]) -> None:
         super().__init__(lengths)
         self._known = known
-        self._seen: list[Tensor] = []
+        self._counts = [length - len(each.keys[0]) for length, each in zip(lengths, known, strict=True)]
+        device = known[0].keys[0].device
+        self._batches = [_Batch.of(lengths[part], self._counts[part], device) for part in _parts(lengths, self._counts)]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Store the keys and values of one layer, and compute its attention."""
-        starts = [len(known.keys[layer]) for known in self._known]
-        counts = [length - start for length, start in zip(self.lengths, starts, strict=True)]
-        queries, new_keys, new_values = (x[0].transpose(0, 1).split(counts) for x in (query, key, value))
-        keys = [torch.cat([known.keys[layer], new]) for known, new in zip(self._known, new_keys, strict=True)]
-        values = [torch.cat([known.values[layer], new]) for known, new in zip(self._known, new_values, strict=True)]
-        self._seen = self._seen or [
-            torch.ones(count, start + count, dtype=torch.bool, device=query.device).tril(start)
-            for count, start in zip(counts, starts, strict=True)
-        ]
+        query, new_keys, new_values = (x[0].transpose(0, 1) for x in (query, key, value))
+        known = ([each.keys[layer] for each in self._known], [each.values[layer] for each in self._known])
+        self.keys[layer], self.values[layer] = (
+            torch.cat([x for pair in zip(old, new.split(self._counts), strict=True) for x in pair])
+            for old, new in zip(known, (new_keys, new_values), strict=True)
+        )
+        queries = query.split([len(batch.new.slots) for batch in self._batches])
+        keys, values = (
+            x.split([len(batch.whole.slots) for batch in self._batches]) for x in (self.keys[layer], self.values[layer])
+        )
         outputs = []
-        for q, k, v, seen in zip(queries, keys, values, self._seen, strict=True):
-            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-            outputs.append(pytorch_attention(q, k, v, scaling, seen)[0].transpose(0, 1))
-        self.keys[layer], self.values[layer] = torch.cat(keys), torch.cat(values)
+        for batch, q, k, v in zip(self._batches, queries, keys, values, strict=True):
+            q, k, v = padded(q, batch.new), padded(k, batch.whole), padded(v, batch.whole)
+            outputs.append(unpadded(pytorch_attention(q, k, v, scaling, batch.seen), batch.new))
         return torch.cat(outputs)[None]
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Sequences that are computed as a padded batch: all their tokens, the new ones, and the keys that these see."""
+
+    whole: PackedLayout
+    new: PackedLayout
+    seen: Tensor
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], counts: Sequence[int], device: torch.device) -> "_Batch":
+        starts = torch.tensor([length - count for length, count in zip(lengths, counts, strict=True)], device=device)
+        last = starts[:, None] + torch.arange(max(counts), device=device)  # the last key that a query sees
+        seen = torch.arange(max(lengths), device=device) <= last[:, :, None]
+        return cls(PackedLayout.of(lengths, device), PackedLayout.of(counts, device), seen[:, None])
+
+
+def _parts(lengths: Sequence[int], counts: Sequence[int]) -> Iterator[slice]:
+    """Yield consecutive sequences for which a padded batch has at most MAX_PADDED times their pairs of tokens."""
+    first = pairs = 0
+    for i, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        part = slice(first, i + 1)
+        if (i + 1 - first) * max(lengths[part]) * max(counts[part]) > MAX_PADDED * (pairs + length * count):
+            yield slice(first, i)
+            first, pairs = i, 0
+        pairs += length * count
+    yield slice(first, len(lengths))
 
 
 class PagedContinuedPlan:

@@ -28,6 +28,9 @@ COMPACT_BELOW = 0.9
 PREFILL_TOKENS = 16384
 """Maximal number of prompt tokens in one forward pass; a longer prompt has a pass to itself."""
 
+CONTINUED_TOKENS = 4 * PREFILL_TOKENS
+"""The same for prompts that continue kept sequences, whose known tokens take part in attention only."""
+
 
 class DecodingBatch:
     """Sequences with equal sampling parameters; each is one row of the cache and of every tensor below.
@@ -82,10 +85,11 @@ class DecodingBatch:
         """
         longest = max(len(request.prompt_ids) + request.sampling.max_new_tokens for request in requests)
         whole, continued = ([r for r in requests if (r.request_id in taken) == is_in] for is_in in (False, True))
+        continued.sort(key=lambda request: len(request.prompt_ids) - len(taken[request.request_id]))
         requests = [*whole, *continued]
-        for part in (whole, continued):
+        for part, most in ((whole, PREFILL_TOKENS), (continued, CONTINUED_TOKENS)):
             first = 0
-            for count in split_by_tokens([len(request.prompt_ids) for request in part]):
+            for count in split_by_tokens([len(request.prompt_ids) for request in part], most):
                 self._admit_pass(part[first : first + count], longest, taken)
                 first += count
         self._names += [(request.request_id, i) for request in requests for i in range(request.group_size)]
@@ -261,11 +265,11 @@ def _uniforms(requests: Sequence[Request], width: int) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def split_by_tokens(lengths: Sequence[int]) -> Iterator[int]:
-    """Yield numbers of consecutive sequences that have at most PREFILL_TOKENS tokens together."""
+def split_by_tokens(lengths: Sequence[int], most: int = PREFILL_TOKENS) -> Iterator[int]:
+    """Yield numbers of consecutive sequences that have at most `most` tokens together, or of a single one."""
     count = used = 0
     for length in lengths:
-        if count and used + length > PREFILL_TOKENS:
+        if count and used + length > most:
             yield count
             count = used = 0
         count += 1
