@@ -76,7 +76,7 @@ class KeptSequences(Generic[Storage]):
 
     def _find(self, prompt: Sequence[int]) -> int | None:
         tokens = _encoded(prompt) if self._kept else b""
-        numbers = (n for n, kept in self._kept.items() if len(kept) < len(prompt) and tokens.startswith(kept.tokens))
+        numbers = (n for n, kept in self._kept.items() if tokens.startswith(kept.tokens) and len(kept) < len(prompt))
         return max(numbers, key=lambda number: len(self._kept[number]), default=None)
 
 

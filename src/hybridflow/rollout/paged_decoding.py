@@ -373,7 +373,7 @@ class PagedDecoding:
         for is_continued in (False, True):
             group = [part for part in parts if len(part.tokens) > part.start and bool(part.start) == is_continued]
             first = 0
-            for count in split_by_tokens([len(part.tokens) for part in group]):
+            for count in split_by_tokens([len(part.tokens) - part.start for part in group]):
                 self._prefill_pass(group[first : first + count])
                 first += count
 
@@ -393,8 +393,8 @@ class PagedDecoding:
         ids, positions, tokens, slots = (torch.from_numpy(column).to(self._device) for column in columns)
         if parts[0].start:
             pages = [part.rows[0][0].pages[: pages_of(len(part.tokens))] for part in parts]
-            table = torch.from_numpy(padded_rows(pages, max(map(len, pages)))).to(self._device, torch.int32)
-            tables = table.repeat_interleave(torch.tensor(lengths, device=self._device), dim=0)
+            table = padded_rows(pages, _power_of_two(max(map(len, pages))))  # few widths: each compiles a kernel
+            tables = torch.from_numpy(table.repeat(lengths, axis=0)).to(self._device, torch.int32)
             plan = PagedContinuedPlan(self._cache, tokens, slots, tables, positions + 1)
         else:
             plan = PagedPrefillPlan(self._cache, lengths, tokens, slots)
