@@ -478,6 +478,73 @@ def test_generate_requires_an_idle_engine(build_rollout, tiny_model):
         generate(engine, [Request(1, [5], SamplingParams(2))])
 
 
+# ------------------------------------------------------------------------------------------ kept sequences
+
+
+def long_turn(num_requests: int = 3, length: int = 150) -> list[Request]:
+    """Return requests to keep, with prompts longer than a block of vLLM's prefix cache."""
+    prompts = [[5 + (i + 3 * j) % 30 for j in range(length + 7 * i)] for i in range(num_requests)]
+    sampling = SamplingParams(9, temperature=0.0, stop_token_ids=(EOS,))
+    return [Request(i, prompt, sampling, 1, (7, i), keep=True) for i, prompt in enumerate(prompts)]
+
+
+def next_turn(turn: list[Request], done: list[Completion]) -> list[Request]:
+    pairs = zip(turn, done, strict=True)
+    return [replace(request, prompt_ids=[*request.prompt_ids, *c.token_ids, 7, 11]) for request, c in pairs]
+
+
+def test_later_turns_reuse_kept_sequences_with_equal_results(build_rollout, engine_name, tiny_model):
+    directory, turn = tiny_model(max_position_embeddings=512), long_turn()
+    engine, tolerance = build_rollout(directory), 1e-4 if engine_name.startswith("vllm") else 1e-9
+    for number in range(3):
+        before = engine.reused_tokens
+        done = generate(engine, turn)
+        for found, expected in zip(done, generate(build_rollout(directory), turn), strict=True):
+            assert found.token_ids == expected.token_ids
+            assert found.log_probs == pytest.approx(expected.log_probs, abs=tolerance)
+        share = (engine.reused_tokens - before) / sum(len(request.prompt_ids) for request in turn)
+        assert share > 0.7 if number else share == 0
+        turn = next_turn(turn, done)
+
+
+@pytest.mark.parametrize("forget", ["forget_kept", "sleep", "retract", "load", "abort"])
+def test_forgotten_sequences_are_computed_again(build_rollout, tiny_model, forget):
+    directory, turn = tiny_model(max_position_embeddings=512), long_turn(2)
+    engine, weights = build_rollout(directory), weights_of(tiny_model(max_position_embeddings=512, seed=1))
+    expected = next_turn(turn, generate(engine, [replace(request, keep=False) for request in turn]))
+    if forget == "abort":  # aborted sequences are not kept
+        for request in turn:
+            engine.submit(request)
+        engine.step()
+        for request in turn:
+            engine.abort(request.request_id)
+        engine.finished()
+    else:
+        assert next_turn(turn, generate(engine, turn)) == expected
+        if forget == "load":
+            load_weights(engine, weights.items(), version=1)
+        else:
+            getattr(engine, forget)()
+    before = engine.reused_tokens
+    done = generate(engine, expected)
+    assert engine.reused_tokens == before
+    other = build_rollout(tiny_model(max_position_embeddings=512, seed=int(forget == "load")))
+    assert [c.token_ids for c in done] == [c.token_ids for c in generate(other, expected)]
+
+
+def test_a_prompt_that_continues_no_kept_sequence_is_computed(build_rollout, tiny_model):
+    engine, turn = build_rollout(tiny_model(max_position_embeddings=512)), long_turn(2)
+    wanted = [
+        replace(request, prompt_ids=[39, *request.prompt_ids[1:]])
+        for request in next_turn(turn, generate(engine, turn))
+    ]
+    before = engine.reused_tokens
+    done = generate(engine, wanted)
+    assert engine.reused_tokens == before
+    other = build_rollout(tiny_model(max_position_embeddings=512))
+    assert [c.token_ids for c in done] == [c.token_ids for c in generate(other, wanted)]
+
+
 # ------------------------------------------------------------------------------------------ abort
 
 

@@ -1,6 +1,7 @@
 """The embedded engine on a CUDA device: graphs equal eager steps, tokens equal the CPU's, memory follows lengths."""
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -124,6 +125,22 @@ def test_tokens_equal_the_cpus_except_at_boundaries(tiny_model, gpu, full_precis
             num_different += 1
             assert np.abs(cumulative - number).min() < 1e-5
     assert num_different <= 3  # of 64 responses of 60 tokens
+
+
+def test_later_turns_reuse_kept_pages(tiny_model, gpu, full_precision):
+    engine = build(tiny_model("qwen2", **SIZES), gpu)
+    turn = [replace(r, sampling=SamplingParams(40, temperature=0.0), group_size=1, keep=True) for r in requests()]
+    for number in range(3):
+        before = engine.reused_tokens
+        done = serve(engine, turn)
+        sequences = [[*r.prompt_ids, *c.token_ids] for r, c in zip(turn, done, strict=True)]
+        for request, completion, log_probs in zip(turn, done, engine.log_probs(sequences), strict=True):
+            assert completion.log_probs == pytest.approx(log_probs[len(request.prompt_ids) - 1 :], abs=1e-3)
+        num_known = sum(len(request.prompt_ids) - 21 for request in turn) if number else 0
+        assert engine.reused_tokens - before == num_known
+        turn = [replace(r, prompt_ids=[*tokens, *range(20)]) for r, tokens in zip(turn, sequences, strict=True)]
+    engine.forget_kept()
+    assert engine._running is None
 
 
 def test_memory_follows_lengths_and_is_given_back(tiny_model, gpu):

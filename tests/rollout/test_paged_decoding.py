@@ -462,6 +462,7 @@ def test_paged_tokens_do_not_depend_on_the_read_interval(tiny_model):
             model,
             max_running_sequences=1024,
             stop_strings=engine._stop_strings,
+            kept=engine._kept,
             read_every=n,
         )
         found = generate(engine, wanted)

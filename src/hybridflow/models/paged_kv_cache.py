@@ -72,6 +72,11 @@ class PagedKVCache:
         self.values = [allocated(like.values[layer]) for layer in layers]
         self.table = PageTable(num_scratch, num_pages)
 
+    def copy_page(self, source: int, targets: Sequence[int]) -> None:
+        """Copy the keys and values of a page to other pages."""
+        for x in (*self.keys, *self.values) if targets else ():
+            x[list(targets)] = x[source].clone()
+
     @staticmethod
     def page_bytes(like: PrefillPlan) -> int:
         """Return the memory of one page in all layers, in bytes."""

@@ -82,10 +82,16 @@ def padded_attention(
 
     `attention` computes causal attention of (sequences, heads, longest, dim).
     """
+    out = attention(*(padded(x, layout) for x in (query, key, value)))
+    return unpadded(out, layout)
 
-    def padded(x: Tensor) -> Tensor:
-        rows = x.new_zeros(layout.num_sequences * layout.longest, *x.shape[1:]).index_copy(0, layout.slots, x)
-        return rows.unflatten(0, (layout.num_sequences, layout.longest)).transpose(1, 2)
 
-    out = attention(padded(query), padded(key), padded(value))
-    return out.transpose(1, 2).flatten(0, 1).index_select(0, layout.slots)
+def padded(x: Tensor, layout: PackedLayout) -> Tensor:
+    """Return packed sequences (tokens, heads, dim) as a batch (sequences, heads, longest, dim), padded with zeros."""
+    rows = x.new_zeros(layout.num_sequences * layout.longest, *x.shape[1:]).index_copy(0, layout.slots, x)
+    return rows.unflatten(0, (layout.num_sequences, layout.longest)).transpose(1, 2)
+
+
+def unpadded(x: Tensor, layout: PackedLayout) -> Tensor:
+    """Return a batch (sequences, heads, longest, dim) as packed sequences, (tokens, heads, dim)."""
+    return x.transpose(1, 2).flatten(0, 1).index_select(0, layout.slots)

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from torch import Size, Tensor
 
-from hybridflow.errors import RolloutConfigError, RolloutError
+from hybridflow.errors import RolloutConfigError
 from hybridflow.runtime.boxes import Box
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -55,7 +55,7 @@ class Request:
     `resume_offset` is the number of tokens of a continued response that were made before: positions are counted from
     its first token. `first_index` is the index of the first response in the group. A `request_id` may be used again
     when all its completions are finished. `expected_length` is the expected number of tokens of a response; 0: not
-    known.
+    known. `keep`: keep the keys and values of finished responses for a request whose prompt begins with their tokens.
     """
 
     request_id: int
@@ -66,6 +66,7 @@ class Request:
     resume_offset: int = 0
     first_index: int = 0
     expected_length: float = 0.0
+    keep: bool = False
 
 
 @dataclass
@@ -115,6 +116,10 @@ class RolloutEngine(Protocol):
 
         Raises RolloutError if none of its sequences is waiting or running.
         """
+        ...
+
+    def forget_kept(self) -> None:
+        """Free what `Request.keep` has kept, as do errors, lack of memory, `retract`, `sleep` and loads of weights."""
         ...
 
     def start_loading(self, shapes: Mapping[str, Size]) -> None:
@@ -173,11 +178,3 @@ class RolloutEngine(Protocol):
     def sleep(self) -> None:
         """Free memory between generations; `version` becomes None if the weights are freed."""
         ...
-
-
-def not_finite(request_id: int) -> RolloutError:
-    """Return the error of a sequence whose next token cannot be sampled."""
-    return RolloutError(
-        f"request {request_id}: the model's logits are not finite, so no token can be sampled: its weights have "
-        "diverged; resume from an earlier checkpoint with a lower learning rate."
-    )

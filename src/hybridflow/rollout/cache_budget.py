@@ -21,10 +21,16 @@ class CacheBudget:
         self._forward, self._device, self._num_bytes = forward, device, num_bytes
         self._token_bytes = 0
 
-    def holds(self, running: Mapping[SamplingParams, Rows], new: Mapping[SamplingParams, Iterable[Request]]) -> bool:
+    def holds(
+        self,
+        running: Mapping[SamplingParams, Rows],
+        new: Mapping[SamplingParams, Iterable[Request]],
+        num_kept: int = 0,
+    ) -> bool:
         """Return whether the rows that run and the new requests fit; rows of equal sampling have equal room.
 
-        Raises RolloutConfigError if nothing runs and a single new request does not fit.
+        `num_kept`: tokens of kept sequences beside them. Raises RolloutConfigError if nothing runs, nothing is kept
+        and a single new request does not fit.
         """
         if not self._num_bytes:
             return True
@@ -36,8 +42,8 @@ class CacheBudget:
                 rows, room = wanted.get(sampling, (0, 0))
                 longest = len(request.prompt_ids) + request.sampling.max_new_tokens
                 wanted[sampling] = rows + request.group_size, max(room, longest)
-        needed = self._token_bytes * sum(rows * room for rows, room in wanted.values())
-        if needed > self._num_bytes and not running and len(requests) == 1:
+        needed = self._token_bytes * (num_kept + sum(rows * room for rows, room in wanted.values()))
+        if needed > self._num_bytes and not running and not num_kept and len(requests) == 1:
             raise RolloutConfigError(
                 f"request {requests[0].request_id}: its {requests[0].group_size} sequences need {needed} bytes of keys "
                 f"and values; raise rollout.kv_cache_bytes={self._num_bytes} (0: no limit), or lower "

@@ -7,7 +7,10 @@ from hybridflow.rollout.base import Completion, Request
 
 
 class Decoding(Protocol):
-    """Sequences that run. After an error in a method the object is unusable; its requests start again in another."""
+    """Sequences that run, and finished ones with `Request.keep`, which are added to the engine's KeptSequences.
+
+    After an error in a method the object is unusable; its requests start again in another.
+    """
 
     @property
     def num_running(self) -> int:
@@ -34,5 +37,5 @@ class Decoding(Protocol):
         ...
 
     def use_new_weights(self) -> None:
-        """Forget what depends on the addresses of the weights."""
+        """Forget what depends on the addresses of the weights; keep no running sequence unless it is retracted."""
         ...

@@ -4,7 +4,7 @@ A prompt is computed once for its whole group. Finished rows are removed when th
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -13,8 +13,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hybridflow.models import Forward
+from hybridflow.models.continued_prefill import ContinuedPlan, KeysValues
 from hybridflow.models.kv_cache import DecodePlan, KVCache, PrefillPlan
-from hybridflow.rollout.base import Completion, FinishReason, Request, SamplingParams, not_finite
+from hybridflow.rollout.base import Completion, FinishReason, Request, SamplingParams
+from hybridflow.rollout.kept_sequences import KeptSequence, KeptSequences
+from hybridflow.rollout.requests import not_finite
 from hybridflow.rollout.sampling import sample_tokens
 from hybridflow.rollout.stop_strings import StopStrings
 from hybridflow.runtime import uniform
@@ -24,6 +27,9 @@ COMPACT_BELOW = 0.9
 
 PREFILL_TOKENS = 16384
 """Maximal number of prompt tokens in one forward pass; a longer prompt has a pass to itself."""
+
+CONTINUED_TOKENS = 4 * PREFILL_TOKENS
+"""The same for prompts that continue kept sequences, whose known tokens take part in attention only."""
 
 
 class DecodingBatch:
@@ -40,13 +46,14 @@ class DecodingBatch:
         dtype: torch.dtype,
         sampling: SamplingParams,
         stop_strings: StopStrings,
+        kept: KeptSequences[KeysValues],
     ) -> None:
-        self.forward, self.sampling, self._stop_strings = forward, sampling, stop_strings
+        self.forward, self.sampling, self._stop_strings, self._kept = forward, sampling, stop_strings, kept
         self.num_running = 0
         self._cache = KVCache(device)
         self._stop_ids = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
         self._names: list[tuple[int, int]] = []  # (request_id, index in the group)
-        self._prompts: list[Sequence[int]] = []
+        self._requests: list[Request] = []
         # (rows, width + 1): tokens computed for finished rows are written after their ends, at most in the last column.
         self._columns = {
             "uniforms": torch.zeros(0, 1, dtype=torch.float64, device=device),
@@ -54,6 +61,7 @@ class DecodingBatch:
             "log_probs": torch.zeros(0, 1, dtype=torch.promote_types(dtype, torch.float32), device=device),
         }
         self._versions: list[int] = []  # of each step
+        self._fresh_from = 0  # rows that start at this step or later have keys and values of the present weights only
         self._starts = torch.zeros(0, dtype=torch.int64, device=device)  # the step of a row's first token
         self._counts = torch.zeros(0, dtype=torch.int64, device=device)
         self._limits = torch.zeros(0, dtype=torch.int64, device=device)
@@ -70,15 +78,22 @@ class DecodingBatch:
         """The number of tokens that each row has room for."""
         return self._cache.capacity
 
-    def admit(self, requests: Sequence[Request]) -> None:
-        """Compute each prompt once and add a row for every sequence of its group."""
+    def admit(self, requests: Sequence[Request], taken: Mapping[int, KeptSequence[KeysValues]]) -> None:
+        """Compute each prompt once and add a row for every sequence of its group.
+
+        Of a request in `taken`, by its id, only the tokens after the kept ones are computed.
+        """
         longest = max(len(request.prompt_ids) + request.sampling.max_new_tokens for request in requests)
-        first = 0
-        for count in split_by_tokens([len(request.prompt_ids) for request in requests]):
-            self._admit_pass(requests[first : first + count], capacity=longest)
-            first += count
+        whole, continued = ([r for r in requests if (r.request_id in taken) == is_in] for is_in in (False, True))
+        continued.sort(key=lambda request: len(request.prompt_ids) - len(taken[request.request_id]))
+        requests = [*whole, *continued]
+        for part, most in ((whole, PREFILL_TOKENS), (continued, CONTINUED_TOKENS)):
+            first = 0
+            for count in split_by_tokens([len(request.prompt_ids) for request in part], most):
+                self._admit_pass(part[first : first + count], longest, taken)
+                first += count
         self._names += [(request.request_id, i) for request in requests for i in range(request.group_size)]
-        self._prompts += [request.prompt_ids for request in requests for _ in range(request.group_size)]
+        self._requests += [request for request in requests for _ in range(request.group_size)]
         device = self._counts.device
         limits = [request.sampling.max_new_tokens for request in requests for _ in range(request.group_size)]
         self._limits = torch.cat([self._limits, torch.tensor(limits, device=device)])
@@ -123,12 +138,13 @@ class DecodingBatch:
         """Compute the keys and values of the running rows again with the present weights; tokens stay."""
         if self.num_running < len(self._names):
             self._remove_finished()
+        self._fresh_from = 0
         capacity, device = self._cache.capacity, self._counts.device
         self._cache = KVCache(device)
         computed = [  # all tokens but the last one, which the next step computes
-            [*prompt, *tokens[: count - 1]]
-            for prompt, tokens, count in zip(
-                self._prompts, self._columns["tokens"].tolist(), self._counts.tolist(), strict=True
+            [*request.prompt_ids, *tokens[: count - 1]]
+            for request, tokens, count in zip(
+                self._requests, self._columns["tokens"].tolist(), self._counts.tolist(), strict=True
             )
         ]
         first = 0
@@ -137,23 +153,38 @@ class DecodingBatch:
             self._cache.append(plan, torch.arange(count, device=device), capacity)
             first += count
 
-    def _admit_pass(self, requests: Sequence[Request], capacity: int) -> None:
+    def use_new_weights(self) -> None:
+        """Do not keep running rows, unless they are retracted: their keys and values are of other weights."""
+        self._fresh_from = len(self._versions)
+
+    def _admit_pass(
+        self, requests: Sequence[Request], capacity: int, taken: Mapping[int, KeptSequence[KeysValues]]
+    ) -> None:
         device = self._counts.device
-        plan, logits = self._prefill([request.prompt_ids for request in requests])
+        known = [taken[request.request_id].storage for request in requests if request.request_id in taken]
+        plan, logits = self._prefill([request.prompt_ids for request in requests], known)
         group_sizes = torch.tensor([request.group_size for request in requests], device=device)
         source = torch.arange(len(requests), device=device).repeat_interleave(group_sizes)
         self._cache.append(plan, source, capacity)
         self._first_logits.append(logits[source])
 
-    def _prefill(self, sequences: Sequence[Sequence[int]]) -> tuple[PrefillPlan, Tensor]:
-        """Return the keys and values of whole sequences, and the logits (sequences, vocabulary) after each."""
+    def _prefill(
+        self, sequences: Sequence[Sequence[int]], known: Sequence[KeysValues] = ()
+    ) -> tuple[PrefillPlan, Tensor]:
+        """Return the keys and values of whole sequences, and the logits (sequences, vocabulary) after each.
+
+        `known`: keys and values of the first tokens of each sequence; empty: none are known.
+        """
         device, lengths = self._counts.device, [len(tokens) for tokens in sequences]
-        plan = PrefillPlan(lengths)
+        starts = [len(each.keys[0]) for each in known] or [0] * len(lengths)
+        plan = ContinuedPlan(lengths, known) if known else PrefillPlan(lengths)
+        new = list(zip(starts, lengths, strict=True))
+        ids = [token for tokens, (start, _) in zip(sequences, new, strict=True) for token in tokens[start:]]
         logits = self.forward(
-            torch.tensor([token for tokens in sequences for token in tokens], device=device)[None],
-            position_ids=torch.cat([torch.arange(length, device=device) for length in lengths])[None],
+            torch.tensor(ids, device=device)[None],
+            position_ids=torch.cat([torch.arange(start, length, device=device) for start, length in new])[None],
             attention_plan=plan,
-            logits_to_keep=torch.tensor(lengths, device=device).cumsum(0) - 1,
+            logits_to_keep=torch.tensor([length - start for start, length in new], device=device).cumsum(0) - 1,
         )[0]
         return plan, logits
 
@@ -183,6 +214,10 @@ class DecodingBatch:
             tokens, log_probs = (column[i][:count] for column in columns)
             versions = self._versions[starts[i] : starts[i] + count]
             done.append(Completion(request_id, index, tokens, log_probs, versions, reason))
+            request = self._requests[row]
+            if request.keep and not aborted and starts[i] >= self._fresh_from:
+                computed = [*request.prompt_ids, *tokens[:-1]]
+                self._kept.add(computed, KeysValues.of_row(self._cache, row, len(computed)))
         self._is_running[ended] = False
         self.num_running -= len(done)
         if self.num_running < COMPACT_BELOW * len(self._names):
@@ -198,7 +233,9 @@ class DecodingBatch:
         self._columns = {name: column[rows] for name, column in self._columns.items()}
         self._starts, self._counts, self._limits = (x[rows] for x in (self._starts, self._counts, self._limits))
         self._is_running = self._is_running[rows]
-        self._names, self._prompts = ([column[row] for row in rows.tolist()] for column in (self._names, self._prompts))
+        self._names, self._requests = (
+            [column[row] for row in rows.tolist()] for column in (self._names, self._requests)
+        )
 
     def _reached_stop_strings(self) -> Tensor:
         """Return for each row whether its text ends with a stop string."""
@@ -228,11 +265,11 @@ def _uniforms(requests: Sequence[Request], width: int) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def split_by_tokens(lengths: Sequence[int]) -> Iterator[int]:
-    """Yield numbers of consecutive sequences that have at most PREFILL_TOKENS tokens together."""
+def split_by_tokens(lengths: Sequence[int], most: int = PREFILL_TOKENS) -> Iterator[int]:
+    """Yield numbers of consecutive sequences that have at most `most` tokens together, or of a single one."""
     count = used = 0
     for length in lengths:
-        if count and used + length > PREFILL_TOKENS:
+        if count and used + length > most:
             yield count
             count = used = 0
         count += 1

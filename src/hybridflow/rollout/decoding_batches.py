@@ -1,14 +1,17 @@
 """Decoding in batches of equal sampling parameters, with the keys and values of a row side by side."""
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
 from hybridflow.models import Forward
+from hybridflow.models.continued_prefill import KeysValues
 from hybridflow.rollout.base import Completion, Request, SamplingParams
-from hybridflow.rollout.cache_budget import CacheBudget
+from hybridflow.rollout.cache_budget import CacheBudget, Rows
 from hybridflow.rollout.decoding_batch import DecodingBatch
+from hybridflow.rollout.kept_sequences import KeptSequence, KeptSequences
 from hybridflow.rollout.stop_strings import StopStrings
 
 
@@ -21,8 +24,10 @@ class DecodingBatches:
         device: torch.device,
         dtype: torch.dtype,
         stop_strings: StopStrings,
+        kept: KeptSequences[KeysValues],
         kv_cache_bytes: int = 0,
     ) -> None:
+        self._kept = kept
         self._budget = CacheBudget(forward, device, kv_cache_bytes)
         self._forward, self._device, self._dtype, self._stop_strings = forward, device, dtype, stop_strings
         self._batches: list[DecodingBatch] = []
@@ -34,7 +39,7 @@ class DecodingBatches:
 
     def admit(self, waiting: deque[Request], room: int) -> None:
         """Start waiting requests that fit, in order. Raises RolloutConfigError for one that memory never holds."""
-        running = {batch.sampling: (batch.num_rows, batch.capacity) for batch in self._batches}
+        running, taken = self._running_rows(), dict[int, KeptSequence[KeysValues]]()
         admitted: dict[SamplingParams, list[Request]] = {}  # by sampling parameters, without the length
         while waiting and waiting[0].group_size <= room:
             request = waiting[0]
@@ -44,16 +49,24 @@ class DecodingBatches:
                 of_sampling.pop()
                 break
             room -= waiting.popleft().group_size
+            if kept := self._kept.take(request.prompt_ids):
+                taken[request.request_id] = kept
+        self._limit_kept(running, admitted)
         for sampling, requests in ((each, requests) for each, requests in admitted.items() if requests):
             batch = next((batch for batch in self._batches if batch.sampling == sampling), None)
             if batch is None:
-                batch = DecodingBatch(self._forward, self._device, self._dtype, sampling, self._stop_strings)
+                shared = (self._stop_strings, self._kept)
+                batch = DecodingBatch(self._forward, self._device, self._dtype, sampling, *shared)
                 self._batches.append(batch)
-            batch.admit(requests)
+            batch.admit(requests, taken)
 
     def advance(self, version: int) -> list[Completion]:
         """Add one token to every sequence; return the completions that end with it."""
-        return self._without_empty([done for batch in self._batches for done in batch.advance(version)])
+        num_kept = len(self._kept)
+        done = self._without_empty([done for batch in self._batches for done in batch.advance(version)])
+        if len(self._kept) > num_kept:
+            self._limit_kept(self._running_rows(), {})
+        return done
 
     def abort(self, request_id: int) -> list[Completion]:
         """End the sequences of a request, and return them with their tokens so far."""
@@ -66,7 +79,17 @@ class DecodingBatches:
         return []
 
     def use_new_weights(self) -> None:
-        """Do nothing: each step reads the model."""
+        """Do not keep running sequences, unless they are retracted; each step reads the model."""
+        for batch in self._batches:
+            batch.use_new_weights()
+
+    def _running_rows(self) -> dict[SamplingParams, Rows]:
+        return {batch.sampling: (batch.num_rows, batch.capacity) for batch in self._batches}
+
+    def _limit_kept(self, running: Mapping[SamplingParams, Rows], new: Mapping[SamplingParams, list[Request]]) -> None:
+        """Drop the oldest kept sequences that do not fit beside the rows."""
+        while self._kept and not self._budget.holds(running, new, self._kept.num_tokens):
+            self._kept.drop_oldest()
 
     def _without_empty(self, done: list[Completion]) -> list[Completion]:
         self._batches = [batch for batch in self._batches if batch.num_running]

@@ -67,7 +67,7 @@ class DecodingState:
         for name, value in values.items():
             buffer = self.rows[name]
             if buffer.dim() == 2:
-                value = _padded(value, buffer.shape[1], _filling(name))
+                value = padded_rows(value, buffer.shape[1], _filling(name))
             self.rows[name][index] = torch.as_tensor(value, dtype=buffer.dtype).to(device)
 
     def write_pages(self, entries: Sequence[tuple[int, int, int]]) -> None:
@@ -120,7 +120,7 @@ def _filling(name: str) -> int:
     return NO_TOKEN if name == "stop_ids" else 0
 
 
-def _padded(rows: Sequence[Sequence[int]], width: int, filling: int) -> np.ndarray:
+def padded_rows(rows: Sequence[Sequence[int]], width: int, filling: int = 0) -> np.ndarray:
     """Return rows of different lengths, filled up on the right."""
     padded = np.full((len(rows), width), filling)
     for i, row in enumerate(rows):

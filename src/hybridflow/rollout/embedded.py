@@ -7,6 +7,7 @@ If memory runs out, they start again, half as many at a time.
 import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from hybridflow.models.kv_cache import PrefillPlan
 from hybridflow.rollout.base import Completion, Request, SleepingPart
 from hybridflow.rollout.decoding import Decoding
 from hybridflow.rollout.decoding_batches import DecodingBatches
+from hybridflow.rollout.kept_sequences import KeptSequences
 from hybridflow.rollout.loading import Loading, require_announced
 from hybridflow.rollout.paged_decoding import PagedDecoding
 from hybridflow.rollout.requests import require_servable
@@ -74,7 +76,8 @@ class EmbeddedRollout:
         self.max_running_sequences = max_running_sequences
         self._limit = max_running_sequences  # that memory has held
         self._waiting: deque[Request] = deque()
-        self._running: Decoding | None = None  # while there are unfinished requests, from the first step on
+        self._kept = KeptSequences[Any]()  # in the memory of `_running`
+        self._running: Decoding | None = None  # from the first step on, while requests are unfinished or sequences kept
         self._finished: dict[tuple[int, int], Completion] = {}  # by request_id and index
         self._unfinished: dict[int, _Progress] = {}  # in the order of submission
         self._num_submitted = 0
@@ -93,9 +96,21 @@ class EmbeddedRollout:
             vocabulary=config.vocab_size,
         )
         self._stop_strings.require_served(request)
+        if request.group_size > self._limit:
+            self.forget_kept()  # an idle decoding has room for fewer sequences
         self._waiting.append(request)
         self._unfinished[request.request_id] = _Progress(request, self._num_submitted)
         self._num_submitted += 1
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The number of prompt tokens of requests that have started, see `KeptSequences`."""
+        return self._kept.prompt_tokens
+
+    @property
+    def reused_tokens(self) -> int:
+        """The number of these tokens that were not computed, because their keys and values were kept."""
+        return self._kept.reused_tokens
 
     def has_unfinished(self) -> bool:
         """Return whether requests are waiting or running."""
@@ -151,10 +166,18 @@ class EmbeddedRollout:
             self._restart_requests()
             raise
 
+    def forget_kept(self) -> None:
+        """Free kept keys and values, see `RolloutEngine.forget_kept`."""
+        if self._kept:
+            self._kept.clear()
+            if not self._unfinished:
+                self._free()
+
     def start_loading(self, shapes: Mapping[str, torch.Size]) -> None:
         """Announce weights, see `RolloutEngine.start_loading`."""
         own = {name: parameter.shape for name, parameter in self.model.named_parameters()}
         self._loading, self._loaded, self.version = Loading(own, shapes), {}, None
+        self.forget_kept()
 
     def boxes_to_load(self) -> Mapping[str, Box]:
         """Return no boxes: every rank has the whole model."""
@@ -167,6 +190,7 @@ class EmbeddedRollout:
     def finish_loading(self, version: int) -> None:
         """Use the loaded weights from the next step on, without a copy if dtype and device are the model's."""
         require_announced(self._loading).require_complete()
+        self.forget_kept()  # of requests aborted since `start_loading`
         for name, parameter in self.model.named_parameters():
             parameter.data = self._loaded[name].detach().to(parameter)
         self._loading, self._loaded = None, {}
@@ -187,10 +211,12 @@ class EmbeddedRollout:
         except BaseException:
             self._restart_requests()
             raise
+        self.forget_kept()
 
     def abandon_loading(self) -> None:
         """Discard the weights, see `RolloutEngine.abandon_loading`."""
         self._loading, self._loaded, self.version = None, {}, None
+        self.forget_kept()
 
     @torch.no_grad()
     def log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -213,6 +239,7 @@ class EmbeddedRollout:
 
     def sleep(self) -> None:
         """Free the weights until they are loaded again; weights shared with the trainer stay."""
+        self.forget_kept()
         if self._shares_model:
             return
         for parameter in self.model.parameters():
@@ -229,10 +256,11 @@ class EmbeddedRollout:
         """Return the way to decode on the device of the weights, without memory for sequences."""
         if not self._is_paged():
             model, num_bytes = self.model, self._kv_cache_bytes
-            return DecodingBatches(self._forward, model.device, model.dtype, self._stop_strings, num_bytes)
+            return DecodingBatches(self._forward, model.device, model.dtype, self._stop_strings, self._kept, num_bytes)
         return PagedDecoding(
             self._forward,
             self.model,
+            kept=self._kept,
             max_running_sequences=max(self._limit, self._largest_group()),
             stop_strings=self._stop_strings,
             kv_cache_bytes=self._kv_cache_bytes,
@@ -283,7 +311,10 @@ class EmbeddedRollout:
 
     def _free(self) -> None:
         """Free the memory of running sequences; forget requests that wait for pages although they are complete."""
-        self._running = None
+        if self._running and self._kept:
+            self._running.use_new_weights()  # their addresses may change while the engine is idle
+        else:
+            self._running = None
         self._waiting = deque(request for request in self._waiting if request.request_id in self._unfinished)
         self._forward.drop_packed_weights()
         self._is_packed = False
@@ -296,6 +327,7 @@ class EmbeddedRollout:
         """
         self._unfinished = {key: progress for key, progress in self._unfinished.items() if not progress.is_complete()}
         self._waiting = deque(progress.request for progress in self._unfinished.values())
+        self._kept.clear()
         self._free()
 
 

@@ -15,11 +15,14 @@ from transformers import PreTrainedModel
 from hybridflow.errors import RolloutConfigError
 from hybridflow.kernels.triton_support import generation_kernels
 from hybridflow.models import Forward
+from hybridflow.models.continued_prefill import PagedContinuedPlan
 from hybridflow.models.kv_cache import PrefillPlan
 from hybridflow.models.paged_kv_cache import PAGE_SIZE, PagedKVCache, PagedPrefillPlan, PageTable, pages_of
-from hybridflow.rollout.base import Completion, Request, not_finite
+from hybridflow.rollout.base import Completion, Request
 from hybridflow.rollout.decoding_batch import split_by_tokens
-from hybridflow.rollout.decoding_state import NO_TOKEN, DecodingState, StepShape, decode_step
+from hybridflow.rollout.decoding_state import NO_TOKEN, DecodingState, StepShape, decode_step, padded_rows
+from hybridflow.rollout.kept_sequences import KeptSequences
+from hybridflow.rollout.requests import not_finite
 from hybridflow.rollout.row_sampling import SamplingKinds
 from hybridflow.rollout.running_row import RunningRow, final_length, first_pages, most_pages, shared_pages
 from hybridflow.rollout.step_graphs import StepGraphs
@@ -51,11 +54,12 @@ class PagedDecoding:
         *,
         max_running_sequences: int,
         stop_strings: StopStrings,
+        kept: KeptSequences[list[int]],
         kv_cache_bytes: int = 0,
         memory_share: float = 0.5,
         read_every: int = READ_EVERY,
     ) -> None:
-        self._forward, self._device, self._stop_strings = forward, model.device, stop_strings
+        self._forward, self._device, self._stop_strings, self._kept = forward, model.device, stop_strings, kept
         self._kv_cache_bytes, self._memory_share, self._read_every = kv_cache_bytes, memory_share, read_every
         self._sizes = row_sizes(max_running_sequences)
         log_prob_dtype = torch.promote_types(model.dtype, torch.float32)
@@ -64,6 +68,7 @@ class PagedDecoding:
         self._cache: PagedKVCache | None = None
         self._rows: list[RunningRow | None] = []  # by place in the device's buffers; the last one runs
         self._num_admitted = 0
+        self._num_stale = 0  # of these, the ones that may have keys and values of earlier weights
         self._is_full = False  # pages were missing since the last read
         self._versions: list[int] = []  # of the steps since the last read
         self._due = 0  # the step after the last read at which a row reaches its limit
@@ -131,11 +136,13 @@ class PagedDecoding:
                 parts.append(_Prefill(tokens, [(row, row.request.request_id in seen)]))
                 seen.add(row.request.request_id)
         self._prefill(parts)
+        self._num_stale = 0
         return done
 
     def use_new_weights(self) -> None:
-        """Capture steps again, since the addresses of the weights may have changed."""
+        """Capture steps again, since the addresses of the weights may have changed; keep no running row."""
         self._graphs.clear()
+        self._num_stale = self._num_admitted
 
     def _read(self) -> list[Completion]:
         """Take what the rows have emitted since the last read; remove and return those that have ended."""
@@ -156,9 +163,17 @@ class PagedDecoding:
             if row.is_finite and reason:
                 done.append(row.completion(reason))
                 ended.append(place)
+                if row.request.keep and row.order > self._num_stale:
+                    self._keep(row)
         self._versions = []
         self._remove(ended)
         return done
+
+    def _keep(self, row: RunningRow) -> None:
+        """Keep the pages of a row's tokens, all but the last one."""
+        table, tokens = self._pages, [*row.request.prompt_ids, *row.tokens[:-1]]
+        pages = table.share(row.pages[: pages_of(len(tokens))])
+        self._kept.add(tokens, pages, lambda: table.release(pages))
 
     def _remove(self, places: list[int]) -> list[RunningRow]:
         """Free the places and the pages of rows, and return the rows."""
@@ -182,20 +197,28 @@ class PagedDecoding:
     def _has_pages(self, waiting: deque[Request]) -> bool:
         """Return whether the next request fits and leaves a free page for each running row that grows.
 
-        Raises RolloutConfigError if it never fits.
+        Kept sequences are freed for it, except the one that it continues. Raises RolloutConfigError if it never fits.
         """
         request = waiting[0]
-        if not self._rows:
-            if self._cache is None or most_pages(request) > self._pages.count:
-                self._allocate(waiting)
-            return True
+        if not self._rows and (self._cache is None or most_pages(request) > self._pages.count):
+            self._allocate(waiting)
         needed = shared_pages(request) + request.group_size * first_pages(request, self._read_every)
         growing = sum(row.missing_pages(row.remaining) > 0 for row in self._rows if row)
-        return most_pages(request) <= self._pages.count and needed + growing <= self._pages.num_free
+        if most_pages(request) > self._pages.count:
+            return False
+        own = self._kept.find(request.prompt_ids)
+        while needed + growing - len(own.storage if own else []) > self._pages.num_free:
+            if not self._kept.drop_oldest(but=own):
+                return False
+        return True
 
     def _allocate(self, waiting: deque[Request]) -> None:
-        """Allocate pages for as many of the longest waiting sequence as may run, but at most what memory allows."""
+        """Allocate pages for as many of the longest waiting sequence as may run, but at most what memory allows.
+
+        If a sequence is to be kept, allocate all that memory allows: later prompts are longer.
+        """
         self._graphs.clear()
+        self._kept.clear()
         self._cache = None
         like, zero = PrefillPlan([1]), torch.zeros(1, 1, dtype=torch.int64, device=self._device)
         self._forward(zero, position_ids=zero, attention_plan=like)
@@ -205,7 +228,9 @@ class PagedDecoding:
         budget = self._kv_cache_bytes or free
         request, needed = waiting[0], most_pages(waiting[0])
         wanted = self._sizes[-1] * max(pages_of(final_length(request)) for request in waiting)
-        num_pages = min(max(wanted, needed), budget // page_bytes - num_scratch)
+        num_pages = budget // page_bytes - num_scratch
+        if not any(request.keep for request in waiting):
+            num_pages = min(max(wanted, needed), num_pages)
         if num_pages < needed:
             raise RolloutConfigError(
                 f"request {request.request_id}: {request.group_size} sequences of up to {final_length(request)} tokens "
@@ -223,14 +248,17 @@ class PagedDecoding:
             ) from error
 
     def _extend_tables(self, waiting: deque[Request]) -> bool:
-        """Give rows the pages of their steps until the next read, taken from the newest request if there are too few.
+        """Give rows the pages of their steps until the next read.
 
-        One request alone always has enough. Returns whether a request lost its pages.
+        If there are too few, they are taken from kept sequences, then from the newest request. One request alone always
+        has enough. Returns whether a request lost its pages.
         """
         num_waiting = len(waiting)
         while sum(row.missing_pages(self._read_every) for row in self._rows if row) > (
             self._pages.num_free if self._rows else 0
         ):
+            if self._kept.drop_oldest():
+                continue
             newest = max((row for row in self._rows if row), key=lambda row: row.order).request
             self._remove([place for place, row in enumerate(self._rows) if row and row.request is newest])
             waiting.appendleft(newest)
@@ -278,18 +306,29 @@ class PagedDecoding:
     # ------------------------------------------------------------------------------------ new rows
 
     def _reserve(self, request: Request) -> list[tuple[int, RunningRow]]:
-        """Give a request its places and pages; the first row of a group writes the shared pages."""
-        num_own, shared = first_pages(request, self._read_every), self._pages.take(shared_pages(request))
+        """Give a request its places and pages; the first row of a group writes the shared pages.
+
+        The pages of a kept sequence that the request continues become the first ones of its first row.
+        """
+        num_own, num_shared = first_pages(request, self._read_every), shared_pages(request)
+        kept = self._kept.take(request.prompt_ids)
+        pages, num_known = (kept.storage, len(kept)) if kept else ([], 0)
+        pages = [*pages, *self._pages.take(num_shared + num_own - len(pages))]
+        shared = pages[:num_shared]
         places = [place for place, row in enumerate(self._rows) if row is None][: request.group_size]
         places += range(len(self._rows), len(self._rows) + request.group_size - len(places))
         self._rows += [None] * (places[-1] + 1 - len(self._rows))
         reserved = []
         for index, place in enumerate(places):
-            pages = [*(self._pages.share(shared) if index else shared), *self._pages.take(num_own)]
+            if index:
+                pages = [*self._pages.share(shared), *self._pages.take(num_own)]
             self._num_admitted += 1
-            row = RunningRow(request, index, self._num_admitted, len(self._versions), pages)
+            row = RunningRow(request, index, self._num_admitted, len(self._versions), pages, num_known=num_known)
             self._rows[place] = row
             reserved.append((place, row))
+        if self._cache is not None and num_known > num_shared * PAGE_SIZE:  # a page that the rows do not share
+            first, *others = (row.pages[num_shared] for _, row in reserved)
+            self._cache.copy_page(first, others)
         return reserved
 
     def _start(self, admitted: Sequence[tuple[int, RunningRow]]) -> None:
@@ -300,7 +339,7 @@ class PagedDecoding:
             groups[row.request.request_id][1].append(row)
         self._prefill(
             [
-                _Prefill(request.prompt_ids[:-1], [(row, bool(row.index)) for row in group])
+                _Prefill(request.prompt_ids[:-1], [(row, bool(row.index)) for row in group], group[0].num_known)
                 for request, group in groups.values()
             ]
         )
@@ -331,39 +370,53 @@ class PagedDecoding:
 
     def _prefill(self, parts: Sequence["_Prefill"]) -> None:
         """Write keys and values of sequences into the pages of their rows, in passes of a bounded size."""
-        parts, first = [part for part in parts if len(part.tokens)], 0
-        for count in split_by_tokens([len(part.tokens) for part in parts]):
-            self._prefill_pass(parts[first : first + count])
-            first += count
+        for is_continued in (False, True):
+            group = [part for part in parts if len(part.tokens) > part.start and bool(part.start) == is_continued]
+            first = 0
+            for count in split_by_tokens([len(part.tokens) - part.start for part in group]):
+                self._prefill_pass(group[first : first + count])
+                first += count
 
     def _prefill_pass(self, parts: Sequence["_Prefill"]) -> None:
         assert self._cache is not None
-        lengths = [len(part.tokens) for part in parts]
+        lengths = [len(part.tokens) - part.start for part in parts]
         tokens, slots = [], []  # of copies of packed tokens
-        for first, length, part in zip(np.cumsum([0, *lengths]), lengths, parts, strict=False):
+        for first, part in zip(np.cumsum([0, *lengths]), parts, strict=False):
             for row, has_shared in part.rows:
-                places = np.arange(shared_pages(row.request) * PAGE_SIZE if has_shared else 0, length)
-                tokens.append(first + places)
+                written = shared_pages(row.request) * PAGE_SIZE if has_shared else 0
+                places = np.arange(max(written, part.start), len(part.tokens))
+                tokens.append(first + places - part.start)
                 slots.append(np.array(row.pages)[places // PAGE_SIZE] * PAGE_SIZE + places % PAGE_SIZE)
-        ids = np.concatenate([np.array(part.tokens) for part in parts])
-        positions = np.concatenate([np.arange(length) for length in lengths])
+        ids = np.concatenate([np.array(part.tokens[part.start :]) for part in parts])
+        positions = np.concatenate([np.arange(part.start, len(part.tokens)) for part in parts])
         columns = (ids, positions, np.concatenate(tokens), np.concatenate(slots))
         ids, positions, tokens, slots = (torch.from_numpy(column).to(self._device) for column in columns)
+        if parts[0].start:
+            pages = [part.rows[0][0].pages[: pages_of(len(part.tokens))] for part in parts]
+            table = padded_rows(pages, _power_of_two(max(map(len, pages))))  # few widths: each compiles a kernel
+            tables = torch.from_numpy(table.repeat(lengths, axis=0)).to(self._device, torch.int32)
+            plan = PagedContinuedPlan(self._cache, tokens, slots, tables, positions + 1)
+        else:
+            plan = PagedPrefillPlan(self._cache, lengths, tokens, slots)
         with generation_kernels():
             self._forward(
                 ids[None],
                 position_ids=positions[None],
-                attention_plan=PagedPrefillPlan(self._cache, lengths, tokens, slots),
+                attention_plan=plan,
                 logits_to_keep=torch.zeros(0, dtype=torch.int64, device=self._device),
             )
 
 
 @dataclass(frozen=True)
 class _Prefill:
-    """Tokens whose keys and values are written for several rows; True: the row's shared pages are written already."""
+    """Tokens whose keys and values are written for several rows, except those before `start`, which are kept ones.
+
+    True: the row's shared pages are written already.
+    """
 
     tokens: Sequence[int]
     rows: Sequence[tuple[RunningRow, bool]]
+    start: int = 0
 
 
 def row_sizes(max_running_sequences: int) -> list[int]:

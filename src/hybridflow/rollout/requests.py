@@ -1,4 +1,4 @@
-"""The check that an engine can serve a request, before it is queued."""
+"""The check that an engine can serve a request before it is queued, and the error of logits that are not finite."""
 
 from hybridflow.errors import AlgorithmError, RolloutConfigError, RolloutError
 from hybridflow.rollout.base import Request
@@ -34,3 +34,11 @@ def require_servable(request: Request, *, max_running_sequences: int, max_len: i
     lowest, highest = min(request.prompt_ids), max(request.prompt_ids)
     if lowest < 0 or highest >= vocabulary:
         raise RolloutError(f"{name} has token ids from {lowest} to {highest}; they must be in [0, {vocabulary}).")
+
+
+def not_finite(request_id: int) -> RolloutError:
+    """Return the error of a sequence whose next token cannot be sampled."""
+    return RolloutError(
+        f"request {request_id}: the model's logits are not finite, so no token can be sampled: its weights have "
+        "diverged; resume from an earlier checkpoint with a lower learning rate."
+    )

@@ -12,7 +12,8 @@ from hybridflow.rollout.stop_strings import StopStrings
 class RunningRow:
     """One running sequence: its pages, and what it has emitted until the last read of the device.
 
-    `order` counts admissions, `since` is the step after the last read at which the row began.
+    `order` counts admissions, `since` is the step after the last read at which the row began, `num_known` the number of
+    prompt tokens whose keys and values were kept from an earlier sequence.
     """
 
     request: Request
@@ -24,6 +25,7 @@ class RunningRow:
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     is_finite: bool = True
+    num_known: int = 0
 
     @property
     def remaining(self) -> int:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from hybridflow.errors import OutOfMemoryError, RolloutConfigError, RolloutError
 from hybridflow.models import build_without_weights
-from hybridflow.rollout.base import Completion, FinishReason, Request, SleepingPart, not_finite
+from hybridflow.rollout.base import Completion, FinishReason, Request, SleepingPart
 from hybridflow.rollout.loading import Loading, require_announced
-from hybridflow.rollout.requests import require_servable
+from hybridflow.rollout.requests import not_finite, require_servable
 from hybridflow.rollout.stop_strings import Decoder, StopStrings
 from hybridflow.rollout.vllm.versions import (
     MAX_TEMPERATURE,
@@ -103,6 +103,8 @@ class VLLMRollout:
         self._num_unfinished: Counter[int] = Counter()  # unfinished sequences of each request
         self._finished: list[_Sequence] = []
         self._num_submitted = 0
+        self._has_kept = False  # finished sequences that a later prompt may continue
+        self.prompt_tokens = self.reused_tokens = 0  # of finished sequences; reused in whole blocks, also in a group
         options = EngineOptions(
             path=str(path),
             dtype=dtype,
@@ -147,7 +149,8 @@ class VLLMRollout:
         self._stop_strings.require_served(request)
         version = self._require_weights()
         if not self._sequences:
-            self._engine.forget_prompts()  # so that results do not depend on earlier calls
+            if not self._has_kept:
+                self._engine.forget_prompts()  # so that results do not depend on earlier calls
             self._engine.seed(derive_seed(*request.noise_key, version))
         sequences: list[_Sequence] = []
         try:
@@ -200,6 +203,10 @@ class VLLMRollout:
             self._engine.abort([sequence.name])
             self._finish(sequence, progress, "abort")
 
+    def forget_kept(self) -> None:
+        """Forget prompts and responses when the next request comes to an idle engine, which frees no memory."""
+        self._has_kept = False
+
     def start_loading(self, shapes: Mapping[str, torch.Size]) -> None:
         """Announce weights, see `RolloutEngine.start_loading`."""
         loading = Loading(self._shapes, shapes)
@@ -241,11 +248,13 @@ class VLLMRollout:
         if self._sequences:
             self._advance(self._engine.finish_step_in_flight)
             self._engine.retract()
+        self.forget_kept()
 
     def abandon_loading(self) -> None:
         """Discard the weights, see `RolloutEngine.abandon_loading`."""
         if self._loading is not None:
             self._engine.abandon_loading()
+        self.forget_kept()
         self._loading = self.version = None
 
     def log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -280,6 +289,7 @@ class VLLMRollout:
         """Free memory, see `RolloutEngine.sleep`."""
         if self._sequences:
             raise RolloutError("an engine at work cannot sleep; finish or abort its requests.")
+        self.forget_kept()
         if self._engine.sleep():
             self.version = None
 
@@ -333,6 +343,9 @@ class VLLMRollout:
         done.token_ids, done.log_probs, done.finish_reason = progress.token_ids, progress.log_probs, reason
         self._add_versions(sequence, len(progress.token_ids))
         self._finished.append(sequence)
+        self._has_kept |= sequence.request.keep and reason != "abort"
+        self.prompt_tokens += len(sequence.request.prompt_ids)
+        self.reused_tokens += progress.num_reused
 
     def _add_versions(self, sequence: _Sequence, num_tokens: int) -> None:
         """Give the current version to tokens without one."""
@@ -345,6 +358,7 @@ class VLLMRollout:
 
     def _restart_sequences(self) -> None:
         """Queue every unfinished sequence again after an error, with its seed, so that its tokens are the same."""
+        self.forget_kept()
         self._engine.abort(self._sequences)
         for sequence in self._sequences.values():
             sequence.completion = Completion(sequence.completion.request_id, sequence.completion.index)

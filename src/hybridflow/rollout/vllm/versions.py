@@ -75,12 +75,16 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class Progress:
-    """Tokens of a sequence so far; `finish_reason` is None until it ends."""
+    """Tokens of a sequence so far; `finish_reason` is None until it ends.
+
+    `num_reused` counts the tokens of its prompt whose keys and values were in the prefix cache, 0 until it ends.
+    """
 
     name: str
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: str | None = None
+    num_reused: int = 0
 
 
 class VLLMEngine:
@@ -322,9 +326,9 @@ class VLLMEngine:
         for output in outputs:
             (part,) = output.outputs
             self._sequences.pop(output.request_id, None)
-            done.append(
-                Progress(output.request_id, list(part.token_ids), list(part.logprobs.logprobs), part.finish_reason)
-            )
+            tokens, log_probs = list(part.token_ids), list(part.logprobs.logprobs)
+            num_reused = output.num_cached_tokens or 0
+            done.append(Progress(output.request_id, tokens, log_probs, part.finish_reason, num_reused))
         return done
 
     def _state(self, name: str) -> Any:

@@ -1,0 +1,84 @@
+"""Finished sequences whose keys and values are kept for requests whose prompts begin with their tokens.
+
+It compares tokens and counts what is reused. It does not know how keys and values are stored.
+"""
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Storage = TypeVar("Storage")
+
+
+@dataclass(frozen=True, eq=False)
+class KeptSequence(Generic[Storage]):
+    """The tokens of a sequence, encoded, and where their keys and values are; `len` is the number of tokens."""
+
+    tokens: bytes
+    storage: Storage
+    free: Callable[[], None]
+
+    def __len__(self) -> int:
+        return len(self.tokens) // array("i").itemsize
+
+
+class KeptSequences(Generic[Storage]):
+    """The kept sequences of an engine, in the order in which they were added.
+
+    `prompt_tokens` counts the prompt tokens of requests that have started, once for each group, and again if a request
+    restarts; `reused_tokens` counts those of them whose keys and values were kept.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, KeptSequence[Storage]] = {}
+        self._num_added = 0
+        self.prompt_tokens = self.reused_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens whose keys and values are kept."""
+        return sum(map(len, self._kept.values()))
+
+    def add(self, tokens: Sequence[int], storage: Storage, free: Callable[[], None] = lambda: None) -> None:
+        """Keep a sequence; `free` is called when it is dropped, but not when it is taken."""
+        self._kept[self._num_added] = KeptSequence(_encoded(tokens), storage, free)
+        self._num_added += 1
+
+    def find(self, prompt: Sequence[int]) -> KeptSequence[Storage] | None:
+        """Return the longest sequence with which a prompt begins, shorter than the prompt; None if there is none."""
+        number = self._find(prompt)
+        return None if number is None else self._kept[number]
+
+    def take(self, prompt: Sequence[int]) -> KeptSequence[Storage] | None:
+        """Remove and return what `find` returns, for a request that starts."""
+        number = self._find(prompt)
+        taken = None if number is None else self._kept.pop(number)
+        self.prompt_tokens += len(prompt)
+        self.reused_tokens += len(taken) if taken else 0
+        return taken
+
+    def drop_oldest(self, *, but: KeptSequence[Storage] | None = None) -> bool:
+        """Free the oldest sequence except `but`; return whether there was one."""
+        number = next((number for number, kept in self._kept.items() if kept is not but), None)
+        if number is None:
+            return False
+        self._kept.pop(number).free()
+        return True
+
+    def clear(self) -> None:
+        """Free all sequences."""
+        while self.drop_oldest():
+            pass
+
+    def _find(self, prompt: Sequence[int]) -> int | None:
+        tokens = _encoded(prompt) if self._kept else b""
+        numbers = (n for n, kept in self._kept.items() if tokens.startswith(kept.tokens) and len(kept) < len(prompt))
+        return max(numbers, key=lambda number: len(self._kept[number]), default=None)
+
+
+def _encoded(tokens: Sequence[int]) -> bytes:
+    return array("i", tokens).tobytes()
