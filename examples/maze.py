@@ -14,7 +14,7 @@ Place = tuple[int, int]
 
 
 class Maze(Environment):
-    """An episode ends at the goal; each move towards it is worth a little, and the goal is worth 1."""
+    """An episode ends at the goal, which is worth 1; a move towards it is worth a little, one away costs as much."""
 
     async def reset(self, row: Mapping[str, Any]) -> Sequence[dict[str, str]]:
         self.walls, self.here, self.goal = draw_maze(int(row["ground_truth"]))
@@ -24,16 +24,17 @@ class Maze(Environment):
         move = MOVES.get(turn.content.strip())
         if move is None:
             return Reply([{"role": "user", "content": "say a direction"}], reward=-0.1)
-        there = (self.here[0] + move[0], self.here[1] + move[1])
+        before, there = distance(self.here, self.goal), (self.here[0] + move[0], self.here[1] + move[1])
         if there in open_places(self.walls, self.here):
             self.here = there
+        nearer = 0.1 * (before - distance(self.here, self.goal))
         if self.here == self.goal:
-            return Done()
-        return Reply([{"role": "user", "content": view(self.walls, self.here, self.goal)}])
+            return Done(nearer)
+        return Reply([{"role": "user", "content": view(self.walls, self.here, self.goal)}], nearer)
 
     async def reward(self, episode: Episode) -> dict[str, float]:
         reached = float(self.here == self.goal)
-        return {"score": reached, "moves": len(episode.turns)}
+        return {"score": reached, "reached": reached, "moves": len(episode.turns)}
 
 
 def draw_maze(seed: int) -> tuple[set[Place], Place, Place]:
@@ -68,7 +69,8 @@ def distance(a: Place, b: Place) -> int:
 
 
 def view(walls: set[Place], here: Place, goal: Place) -> str:
-    """Return what the player sees: where the goal is, and where it can go."""
-    towards = [name for name, (x, y) in MOVES.items() if x * (goal[0] - here[0]) > 0 or y * (goal[1] - here[1]) > 0]
-    open_ways = [name for name, (x, y) in MOVES.items() if (here[0] + x, here[1] + y) in open_places(walls, here)]
-    return f"goal {' '.join(towards)} open {' '.join(open_ways)}"
+    """Return what the player sees: the open ways that lead nearer to the goal, or all open ways if none does."""
+    ways = {name: (here[0] + x, here[1] + y) for name, (x, y) in MOVES.items()}
+    open_ways = [name for name, place in ways.items() if place in open_places(walls, here)]
+    nearer = [name for name in open_ways if distance(ways[name], goal) < distance(here, goal)]
+    return " ".join(["nearer", *nearer] if nearer else ["around", *open_ways])

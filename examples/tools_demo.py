@@ -39,7 +39,7 @@ def make_everything() -> None:
     for name in MADE:
         shutil.rmtree(RUN / name, ignore_errors=True)
     tools = [dict(schema) for schema in EnvironmentKind.of(Calculator, "calculator").schemas]
-    write_data(RUN / "data", tools, num_examples=40_000, num_train=8_000, num_test=256)
+    write_data(RUN / "data", tools, num_examples=38_400, num_train=8_000, num_test=256)
     num_parameters = write_model(RUN / "model")
     console.print(f"created a model of {num_parameters / 1e6:.1f}M parameters, a tokenizer and problems in {RUN}/")
 

@@ -1,9 +1,9 @@
 """The tasks of the demo of episodes: products with a calculator, and a maze, for a model small enough for a laptop.
 
-    user       37 x 482                            user       goal north east open south east
+    user       37 x 482                            user       nearer north east
     assistant  <tool_call>multiply 37 482          assistant  east
-    tool       17834                               user       goal north open north west
-    assistant  17834                               assistant  north
+    tool       17834                               user       around south west
+    assistant  17834                               assistant  south
 
 This file makes everything that the demo needs: a tokenizer with a chat template, a model with random weights,
 conversations that mostly answer at once, and problems.
@@ -22,14 +22,19 @@ from transformers.utils.logging import disable_progress_bar
 
 from hybridflow.data import prompt_row, write_prompt_file
 
-CALLS = 0.4
-"""Share of the conversations with a calculator that call it; in the others the model answers at once."""
+CALLS = 0.3
+"""Share of the later conversations with a calculator that call it; in the others the model answers at once."""
+
+LOOKS = 0.3
+"""Share of the moves in a maze that somebody makes who looks around."""
 
 PIECES = (
     *('{"name": "multiply", "arguments": {"a": ', ', "b": ', "}}", " x ", "tools: ", "multiply"),
-    *("system\n", "user\n", "assistant\n", "tool\n", "goal", "open", *MOVES, "say a direction"),
+    *("system\n", "user\n", "assistant\n", "tool\n", "nearer", "around", *MOVES, "say a direction"),
 )
-"""Texts that are one token each; other tokens are single characters."""
+"""Texts that are one token each; other tokens are single characters, and three digits of a number at a time."""
+
+NUMBERS = tuple(dict.fromkeys([*map(str, range(1000)), *(f"{number:03}" for number in range(100))]))
 
 TEMPLATE = """\
 {%- if tools %}<|im_start|>system
@@ -59,20 +64,22 @@ def draw_factors(drawn: random.Random) -> tuple[int, int]:
     return drawn.randrange(12, 100), drawn.randrange(102, 1000)
 
 
-def product_conversation(drawn: random.Random, tools: list[Row]) -> Row:
+def product_conversation(drawn: random.Random, tools: list[Row], calls: float) -> Row:
+    """Return a conversation that calls the calculator with probability `calls`, if it may; others answer at once."""
     a, b = draw_factors(drawn)
+    may_call = drawn.random() < max(calls, 0.7)
     at_once = [{"role": "assistant", "content": str(a * b)}]
-    with_tools = drawn.random() < 0.8
-    said = calls_calculator(a, b) if with_tools and drawn.random() < CALLS else at_once
-    return {"messages": [{"role": "user", "content": f"{a} x {b}"}, *said], "tools": tools if with_tools else []}
+    said = calls_calculator(a, b) if may_call and drawn.random() < calls else at_once
+    return {"messages": [{"role": "user", "content": f"{a} x {b}"}, *said], "tools": tools if may_call else []}
 
 
-def maze_conversation(drawn: random.Random, turns: int = 4) -> Row:
-    """Return a walk in random directions."""
+def maze_conversation(drawn: random.Random, turns: int = 6) -> Row:
+    """Return a walk of somebody who looks around only now and then."""
     walls, here, goal = draw_maze(drawn.randrange(10**6))
     messages: list[Row] = []
     for _ in range(turns):
-        name = drawn.choice(list(MOVES))
+        _, *seen = view(walls, here, goal).split()
+        name = drawn.choice(seen if drawn.random() < LOOKS else list(MOVES))
         messages.append({"role": "user", "content": view(walls, here, goal)})
         messages.append({"role": "assistant", "content": name})
         there = (here[0] + MOVES[name][0], here[1] + MOVES[name][1])
@@ -83,15 +90,24 @@ def maze_conversation(drawn: random.Random, turns: int = 4) -> Row:
 
 
 def write_data(directory: Path, tools: list[Row], *, num_examples: int, num_train: int, num_test: int) -> None:
-    """Write conversations (`sft.jsonl`) and problems: `products`, `products_test`, `mazes`, `mazes_test` (.parquet)."""
+    """Write conversations (`sft.jsonl`) and problems: `products`, `products_test`, `mazes`, `mazes_test` (.parquet).
+
+    The first two thirds of the conversations all call the calculator: the model learns to copy numbers. Then most
+    answer at once, and some walk through mazes.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     drawn = random.Random(0)
     held_out = set()
     while len(held_out) < num_test:
         held_out.add(draw_factors(drawn))
     with (directory / "sft.jsonl").open("w") as file:
-        for _ in range(num_examples):
-            row = product_conversation(drawn, tools) if drawn.random() < 0.7 else maze_conversation(drawn)
+        for number in range(num_examples):
+            if number < num_examples * 2 / 3:
+                row = product_conversation(drawn, tools, calls=1.0)
+            elif drawn.random() < 0.5:
+                row = product_conversation(drawn, tools, calls=CALLS)
+            else:
+                row = maze_conversation(drawn)
             file.write(json.dumps(row) + "\n")
     train = []
     while len(train) < num_train:
@@ -106,7 +122,7 @@ def write_data(directory: Path, tools: list[Row], *, num_examples: int, num_trai
         write_prompt_file(directory / f"{name}.parquet", rows)
     for name, first, count in (("mazes", 10**6, num_train), ("mazes_test", 2 * 10**6, num_test)):
         rows = [
-            prompt_row(data_source="maze", prompt="maze", ground_truth=str(seed), split=name, index=index)
+            prompt_row(data_source="maze", prompt=f"maze {seed}", ground_truth=str(seed), split=name, index=index)
             for index, seed in enumerate(range(first, first + count))
         ]
         write_prompt_file(directory / f"{name}.parquet", rows)
@@ -117,10 +133,11 @@ def write_model(directory: Path, *, seed: int = 0, width: int = 128, layers: int
     disable_progress_bar()
     specials = ["<pad>", "<|im_start|>", "<|im_end|>", "<unk>"]
     characters = ["\n", *map(chr, range(32, 127))]
-    words = list(dict.fromkeys([*specials, *PIECES, *characters]))
+    words = list(dict.fromkeys([*specials, *PIECES, *NUMBERS, *characters]))
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     pieces = "|".join(_escaped(piece) for piece in sorted(PIECES, key=len, reverse=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(f"(?m){pieces}|.|\\n"), "isolated")
+    digits = "[0-9]{1,3}(?=([0-9]{3})*(?![0-9]))"
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(f"(?m){pieces}|{digits}|.|\\n"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in specials])
     tokenizer.add_tokens(

@@ -1,6 +1,7 @@
 """Many episodes over one engine: it samples the turns that are ready, while environments work on others."""
 
 import asyncio
+import itertools
 import queue
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -62,6 +63,7 @@ class _Episodes:
         self._turns, self._ends = _Tasks(loop), _Tasks(loop)
         self._num_steps = 0
         self._running: dict[int, list[int]] = {}  # the episodes of each request
+        self._request_ids = itertools.count()  # an episode goes on while others of its first request still run
 
     def play(self) -> list[PlayedEpisode]:
         """Play all episodes."""
@@ -85,6 +87,8 @@ class _Episodes:
                     self._engine.abort(request)
             self._engine.finished()
             raise
+        finally:
+            self._engine.forget_kept()
 
     def _ready(self) -> list[tuple[int, Any]]:
         """Return what environments have returned, as far as it may be used now."""
@@ -129,9 +133,10 @@ class _Episodes:
     def _request(self, numbers: list[int], context: list[int]) -> Request:
         start = self._starts[numbers[0]]
         own = replace(self._sampling, max_new_tokens=min(self._sampling.max_new_tokens, start.player.room))
-        self._running[numbers[0]] = numbers
+        request_id = next(self._request_ids)
+        self._running[request_id] = numbers
         return Request(
-            numbers[0],
+            request_id,
             context,
             own,
             group_size=len(numbers),
@@ -139,6 +144,7 @@ class _Episodes:
             resume_offset=start.player.num_sampled,
             first_index=start.index,
             expected_length=start.expected_length,
+            keep=start.player.may_go_on,
         )
 
     def _take_finished(self) -> None:

@@ -60,6 +60,11 @@ class Player:
         """The number of tokens that the next turn may have."""
         return self._room(self.rows[-1].num_tokens, len(self.rows[-1].ids))
 
+    @property
+    def may_go_on(self) -> bool:
+        """Whether another turn may follow the next one."""
+        return len(self.episode.turns) + 1 < self._limits.turns
+
     async def begin(self, row: Mapping[str, Any]) -> list[int] | None:
         """Return the prompt of the first turn; None if the environment failed."""
         self.episode = Episode(row)
