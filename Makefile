@@ -25,8 +25,8 @@ INSTALL := -m pip install --quiet --no-compile
 # So it must be written, whatever the environment says: without it, each process compiles all modules that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup setup-vllm demo demo-control rlhf learn chaos soak smoke test types fast-tests test-slow test-vllm test-browser test-gpu fix
-.PHONY: bench-balance bench-compiled_kernels bench-controller_scale bench-gpu bench-grpo_step bench-lag_kills
+.PHONY: help setup setup-vllm demo demo-control demo-tools rlhf learn chaos soak smoke test types fast-tests test-slow test-vllm test-browser test-gpu fix
+.PHONY: bench-balance bench-compiled_kernels bench-controller_scale bench-episodes bench-gpu bench-grpo_step bench-lag_kills
 .PHONY: bench-lag_learning bench-overlap bench-recovery bench-report bench-rewards bench-rollout bench-scheduling bench-slow_link bench-slow_reward bench-snapshot_size bench-trace_share bench-train_engine bench-uneven
 .PHONY: bench-transport bench-weight_sync
 
@@ -58,6 +58,9 @@ $(VLLM_STAMP): pyproject.toml
 
 demo: $(STAMP) ## a small model learns countdown by reinforcement learning, in minutes on a CPU
 	$(BIN)/python examples/countdown_demo.py
+
+demo-tools: $(STAMP) ## a small model learns to call a calculator and to play a text game, in minutes on a CPU
+	$(BIN)/python examples/tools_demo.py $(ARGS)
 
 rlhf: $(STAMP) ## a reward model from preferences, PPO against it, and DPO, in two minutes on a CPU
 	$(BIN)/python benchmarks/rlhf.py $(ARGS)
@@ -171,6 +174,9 @@ bench-lag_kills: $(STAMP) ## 50 kills and resumes of a run with trainer.lag, aga
 
 bench-lag_learning: $(STAMP) ## countdown with each trainer.lag, three seeds each; ARGS="--help" for more
 	$(BIN)/python benchmarks/lag_learning.py $(ARGS)
+
+bench-episodes: $(STAMP) ## episodes of four turns with slow tools against as many tokens in one turn; ARGS="--help" for more
+	$(BIN)/python benchmarks/episodes.py $(ARGS)
 
 bench-slow_reward: $(STAMP) ## countdown with a reward of 200 ms: sync, streamed and lag; ARGS="--help" for more
 	$(BIN)/python benchmarks/slow_reward.py $(ARGS)

@@ -31,15 +31,18 @@ RUN = Path("runs/tools")
 MADE = ("data", "model", "sft", "warm_start", "calculator", "single", "maze")
 """What the demo makes in `RUN`, and replaces when it starts again."""
 WITHOUT_TOOLS = ("environment.classes={}", "reward.function=examples/calculator.py:exact")
+HELD_OUT = 256
+CONVERSATIONS = 38_400
+"""Conversations of the warm start, 64 for each of its steps."""
 console = Console()
 
 
-def make_everything() -> None:
+def make_everything(num_conversations: int = CONVERSATIONS) -> None:
     """Write data, tokenizer and a model with random weights."""
     for name in MADE:
         shutil.rmtree(RUN / name, ignore_errors=True)
     tools = [dict(schema) for schema in EnvironmentKind.of(Calculator, "calculator").schemas]
-    write_data(RUN / "data", tools, num_examples=38_400, num_train=8_000, num_test=256)
+    write_data(RUN / "data", tools, num_examples=num_conversations, num_train=8_000, num_test=HELD_OUT)
     num_parameters = write_model(RUN / "model")
     console.print(f"created a model of {num_parameters / 1e6:.1f}M parameters, a tokenizer and problems in {RUN}/")
 
@@ -93,8 +96,11 @@ def main() -> None:
         "--sft", action="append", default=[], metavar="KEY=VALUE", help="override of the recipe of the warm start"
     )
     parser.add_argument("--grpo", action="append", default=[], metavar="KEY=VALUE", help="override of the GRPO recipes")
+    parser.add_argument(
+        "--conversations", type=int, default=CONVERSATIONS, metavar="N", help="conversations of the warm start"
+    )
     args = parser.parse_args()
-    make_everything()
+    make_everything(args.conversations)
     warm_start(args.sft)
     with_tools, seconds = reinforce("tools_calculator", *args.grpo)
     show_turns("calculator")
@@ -105,16 +111,18 @@ def main() -> None:
     for name, rows in (("calculator", with_tools), ("single", single), ("maze", maze)):
         plot_curves(rows, ["critic/score/mean", "val/score/mean"], RUN / f"{name}.png", title=name)
     console.print(f"curves: {RUN}/calculator.png, single.png and maze.png", soft_wrap=True)
-    scores = [row["critic/score/mean"] for row in maze if "critic/score/mean" in row]
-    few = max(1, len(scores) // 10)
+    reached = [row["reward/reached/mean"] for row in maze if "reward/reached/mean" in row]
+    few = max(1, len(reached) // 10)
     console.print(
-        f"maze: reached the goal in {sum(scores[:few]) / few:.2f} of the games at the start, "
-        f"{sum(scores[-few:]) / few:.2f} at the end"
+        f"maze: reached the goal in {sum(reached[:few]) / few:.2f} of the games at the start, "
+        f"{sum(reached[-few:]) / few:.2f} at the end"
     )
+    problems = load_config(RECIPES / "tools_calculator.toml", args.grpo).validation.max_samples
+    num_problems = problems or HELD_OUT
     console.print(f"without the calculator it was trained for {single_seconds:.0f} s, with it for {seconds:.0f} s")
     console.print(
         f"demo-tools: accuracy {last_accuracy(single):.3f} -> {last_accuracy(with_tools):.3f} "
-        f"on 256 held-out problems in {time.perf_counter() - START:.0f} s",
+        f"on {num_problems} held-out problems in {time.perf_counter() - START:.0f} s",
         soft_wrap=True,
     )
 

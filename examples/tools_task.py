@@ -26,7 +26,7 @@ CALLS = 0.3
 """Share of the later conversations with a calculator that call it; in the others the model answers at once."""
 
 LOOKS = 0.3
-"""Share of the moves in a maze that somebody makes who looks around."""
+"""Share of the moves in a maze of a player who looks around."""
 
 PIECES = (
     *('{"name": "multiply", "arguments": {"a": ', ', "b": ', "}}", " x ", "tools: ", "multiply"),
@@ -74,7 +74,7 @@ def product_conversation(drawn: random.Random, tools: list[Row], calls: float) -
 
 
 def maze_conversation(drawn: random.Random, turns: int = 6) -> Row:
-    """Return a walk of somebody who looks around only now and then."""
+    """Return the walk of a player who looks around only now and then."""
     walls, here, goal = draw_maze(drawn.randrange(10**6))
     messages: list[Row] = []
     for _ in range(turns):
@@ -158,8 +158,8 @@ def write_model(directory: Path, *, seed: int = 0, width: int = 128, layers: int
         max_position_embeddings=512,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=fast.eos_token_id,
-        pad_token_id=fast.pad_token_id,
+        eos_token_id=words.index("<|im_end|>"),
+        pad_token_id=words.index("<pad>"),
     )
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config)
@@ -168,6 +168,6 @@ def write_model(directory: Path, *, seed: int = 0, width: int = 128, layers: int
 
 
 def _escaped(text: str) -> str:
-    """Return a text for a regular expression of the library, which escapes what is no letter."""
+    """Return a text for a regular expression of the library, with all but letters escaped."""
     shown = {"\n": "\\n"}
     return "".join(letter if letter.isalnum() else shown.get(letter, f"\\{letter}") for letter in text)

@@ -149,7 +149,7 @@ def test_a_turn_that_the_engine_refuses_is_an_error_and_leaves_it_idle(model, lo
     assert len(play_episodes(engine, starts_of(lambda i: 0.0), SAMPLING, loop)) == 6
 
 
-def test_episodes_of_a_group_go_on_while_others_of_it_still_say_their_first_turn(model, loop):
+def test_episodes_of_a_group_go_on_while_others_of_it_still_run(model, loop):
     starts = [EpisodeStart(player_of(Talk(0)), {"prompt": "question"}, (7, 0), index) for index in range(12)]
     played = play_episodes(EmbeddedRollout(model), starts, SAMPLING, loop, in_order=False)
     first = [each.rows[0].turns.count(0) for each in played]

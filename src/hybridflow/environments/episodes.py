@@ -20,6 +20,10 @@ ROUND_STEPS = 16
 """Steps of the engine between two times at which turns begin, if the order must not depend on time."""
 
 
+FIRST_TURNS = 64
+"""Turns for which an idle engine waits in that case: it works on them while the others are made."""
+
+
 @dataclass(frozen=True)
 class EpisodeStart:
     """An episode to play: its player, its row of the data, and the noise key and index in its group of its tokens."""
@@ -70,7 +74,9 @@ class _Episodes:
         try:
             for number, start in enumerate(self._starts):
                 self._turns.start(number, start.player.begin(start.row), self._num_steps)
-            self._submit(self._turns.wait(None))  # all, so that the responses to one prompt run as one group
+            self._submit(
+                self._turns.wait(self._turns.oldest())
+            )  # all, so that the responses to one prompt run as one group
             while self._turns or self._engine.has_unfinished():
                 self._submit(self._ready())
                 if self._engine.has_unfinished():
@@ -78,7 +84,7 @@ class _Episodes:
                     self._num_steps += 1
                 self._take_finished()  # an engine may finish sequences without a step
                 note_progress()
-            return [played for _, played in sorted(self._ends.wait(None), key=lambda each: each[0])]
+            return [played for _, played in sorted(self._ends.wait(self._ends.oldest()), key=lambda each: each[0])]
         except BaseException:
             self._turns.cancel()
             self._ends.cancel()
@@ -92,13 +98,14 @@ class _Episodes:
 
     def _ready(self) -> list[tuple[int, Any]]:
         """Return what environments have returned, as far as it may be used now."""
-        if not self._engine.has_unfinished():
-            return self._turns.wait(None if self._in_order else 1)
+        is_idle = not self._engine.has_unfinished()
         if not self._in_order:
-            return self._turns.wait(0)
+            return self._turns.some(1 if is_idle else 0)
+        if is_idle:
+            return self._turns.wait(self._turns.oldest()[:FIRST_TURNS])
         if self._num_steps % ROUND_STEPS:
             return []
-        return self._turns.wait(None, started_before=self._num_steps - ROUND_STEPS)
+        return self._turns.wait(self._turns.oldest(started_before=self._num_steps - ROUND_STEPS))
 
     def _submit(self, results: Sequence[tuple[int, Any]]) -> None:
         """Go on with episodes in their order: with a turn, or with their end."""
@@ -178,25 +185,22 @@ class _Tasks:
         self._running[number] = step, future
         future.add_done_callback(lambda _: self._done.put(number))
 
-    def wait(self, count: int | None, started_before: int | None = None) -> list[tuple[int, Any]]:
-        """Return episodes with what their coroutines returned. Raises what one raised.
+    def oldest(self, started_before: int | None = None) -> list[int]:
+        """Return the episodes whose coroutines were started up to a step, in the order of steps and numbers."""
+        started = sorted((step, number) for number, (step, _) in self._running.items())
+        return [number for step, number in started if started_before is None or step <= started_before]
 
-        `count`: wait until so many are there, if so many run; None: for all, or for those that were started before a
-        step, and return no others.
-        """
-        if count is None:
-            wanted = [
-                number
-                for number, (step, _) in self._running.items()
-                if started_before is None or step <= started_before
-            ]
-            while not all(self._running[number][1].done() for number in wanted):
-                self._wait_for_one()
-        else:
-            while self._running and sum(future.done() for _, future in self._running.values()) < count:
-                self._wait_for_one()
-            wanted = [number for number, (_, future) in self._running.items() if future.done()]
-        return [(number, self._running.pop(number)[1].result()) for number in wanted]
+    def wait(self, numbers: Sequence[int]) -> list[tuple[int, Any]]:
+        """Wait for the coroutines of these episodes and return what they returned. Raises what one raised."""
+        while not all(self._running[number][1].done() for number in numbers):
+            self._wait_for_one()
+        return [(number, self._running.pop(number)[1].result()) for number in numbers]
+
+    def some(self, count: int) -> list[tuple[int, Any]]:
+        """Wait until `count` coroutines have returned, if so many run; return what all that have done returned."""
+        while self._running and sum(future.done() for _, future in self._running.values()) < count:
+            self._wait_for_one()
+        return self.wait([number for number, (_, future) in self._running.items() if future.done()])
 
     def cancel(self) -> None:
         """Cancel what runs."""

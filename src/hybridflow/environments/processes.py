@@ -309,7 +309,7 @@ class _Process(FramedProcess):
             if not future.done():
                 future.set_exception(error)
         if self.ready.done() and not self.ready.cancelled():
-            self.ready.exception()  # that nobody waits for it is right
+            self.ready.exception()  # it is known, also if no start waits for it
 
 
 def _resolved(source: str) -> str:
