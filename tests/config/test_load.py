@@ -95,12 +95,17 @@ def test_an_old_name_gets_the_new_one(tmp_path):
 
 
 def test_a_removed_key_is_an_error_with_its_fixed_value(tmp_path):
-    recipe = write(tmp_path, "[advice]\nwarmup = 0.5\nmicro_batches = 5\n")
+    recipe = write(tmp_path, "[advice]\nwarmup = 0.6\nmicro_batches = 5\n")
     assert problems(recipe, ["advice.contradictory_prompts=1"])[1:] == [
         "advice.warmup: no such key; it was removed, and its value is fixed at 0.5; leave it out",
         "advice.micro_batches: no such key; it was removed, and its value is fixed at 64; leave it out",
         "advice.contradictory_prompts: no such key; it was removed, and its value is fixed at 0.0; leave it out",
     ]
+
+
+def test_a_removed_key_with_its_fixed_value_is_accepted_as_in_earlier_runs(tmp_path):
+    recipe = write(tmp_path, "[advice]\nwarmup = 0.5\nmicro_batches = 64\nkl = 0.2\n")
+    assert load_config(recipe).advice.kl == 0.2
 
 
 def test_all_problems_are_reported_at_once(tmp_path):

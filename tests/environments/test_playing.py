@@ -303,3 +303,24 @@ def test_trained_tokens_are_exactly_the_sampled_ones(name):
         assert all(row.is_sampled[0] for row in played.rows)
         for row in played.rows:
             assert len(row.ids) == len(row.is_sampled) == len(row.turns) == len(row.log_probs) == len(row.versions)
+
+
+def test_a_template_of_one_call_at_a_time_gets_the_first_of_several():
+    tokenizer = chat_tokenizer("llama3")
+    environment = Calculator()
+    renderer = ChatRenderer(tokenizer, [Tool.of(tool.function) for tool in tools_of(environment, METHODS).values()])
+    stop = tokenizer.convert_tokens_to_ids("<|eot_id|>")
+    player = Player(client_of(environment), renderer, [stop], EpisodeLimits())
+    calls = '<|python_tag|>{"name": "add", "parameters": {"a": 3, "b": 4}}; {"name": "table", "parameters": {}}'
+
+    async def run():
+        await player.begin(ROW)
+        for text in (calls, "7"):
+            ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], stop]
+            await player.take(ids, [0.0] * len(ids), [0] * len(ids))
+        return await player.finish()
+
+    played = asyncio.run(run())
+    answers = [message["content"] for message in played.episode.messages if message["role"] == "tool"]
+    assert answers == ["7", "error: one call at a time: the calls after the first one were not made"]
+    assert (played.episode.ended, played.rewards) == ("done", {"score": 1.0})

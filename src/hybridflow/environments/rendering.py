@@ -9,12 +9,13 @@ If a template changes what came before, the episode goes on in a new row, whose 
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 from hybridflow.data.chat_prompts import RENDERING_LIMIT_S
 from hybridflow.environments.formats import ToolFormat, format_of, parse_plain
-from hybridflow.environments.messages import AssistantTurn, Message
+from hybridflow.environments.messages import AssistantTurn, Message, ToolCall
 from hybridflow.environments.tools import Tool
 from hybridflow.errors import DataError, EnvironmentConfigError
 from hybridflow.runtime.deadline import DeadlineExceeded, call_within
@@ -76,7 +77,23 @@ class ChatRenderer:
         """Return what sampled tokens say; the last one may be a stop token."""
         kept = list(ids[:-1] if ids and ids[-1] in stop_ids else ids)
         text = self.decode(kept)
-        return self.format.parse(text) if self.format and self._tools else parse_plain(text)
+        if not (self.format and self._tools):
+            return parse_plain(text)
+        said = self.format.parse(text)
+        if len(said.calls) > 1 and not self._takes_several_calls:
+            ignored = "one call at a time: the calls after the first one were not made"
+            said = replace(said, calls=said.calls[:1], malformed=(*said.malformed, ignored))
+        return said
+
+    @cached_property
+    def _takes_several_calls(self) -> bool:
+        """Whether the template writes a turn with two calls, which that of Llama 3 does not."""
+        turn = AssistantTurn("", calls=(ToolCall("a"), ToolCall("b"))).message()
+        try:
+            self.render([{"role": "user", "content": "a"}, turn], add_generation_prompt=False)
+        except DataError:
+            return False
+        return True
 
     def go_on(
         self, before: NextPrompt, sampled: Sequence[int], messages: Sequence[Message], new: Sequence[Message]
