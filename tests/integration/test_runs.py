@@ -14,6 +14,7 @@ from hybridflow.checkpoint import open_checkpoint
 from hybridflow.config import load_config
 from hybridflow.kernels import use_kernels
 from hybridflow.observability import METRICS, find_metric, read_jsonl
+from hybridflow.observability.glossary.episodes import EPISODES
 
 TIMES = ("timing_s/gen", "timing_s/reward", "timing_s/step", "timing_s/update_actor", "timing_per_token_ms/gen")
 
@@ -71,7 +72,8 @@ def test_metrics_of_runs_equal_the_glossary(task, ppo_run, finished_run):
     ]  # see test_ready_order.py and test_lending.py
     recovery = ["failures", "repeated_steps", "time_s", "slow_ranks"]
     recovery = [f"recovery/{name}" for name in recovery]  # see test_recovery.py and test_slow_ranks.py
-    assert sorted(missing) == sorted([*pools, *sync, *schedule, *balance, *recovery])  # most need several ranks
+    expected = [*pools, *sync, *schedule, *balance, *recovery, *EPISODES]  # see tests/trainers/test_episode_runs.py
+    assert sorted(missing) == sorted(expected)  # most need several ranks
 
 
 def test_grpo_run_writes_metrics_samples_and_checkpoint(finished_run):

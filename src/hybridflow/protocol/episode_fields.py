@@ -26,7 +26,7 @@ _EPISODE_FIELDS = (
           description="Number of these calls that were wrong, failed or took too long.",
           producer="rollout", consumer="metrics"),
     Field("episode_messages", ROW, object,
-          example="[[{'role': 'assistant', 'content': '12'}], [{'role': 'assistant', 'content': ''}]]",
+          example="[[{'role': 'assistant', 'content': '12'}], []]",
           description="The messages of the episode after its prompt.", producer="rollout", consumer="samples"),
 )
 # fmt: on
