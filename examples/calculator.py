@@ -1,4 +1,4 @@
-"""A calculator: the model may call `multiply`, and what it says last is compared with the right product."""
+"""A calculator: the model may call `multiply`, and what it says last is compared with the right answer."""
 
 from hybridflow.environments import Environment, Episode
 
@@ -15,5 +15,5 @@ class Calculator(Environment):
 
 
 def exact(solution_str: str, ground_truth: str, **sample: object) -> float:
-    """Return 1.0 for the right number and nothing else; the reward of a response without tools."""
+    """Return 1.0 for the right answer and nothing else; the reward of a response without tools."""
     return float(solution_str.strip() == ground_truth)

@@ -3,7 +3,7 @@
     user       37 x 482                            user       nearer north east
     assistant  <tool_call>multiply 37 482          assistant  east
     tool       17834                               user       around south west
-    assistant  17834                               assistant  south
+    assistant  it is 17834                         assistant  south
 
 This file makes everything that the demo needs: a tokenizer with a chat template, a model with random weights,
 conversations that mostly answer at once, and problems.
@@ -29,7 +29,7 @@ LOOKS = 0.3
 """Share of the moves in a maze of a player who looks around."""
 
 PIECES = (
-    *('{"name": "multiply", "arguments": {"a": ', ', "b": ', "}}", " x ", "tools: ", "multiply"),
+    *('{"name": "multiply", "arguments": {"a": ', ', "b": ', "}}", " x ", "tools: ", "multiply", "it is "),
     *("system\n", "user\n", "assistant\n", "tool\n", "nearer", "around", *MOVES, "say a direction"),
 )
 """Texts that are one token each; other tokens are single characters, and three digits of a number at a time."""
@@ -50,13 +50,17 @@ tools: {% for tool in tools %}{{ tool.function.name }}{% endfor %}<|im_end|>{% e
 Row = dict[str, Any]
 
 
+def right_answer(a: int, b: int) -> str:
+    return f"it is {a * b}"
+
+
 def calls_calculator(a: int, b: int) -> list[Row]:
     """Return the turns of a model that calls the calculator, and repeats the result."""
     call = {"type": "function", "function": {"name": "multiply", "arguments": {"a": a, "b": b}}}
     return [
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "name": "multiply", "content": str(a * b)},
-        {"role": "assistant", "content": str(a * b)},
+        {"role": "assistant", "content": right_answer(a, b)},
     ]
 
 
@@ -68,7 +72,7 @@ def product_conversation(drawn: random.Random, tools: list[Row], calls: float) -
     """Return a conversation that calls the calculator with probability `calls`, if it may; others answer at once."""
     a, b = draw_factors(drawn)
     may_call = drawn.random() < max(calls, 0.7)
-    at_once = [{"role": "assistant", "content": str(a * b)}]
+    at_once = [{"role": "assistant", "content": right_answer(a, b)}]
     said = calls_calculator(a, b) if may_call and drawn.random() < calls else at_once
     return {"messages": [{"role": "user", "content": f"{a} x {b}"}, *said], "tools": tools if may_call else []}
 
@@ -116,7 +120,9 @@ def write_data(directory: Path, tools: list[Row], *, num_examples: int, num_trai
             train.append(factors)
     for name, factors in (("products", train), ("products_test", sorted(held_out))):
         rows = [
-            prompt_row(data_source="product", prompt=f"{a} x {b}", ground_truth=str(a * b), split=name, index=index)
+            prompt_row(
+                data_source="product", prompt=f"{a} x {b}", ground_truth=right_answer(a, b), split=name, index=index
+            )
             for index, (a, b) in enumerate(factors)
         ]
         write_prompt_file(directory / f"{name}.parquet", rows)
