@@ -217,7 +217,7 @@ class Guess(Environment):
 
 def test_an_environment_without_tools_answers_turns():
     _, played = play(Guess(), ["3<|im_end|>", "7<|im_end|>"])
-    assert played.rewards == {"score": 1.5, "turns": 2.0}
+    assert (played.rewards, played.bonus) == ({"score": 1.0, "turns": 2.0}, 0.5)
     assert [message["content"] for message in played.episode.messages] == [ROW["prompt"], "3", "higher", "7"]
     assert len(played.rows) == 1
 
@@ -236,7 +236,7 @@ def test_rewards_of_turns_are_added_to_that_of_the_episode():
             return answer if isinstance(answer, Done) else Reply(answer, reward=0.25)
 
     _, played = play(Paid(), ["3<|im_end|>", "4<|im_end|>", "7<|im_end|>"])
-    assert played.rewards == {"score": 2.0, "turns": 3.0}
+    assert (played.rewards, played.bonus) == ({"score": 1.0, "turns": 3.0}, 1.0)
     (row,) = played.rows
     ends = [place for place, reward in enumerate(row.rewards) if reward]
     assert [row.rewards[place] for place in ends] == [0.25, 0.25, 0.5]

@@ -1,6 +1,7 @@
 """Environments in processes: whatever the user's code does to its process, other episodes go on."""
 
 import asyncio
+import gc
 import os
 import time
 
@@ -15,6 +16,11 @@ from hybridflow.rewards.journal import RewardJournal
 CODE = '''
 import asyncio, os, signal, time
 from hybridflow.environments import Environment, Reply
+
+
+class Hostile:
+    def __repr__(self):
+        raise ValueError("not shown")
 
 
 class Counter(Environment):
@@ -52,6 +58,9 @@ class Counter(Environment):
         os.write(1, b"not a reply")
         return "written"
 
+    def exit(self) -> str:
+        raise SystemExit(3)
+
     def memory(self) -> str:
         return str(len(bytearray(8 * 2**30)))
 
@@ -63,6 +72,10 @@ class Counter(Environment):
                 pass
         if turn.content == "leave":
             os._exit(3)
+        if turn.content == "exit":
+            raise SystemExit(3)
+        if turn.content == "hostile":
+            return Hostile()
         if turn.content == "kill once":
             if not os.path.exists(os.environ["ONCE"]):
                 open(os.environ["ONCE"], "w").close()
@@ -128,7 +141,7 @@ def test_an_episode_in_a_process_equals_one_in_the_rank(pool_of, processes):
     assert [message["content"] for message in answers[1].messages] == ["7", "1"]
     assert answers[1].called[0].result == "7"
     assert [answer.reward for answer in answers] == [0.0, 0.5, 0.5, 0.0]
-    assert answers[3].rewards == {"score": 3.0, "turns": 2.0}
+    assert answers[3].rewards == {"score": 2.0, "turns": 2.0}
 
 
 @pytest.mark.parametrize("processes", [0, 1])
@@ -147,12 +160,13 @@ def test_the_episodes_of_a_prompt_are_compared_with_each_other(pool_of, processe
         ("flood", "error: the result of flood has 10,000,000 characters; at most 20,000"),
         ("memory", "error: MemoryError: "),
         ("write", "written"),
+        ("exit", "error: SystemExit: 3"),
     ],
 )
 def test_a_tool_that_fails_is_an_answer_for_the_model(pool_of, tool, result):
     answers = episode(pool_of(), said("", (tool, {})), said("on"), Finish("done"))
     assert answers[1].messages[0]["content"] == result
-    assert answers[3].rewards == {"score": 3.0, "turns": 2.0}
+    assert answers[3].rewards == {"score": 2.0, "turns": 2.0}
 
 
 @pytest.mark.parametrize("tool", ["leave", "kill"])
@@ -172,14 +186,53 @@ def test_a_tool_that_ends_its_process_fails_its_episode_alone(pool_of, tool):
     assert lost.failure == "died"
     assert "exit status 3" in lost.error or "SIGKILL" in lost.error
     assert going.messages[0]["content"] == "2"
-    assert rewarded.rewards == {"score": 3.0, "turns": 2.0}
+    assert rewarded.rewards == {"score": 2.0, "turns": 2.0}
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.parametrize(
+    ("said_text", "error"),
+    [
+        ("exit", "step raised SystemExit: 3"),
+        ("hostile", "what it returned cannot be used: ValueError: not shown"),
+    ],
+)
+def test_no_exception_and_no_value_of_an_environment_loses_its_answer(pool_of, processes, said_text, error):
+    pool = pool_of(processes=processes)
+    answers = episode(pool, said(said_text), Finish("error"))
+    assert (answers[1].failure, answers[1].error) == ("raised", error)
+    assert episode(pool, said("a"), Finish("done"))[2].rewards == {"score": 1.0, "turns": 1.0}
+
+
+def test_a_pool_that_is_not_used_any_more_ends_its_processes(tmp_path):
+    (tmp_path / "mine.py").write_text(CODE)
+    pool = EnvironmentPool({"counter": f"{tmp_path}/mine.py:Counter"}, num_processes=1, limits=CallLimits())
+    (process,) = pool._processes
+    thread = pool._thread
+    del pool
+    gc.collect()
+    assert process.popen.poll() is not None
+    assert not thread.is_alive()
+
+
+def test_failures_are_asked_again_unless_they_are_kept(pool_of, tmp_path):
+    def play(failures):
+        journal = RewardJournal(tmp_path / "journal", 0, ["mine"], failures=failures)
+        journal.open(3)
+        return episode(pool_of(processes=0), said("exit"), key=(3, 0), journal=journal)
+
+    kept = play(True)
+    assert kept[1].failure == "raised"
+    (tmp_path / "mine.py").write_text(CODE.replace("raise SystemExit(3)", "pass"))
+    assert play(True) == kept
+    assert play(False)[1].messages[0]["content"] == "1"
 
 
 def test_a_killed_process_costs_a_repetition_of_its_questions(pool_of, tmp_path, monkeypatch):
     monkeypatch.setenv("ONCE", str(tmp_path / "once"))
     answers = episode(pool_of(seconds=20), said("a"), said("kill once"), said("b"), Finish("done"))
     assert [answer.messages[0]["content"] for answer in answers[1:4]] == ["1", "2", "3"]
-    assert answers[4].rewards == {"score": 4.5, "turns": 3.0}
+    assert answers[4].rewards == {"score": 3.0, "turns": 3.0}
 
 
 def test_a_step_that_blocks_its_process_is_late(pool_of, monkeypatch):
@@ -201,7 +254,7 @@ def test_a_process_with_calls_that_never_end_is_renewed(pool_of):
     assert first.num_stuck == 1
     pool.renew()
     assert first.popen.poll() is not None
-    assert episode(pool, said("a"), Finish("done"))[2].rewards == {"score": 1.5, "turns": 1.0}
+    assert episode(pool, said("a"), Finish("done"))[2].rewards == {"score": 1.0, "turns": 1.0}
 
 
 @pytest.mark.parametrize("processes", [0, 1])
@@ -248,7 +301,7 @@ def test_the_journal_answers_in_place_of_the_environment(pool_of, tmp_path, monk
     assert asked.read_text().split() == ["reset", "step", "reset", "step", "step"]
     assert play(3, seconds=-1.0) == whole
     assert asked.read_text().split() == ["reset", "step", "reset", "step", "step"]
-    assert whole[3].rewards == {"score": 3.0, "turns": 2.0}
+    assert whole[3].rewards == {"score": 2.0, "turns": 2.0}
 
 
 def test_an_episode_that_takes_too_long_is_late(pool_of):

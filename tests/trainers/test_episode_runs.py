@@ -140,7 +140,7 @@ def test_a_failing_environment_stops_the_run_with_its_error(tmp_path):
         code + "\n\nclass Breaks(Talk):\n    async def step(self, turn):\n        if turn.number == 1:\n"
         "            raise KeyError('map')\n        return await super().step(turn)\n"
     )
-    with pytest.raises(RewardError, match=r"of environment talk raised step raised KeyError: 'map'"):
+    with pytest.raises(RewardError, match=r"environment 'talk' step raised KeyError: 'map'"):
         train(tmp_path, tmp_path / "stopped", "Breaks", *HERE)
     _, metrics = train(
         tmp_path, tmp_path / "zero", "Breaks", *HERE, "reward.on_error=zero", "reward.max_failure_rate=1.0"

@@ -11,6 +11,7 @@ from typing import Any
 from hybridflow.environments.playing import PlayedEpisode, Player
 from hybridflow.errors import RolloutError
 from hybridflow.rollout import Completion, Request, RolloutEngine, SamplingParams
+from hybridflow.rollout.running_groups import longest_first
 from hybridflow.runtime import note_progress
 
 WAIT_S = 1.0
@@ -18,7 +19,6 @@ WAIT_S = 1.0
 
 ROUND_STEPS = 16
 """Steps of the engine between two times at which turns begin, if the order must not depend on time."""
-
 
 FIRST_TURNS = 64
 """Turns for which an idle engine waits in that case: it works on them while the others are made."""
@@ -32,7 +32,6 @@ class EpisodeStart:
     row: Mapping[str, Any]
     noise_key: tuple[int, ...]
     index: int = 0
-    expected_length: float = 0.0
 
 
 def play_episodes(
@@ -74,9 +73,8 @@ class _Episodes:
         try:
             for number, start in enumerate(self._starts):
                 self._turns.start(number, start.player.begin(start.row), self._num_steps)
-            self._submit(
-                self._turns.wait(self._turns.oldest())
-            )  # all, so that the responses to one prompt run as one group
+            begun = self._turns.wait(self._turns.oldest())  # all: the responses to one prompt run as one group
+            self._submit(begun)
             while self._turns or self._engine.has_unfinished():
                 self._submit(self._ready())
                 if self._engine.has_unfinished():
@@ -116,7 +114,7 @@ class _Episodes:
             else:
                 contexts[number] = context
         requests = [self._request(numbers, contexts[numbers[0]]) for numbers in self._groups(contexts)]
-        for request in sorted(requests, key=_longest_first):
+        for request in sorted(requests, key=longest_first):
             self._engine.submit(request)
 
     def _groups(self, contexts: Mapping[int, list[int]]) -> Iterator[list[int]]:
@@ -150,7 +148,6 @@ class _Episodes:
             noise_key=start.noise_key,
             resume_offset=start.player.num_sampled,
             first_index=start.index,
-            expected_length=start.expected_length,
             keep=start.player.may_go_on,
         )
 
@@ -158,10 +155,6 @@ class _Episodes:
         for completion in self._engine.finished():
             number = self._running[completion.request_id][completion.index]
             self._turns.start(number, _take(self._starts[number].player, completion), self._num_steps)
-
-
-def _longest_first(request: Request) -> tuple[int, float, int]:
-    return -request.sampling.max_new_tokens, -request.expected_length, -len(request.prompt_ids)
 
 
 def _take(player: Player, completion: Completion) -> Coroutine[Any, Any, list[int] | None]:

@@ -56,7 +56,6 @@ class EnvironmentHost:
         self._environment: Environment | None = None
         self._tools: dict[str, Tool] = {}
         self._episode = Episode({})
-        self._bonus = 0.0
 
     async def answer(self, question: Question) -> Answer:
         """Return the answer to the next question of the episode."""
@@ -69,8 +68,13 @@ class EnvironmentHost:
                 return await self._score_group(question.episodes)
             return await self._finish(question)
         except _FailedError as failed:
-            self._episode.ended, self._episode.error = "error", str(failed)
-            return Answer(failure=failed.failure, error=str(failed))
+            failure, error = failed.failure, str(failed)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as raised:  # of a value of the user's code, such as one whose `repr` fails
+            failure, error = "raised", f"what it returned cannot be used: {type(raised).__name__}: {_shown(raised)}"
+        self._episode.ended, self._episode.error = "error", error
+        return Answer(failure=failure, error=error)
 
     async def _begin(self, row: Mapping[str, Any]) -> tuple[Message, ...]:
         self._episode = Episode(copy.deepcopy(row))
@@ -95,7 +99,6 @@ class EnvironmentHost:
         reply = await self._within("step", lambda: environment.step(turn))
         done = isinstance(reply, Done)
         reward = _number_of("step", reply.reward) if isinstance(reply, Done | Reply) else 0.0
-        self._bonus += reward
         answered = () if done else _messages_of("step", reply.messages if isinstance(reply, Reply) else reply)
         new = () if done else (*_results(called, said), *answered)
         self._episode.messages += new
@@ -117,10 +120,7 @@ class EnvironmentHost:
             self._episode.ended = question.ended
             rewards: Mapping[str, Any] = {"score": 0.0}
             if type(environment).reward is not Environment.reward:
-                found = await self._within("reward", lambda: environment.reward(self._episode))
-                rewards = _rewards_of(found)
-            if self._bonus:
-                rewards = {**rewards, "score": rewards.get("score", 0.0) + self._bonus}
+                rewards = _rewards_of(await self._within("reward", lambda: environment.reward(self._episode)))
             return Answer(is_done=True, rewards=rewards)
         finally:
             if environment is not None:
@@ -146,20 +146,22 @@ class EnvironmentHost:
             return CalledTool(call, _text_of(result, tool.name))
         except (ToolError, _FailedError) as error:
             return CalledTool(call, f"error: {error}", is_error=True)
-        except Exception as error:  # of the user's tool
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # of the user's tool, also SystemExit
             return CalledTool(call, f"error: {type(error).__name__}: {_shown(error)}", is_error=True)
 
     async def _within(self, what: str, call: Callable[[], Awaitable[Any]]) -> Any:
         """Return what a method of the environment returns. Raises _FailedError if it raises or takes too long."""
         try:
             return await self._limited(what, call)
-        except _FailedError:
+        except (_FailedError, asyncio.CancelledError):
             raise
         except EnvironmentConfigError as error:
             raise _FailedError("raised", str(error)) from error
         except MemoryError as error:
             raise _FailedError("memory", f"{what} raised MemoryError: {_shown(error)}") from error
-        except Exception as error:  # of the user's environment
+        except BaseException as error:  # of the user's environment, also SystemExit
             raise _FailedError("raised", f"{what} raised {type(error).__name__}: {_shown(error)}") from error
 
     async def _limited(self, what: str, call: Callable[[], Awaitable[Any]]) -> Any:
@@ -207,33 +209,31 @@ async def _run(tool: Tool, arguments: dict[str, Any]) -> Any:
     if inspect.iscoroutinefunction(tool.function):
         return await tool.function(**arguments)
     loop = asyncio.get_running_loop()
-    result: asyncio.Future[Any] = loop.create_future()
+    outcome: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 
     def run() -> None:
         try:
             value, error = tool.function(**arguments), None
         except BaseException as raised:  # of the user's tool
             value, error = None, raised
-        loop.call_soon_threadsafe(_settle, result, value, error)
+        loop.call_soon_threadsafe(_settle, outcome, value, error)
 
     threading.Thread(target=run, daemon=True, name=tool.name).start()
     try:
-        return await result
+        value, error = await outcome
     except asyncio.CancelledError:  # it took too long
         EnvironmentHost.num_stuck += 1
         raise
+    if error is not None:
+        raise error
+    return value
 
 
-def _settle(future: "asyncio.Future[Any]", value: Any, error: BaseException | None) -> None:
-    if future.done():
+def _settle(outcome: "asyncio.Future[Any]", value: Any, error: BaseException | None) -> None:
+    if outcome.done():
         EnvironmentHost.num_stuck -= 1
-        return
-    if error is None:
-        future.set_result(value)
-    elif isinstance(error, Exception) and not isinstance(error, StopIteration):
-        future.set_exception(error)
     else:
-        future.set_exception(RuntimeError(f"{type(error).__name__}: {_shown(error)}"))
+        outcome.set_result((value, error))
 
 
 def _shown(error: BaseException) -> str:

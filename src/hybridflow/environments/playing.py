@@ -30,11 +30,15 @@ class EpisodeLimits:
 
 @dataclass(frozen=True)
 class PlayedEpisode:
-    """An episode that has ended: its rows of tokens, and its rewards by name, none after a `failure`."""
+    """An episode that has ended: its rows of tokens, and its rewards by name, none after a `failure`.
+
+    `bonus` is the sum of the rewards of turns, and that of `group_rewards`; it is added to the score.
+    """
 
     episode: Episode
     rows: list[EpisodeRow]
     rewards: Mapping[str, Any] = field(default_factory=dict)
+    bonus: float = 0.0
     failure: Failure | None = None
 
 
@@ -49,6 +53,7 @@ class Player:
         self._prompt = NextPrompt([], "")
         self._cut_turn: AssistantTurn | None = None
         self._failure: Failure | None = None
+        self._bonus = 0.0
 
     @property
     def num_sampled(self) -> int:
@@ -87,6 +92,7 @@ class Player:
         answer = await self._ask(TakeTurn(said))
         self._note(said, answer)
         self.rows[-1].add_reward(answer.reward)
+        self._bonus += answer.reward
         if answer.failure:
             return self._fail(answer.failure, answer.error)
         if answer.is_done:
@@ -105,7 +111,7 @@ class Player:
         if answer.failure:
             self._fail(answer.failure, answer.error)
         rewards = {} if self._failure else dict(answer.rewards or {})
-        return PlayedEpisode(self.episode, self.rows, rewards, self._failure)
+        return PlayedEpisode(self.episode, self.rows, rewards, self._bonus, self._failure)
 
     def _note(self, said: AssistantTurn, answer: Answer) -> None:
         turn = Turn(len(self.episode.turns), said.content, said.reasoning, answer.called, said.malformed)

@@ -12,6 +12,7 @@ import itertools
 import json
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +24,7 @@ from hybridflow.environments.host import CallLimits, EnvironmentHost
 from hybridflow.environments.kinds import EnvironmentKind
 from hybridflow.errors import EnvironmentConfigError
 from hybridflow.rewards import reward_process
-from hybridflow.rewards.framed_process import FramedProcess, WrongReplyError
+from hybridflow.rewards.framed_process import KILL_TIMEOUT_S, FramedProcess, WrongReplyError
 from hybridflow.runtime import load_user_function
 
 PROGRAM = Path(__file__).with_name("environment_process.py")
@@ -51,7 +52,8 @@ class _LostError(Exception):
 class EnvironmentPool:
     """The classes of a run's environments, and `num_processes` processes for their objects; 0: this process.
 
-    Its event loop runs in a thread, until `close`. Raises EnvironmentConfigError if a class cannot be loaded.
+    Its event loop runs in a thread, until `close` or the end of the pool. Raises EnvironmentConfigError if a class
+    cannot be loaded.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class EnvironmentPool:
             }
         )
         self._classes: dict[str, Any] = {}
+        self._end = weakref.finalize(self, _end, self.loop, self._thread, self._processes)
         try:
             self.kinds = self._load_here(classes) if not num_processes else self._load_in_process()
         except BaseException:
@@ -90,7 +93,7 @@ class EnvironmentPool:
         }
 
     def _load_in_process(self) -> dict[str, EnvironmentKind]:
-        process = asyncio.run_coroutine_threadsafe(self._shared(0), self.loop).result()
+        process = asyncio.run_coroutine_threadsafe(self.shared(0), self.loop).result()
         return dict(zip(self._names, process.kinds, strict=True))
 
     def place(self, name: str, number: int) -> Place:
@@ -99,12 +102,12 @@ class EnvironmentPool:
             return LocalPlace(lambda: EnvironmentHost(self._classes[name], self._limits, self._slots))
         return _RemotePlace(self, name, number % len(self._processes))
 
-    def renew(self) -> None:
-        """End the processes in which calls still run that were given up; call it while no episode is played."""
+    def renew(self, *, all_of_them: bool = False) -> None:
+        """End processes, while no episode is played: those in which calls still run that were given up, or all."""
 
         async def renew() -> None:
             for number, process in enumerate(self._processes):
-                if process and process.num_stuck:
+                if process and (process.num_stuck or all_of_them):
                     self._processes[number] = None
                     await process.stop("was renewed")
 
@@ -113,25 +116,10 @@ class EnvironmentPool:
 
     def close(self) -> None:
         """End all processes and the event loop."""
+        self._end()
 
-        async def end() -> None:
-            for process in filter(None, self._processes):
-                await process.stop("was closed")
-            self._processes = []
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
-            await asyncio.get_running_loop().shutdown_default_executor()
-
-        if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(end(), self.loop).result()
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            self._thread.join()
-            self.loop.close()
-
-    async def _shared(self, number: int) -> "_Process":
-        """Return the process of this number, started if it is not there."""
+    async def shared(self, number: int) -> "_Process":
+        """Return the process of this number, started if needed. Raises EnvironmentConfigError if it cannot be."""
         async with self._starting[number]:
             process = self._processes[number]
             if process is None or process.is_lost:
@@ -174,10 +162,6 @@ class EnvironmentPool:
                 return answer
             finally:
                 await process.stop("has answered")
-
-    async def shared(self, number: int) -> "_Process":
-        """Return the process of this number. Raises EnvironmentConfigError if it cannot be started."""
-        return await self._shared(number)
 
     def new_id(self) -> int:
         """Return an id for an object in a process."""
@@ -262,7 +246,7 @@ class _Process(FramedProcess):
                 self._handle(message)
         except BlockingIOError:
             return
-        except (WrongReplyError, ValueError, KeyError) as error:
+        except (WrongReplyError, ValueError, KeyError, TypeError) as error:
             self._lose(_LostError(f"the process of the environment {error}"))
 
     def _handle(self, message: Mapping[str, Any]) -> None:
@@ -310,6 +294,26 @@ class _Process(FramedProcess):
                 future.set_exception(error)
         if self.ready.done() and not self.ready.cancelled():
             self.ready.exception()  # it is known, also if no start waits for it
+
+
+def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, processes: "list[_Process | None]") -> None:
+    async def end() -> None:
+        for process in filter(None, processes):
+            await process.stop("was closed")
+        processes.clear()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.get_running_loop().shutdown_default_executor()
+
+    try:
+        asyncio.run_coroutine_threadsafe(end(), loop).result(KILL_TIMEOUT_S + GRACE_S if processes else GRACE_S)
+    except TimeoutError:  # user code in this process blocks the loop; its thread ends with the process
+        return
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
 
 
 def _resolved(source: str) -> str:

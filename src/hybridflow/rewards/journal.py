@@ -44,7 +44,7 @@ class RewardJournal:
     """
 
     def __init__(self, directory: str | Path, rank: int, identity: Any, *, failures: bool) -> None:
-        self.directory, self._rank, self._identity, self._failures = Path(directory), rank, identity, failures
+        self.directory, self._rank, self._identity, self.keeps_failures = Path(directory), rank, identity, failures
         try:
             for path in self._files():
                 require_plain_file(path)
@@ -90,7 +90,7 @@ class RewardJournal:
 
     def write(self, call: Call, outcome: Outcome, *, is_answer: bool) -> None:
         """Write an outcome if it is an answer or failures are kept. Raises DataError if writing fails."""
-        if is_answer or self._failures:
+        if is_answer or self.keeps_failures:
             outcome_text = json.dumps(outcome.to_message())
             call.writer.write({"key": call.key, "number": call.number, "outcome": outcome_text})
 

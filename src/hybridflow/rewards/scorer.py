@@ -179,7 +179,7 @@ class RewardScorer:
         outcomes: Sequence[Outcome],
         step: int | None,
     ) -> RewardResult:
-        """Return the scores of the outcomes; `names` are those of the functions. Raises RewardError as `score`."""
+        """Return the scores of the outcomes; `names` say what has made each. Raises RewardError as `score`."""
         failures: list[RewardError] = []
         rows: list[_Row] = []
         for name, sample, prompt, outcome in zip(names, samples, prompts, outcomes, strict=True):
@@ -326,8 +326,8 @@ class RewardScorer:
 
     def _name_of(self, function: RewardFunction | None) -> str:
         if function is None and self._runner is not None:
-            return self._runner.name.rpartition(":")[2]
-        return getattr(function, "__name__", repr(function))
+            return f"reward function {self._runner.name.rpartition(':')[2]}"
+        return f"reward function {getattr(function, '__name__', repr(function))}"
 
     def _choose(self, data_source: str) -> RewardFunction | None:
         if self._function is not None or self._runner is not None:
@@ -342,7 +342,7 @@ def _seed_of(sample: Mapping[str, Any], seed_keys: tuple[int, ...]) -> int:
 
 
 def _read(
-    function_name: str,
+    subject: str,
     weights: Mapping[str, float],
     sample: Mapping[str, Any],
     raw_prompt: Any,
@@ -359,7 +359,7 @@ def _read(
             "ground_truth": sample["ground_truth"],
         }
         text = "".join(f"\n  {key}: {_excerpt(value)}" for key, value in shown.items() if value is not None)
-        return RewardError(f"reward function {function_name} {problem.rstrip('.,')}. The sample:{text}")
+        return RewardError(f"{subject} {problem.rstrip('.,')}. The sample:{text}")
 
     if outcome.kind in ("raised", "memory"):
         raise failure(f"raised {outcome.problem}") from outcome.cause

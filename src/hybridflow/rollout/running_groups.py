@@ -75,7 +75,7 @@ class RunningGroups:
             raise RolloutError(f"batch {batch!r} has begun already; read all of its groups first.")
         submitted: list[int] = []
         try:
-            for index in sorted(range(len(requests)), key=lambda index: _longest_first(requests[index])):
+            for index in sorted(range(len(requests)), key=lambda index: longest_first(requests[index])):
                 request = requests[index]
                 self._engine.submit(request)
                 submitted.append(request.request_id)
@@ -171,5 +171,6 @@ class RunningGroups:
         self._take_finished()  # an abort may also end requests of other batches
 
 
-def _longest_first(request: Request) -> tuple[int, float, int]:
+def longest_first(request: Request) -> tuple[int, float, int]:
+    """Return the key of the order in which requests start."""
     return -request.sampling.max_new_tokens, -request.expected_length, -len(request.prompt_ids)

@@ -1,6 +1,6 @@
 """The number of rows that episodes may have, from what the chat template does with earlier turns."""
 
-from hybridflow.config import Config
+from hybridflow.config import Config, check
 from hybridflow.data import load_tokenizer, stop_token_ids
 from hybridflow.environments import check_template
 from hybridflow.errors import EnvironmentConfigError
@@ -12,7 +12,8 @@ logger = get_logger(__name__)
 def settle_rows(config: Config) -> Config:
     """Return the configuration with the number of rows that environment.max_rows = 0 stands for.
 
-    Raises EnvironmentConfigError for a chat template that cannot serve episodes.
+    Raises EnvironmentConfigError for a chat template that cannot serve episodes, ConfigError for keys that do not go
+    with episodes of several rows.
     """
     environment = config.environment
     if not environment.classes:
@@ -34,4 +35,6 @@ def settle_rows(config: Config) -> Config:
             ", ".join(changing),
             rows,
         )
-    return config.model_copy(update={"environment": environment.model_copy(update={"max_rows": rows})})
+    settled = config.model_copy(update={"environment": environment.model_copy(update={"max_rows": rows})})
+    check(settled)
+    return settled

@@ -3,8 +3,8 @@
 import asyncio
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -99,8 +99,12 @@ class EpisodeWorker:
                 player = Player(client, self._renderers[name], self._stop_ids, self._limits)
                 starts.append(EpisodeStart(player, row, (*noise, group), index))
         in_order = self._config.trainer.deterministic
-        played = play_episodes(engine, starts, sampling, self._pool.loop, in_order=in_order)
-        played = self._with_group_rewards(played, columns["data_sources"], groups, group_size, journal)
+        try:
+            played = play_episodes(engine, starts, sampling, self._pool.loop, in_order=in_order)
+            played = self._with_group_rewards(played, columns["data_sources"], groups, group_size, journal)
+        except BaseException:
+            self._pool.renew(all_of_them=True)  # they hold environments that nothing will ask again
+            raise
         self._pool.renew()
         ids = [group * group_size + index for group in groups for index in range(group_size)]
         first = [start.player.num_first_messages for start in starts]
@@ -139,7 +143,7 @@ class EpisodeWorker:
         size: int,
         journal: RewardJournal | None,
     ) -> list[PlayedEpisode]:
-        """Add what each episode is worth beside the others of its prompt, if its class says so."""
+        """Return the episodes with what each is worth beside the others of its prompt, if its class says so."""
         asked: dict[int, Callable[[], Answer]] = {}
         for number, source in enumerate(data_sources):
             name = self._name_of(source)
@@ -164,11 +168,11 @@ class EpisodeWorker:
                 {"data_source": row["data_source"], "solution_str": said, "ground_truth": row["ground_truth"]}
             )
             prompts.append(row["prompt"])
-            outcomes.append(
-                Outcome(kind=each.failure, problem=each.episode.error) if each.failure else Outcome(dict(each.rewards))
-            )
-        names = [f"of environment {self._name_of(sample['data_source'])}" for sample in samples]
-        return self._scorer.of_outcomes(names, samples, prompts, outcomes, step)
+            outcomes.append(_outcome_of(each))
+        names = [f"environment {self._name_of(sample['data_source'])!r}" for sample in samples]
+        result = self._scorer.of_outcomes(names, samples, prompts, outcomes, step)
+        bonus = torch.tensor([each.bonus for each in played], dtype=torch.float32)
+        return replace(result, scores=torch.where(result.failed, result.scores, result.scores + bonus))
 
 
 def episode_worker(
@@ -179,10 +183,17 @@ def episode_worker(
 
 
 def with_group_reward(played: PlayedEpisode, answer: Answer, index: int) -> PlayedEpisode:
-    """Return an episode with its number of `group_rewards` added to its score, or with the failure of that call."""
+    """Return an episode with its number of `group_rewards`, or with the failure of that call."""
     if played.failure:
         return played
     if answer.failure:
-        return PlayedEpisode(played.episode, played.rows, {}, answer.failure)
-    score: Any = played.rewards.get("score", 0.0) + answer.group[index]
-    return PlayedEpisode(played.episode, played.rows, {**played.rewards, "score": score})
+        episode = replace(played.episode, ended="error", error=answer.error)
+        return replace(played, episode=episode, rewards={}, failure=answer.failure)
+    return replace(played, bonus=played.bonus + answer.group[index])
+
+
+def _outcome_of(played: PlayedEpisode) -> Outcome:
+    """Return the rewards as the outcome of a call, or the failure, whose text says which method it was."""
+    if played.failure:
+        return Outcome(kind="timeout" if played.failure == "timeout" else "died", problem=played.episode.error)
+    return Outcome(dict(played.rewards))
