@@ -5,9 +5,9 @@ import threading
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from fixtures.chat_tokenizers import chat_tokenizer
+from fixtures.tiny_episodes import talking_model
 from hybridflow.environments import (
     CallLimits,
     ChatRenderer,
@@ -31,24 +31,7 @@ LIMITS = EpisodeLimits(turns=3, tokens=60)
 
 @pytest.fixture(scope="module")
 def model():
-    """Return a random model that ends a turn with a probability of about one in four."""
-    config = Qwen2Config(
-        vocab_size=len(TOKENIZER),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=False,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = Qwen2ForCausalLM(config)
-        with torch.no_grad():
-            model.model.embed_tokens.weight.normal_()[:, 0] = 3.0
-            model.lm_head.weight.normal_(std=0.1)[:, 0] = 0.0
-            model.lm_head.weight[STOP, 0] = 2.0
-    return model.eval()
+    return talking_model(TOKENIZER)
 
 
 class Talk(Environment):

@@ -91,6 +91,14 @@ def test_a_repeated_step_does_not_ask_environments_again(task, tmp_path, monkeyp
     assert not events.exists()
 
 
+def test_a_run_with_batches_begun_goes_on_as_an_uninterrupted_one(task, tmp_path):
+    lag = ("trainer.lag=1", "algorithm.rollout_weights=token")
+    whole, _ = train(task, tmp_path / "whole", "Talk", *HERE, *lag)
+    train(task, tmp_path / "parts", "Talk", *HERE, *lag, stop_after=1)
+    resumed, _ = train(task, tmp_path / "parts", "Talk", *HERE, *lag)
+    assert resumed == whole
+
+
 def test_samples_and_validation_show_the_turns(task, tmp_path):
     train(task, tmp_path / "run", "Talk", *HERE, f"data.val_files=['{task}/test.parquet']")
     samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
@@ -99,6 +107,7 @@ def test_samples_and_validation_show_the_turns(task, tmp_path):
     assert roles[:3] == ["assistant", "user", "assistant"]
     assert several["messages"][1]["content"].startswith("turn 0, ")
     assert several["finish_reason"] in ("done", "tokens")
+    assert '"name": "count"' in several["rendered_prompt"]  # the prompt of the episode, with its tools
     config = load_config(None, episode_settings(task, "Talk", *HERE, f"data.val_files=['{task}/test.parquet']"))
     with build_validator(config) as validator:
         metrics, rows = validator.run()
@@ -107,12 +116,51 @@ def test_samples_and_validation_show_the_turns(task, tmp_path):
     assert all(row["messages"][0]["role"] == "assistant" for row in rows)
 
 
-def test_an_episode_whose_template_drops_reasoning_has_several_rows(tmp_path):
-    write_episode_task(tmp_path, family="qwen3")
-    _, metrics = train(tmp_path, tmp_path / "run", "Talk", *HERE, "trainer.total_steps=1")
-    config = json.dumps((tmp_path / "run" / "config.toml").read_text())
-    assert "max_rows = 4" in config
-    assert metrics[0]["critic/score/mean"] > 0
+CHANGING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ 'earlier: ' if m.role == 'assistant' and not loop.last }}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A template that writes earlier turns in another way, as others drop their reasoning."""
+
+
+@pytest.fixture(scope="module")
+def changing(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("changing")
+    write_episode_task(directory, template=CHANGING)
+    code = (directory / "environments.py").read_text()
+    (directory / "environments.py").write_text(code.replace("def count(", "def _count("))
+    return directory
+
+
+@pytest.mark.parametrize("settings", [(), ("algorithm.filter_groups=true",), ("algorithm.advantage=gae",)])
+def test_a_template_that_changes_earlier_turns_makes_a_row_of_each(changing, tmp_path, settings):
+    _, metrics = train(changing, tmp_path / "run", "Talk", *HERE, "actor.epochs=2", *settings)
+    assert "max_rows = 4" in (tmp_path / "run" / "config.toml").read_text()
+    assert max(row["episode/turns/max"] for row in metrics) == 3
+    assert all(row["episode/ended_rows"] == row["episode/ended_error"] == 0 for row in metrics)
+    # Each turn is in a row with the context in which it was sampled: otherwise its log-probs would be others.
+    assert max(row["rollout/log_prob_mismatch_max"] for row in metrics) < 1e-3
+    numbers = read_jsonl(tmp_path / "run" / "rollouts.jsonl")
+    assert {len(row["score"]) for row in numbers} == {12}
+    for row, of_step in zip(metrics, numbers, strict=True):
+        assert row["critic/score/mean"] == pytest.approx(sum(of_step["score"]) / 12)
+        assert row["response_length/mean"] == pytest.approx(sum(of_step["length"]) / 12)
+
+
+def test_keys_that_count_sequences_are_errors_once_the_template_is_known(changing, tmp_path):
+    with pytest.raises(ConfigError, match=r"'seq-mean-token-sum' would count the rows of an episode as sequences"):
+        train(changing, tmp_path / "run", "Talk", *HERE, "actor.loss_aggregation=seq-mean-token-sum")
+
+
+@pytest.mark.vllm
+def test_vllm_samples_the_turns_of_episodes(tmp_path):
+    write_episode_task(tmp_path, width=64)  # heads of 32 dimensions, which vLLM computes on a CPU
+    vllm = ("rollout.backend=vllm", "rollout.enforce_eager=true", "trainer.total_steps=2")
+    _, metrics = train(tmp_path, tmp_path / "run", "Talk", *HERE, *vllm, "actor.epochs=2")
+    assert max(row["episode/turns/max"] for row in metrics) == 3
+    assert all(row["episode/ended_error"] == 0 for row in metrics)
+    assert max(row["rollout/log_prob_mismatch"] for row in metrics) < 1e-3
 
 
 @pytest.mark.parametrize(
@@ -125,6 +173,8 @@ def test_an_episode_whose_template_drops_reasoning_has_several_rows(tmp_path):
         (["environment.weights={talk = 0}"], r"environment\.weights are all 0"),
         (["environment.classes={talk = 'talk.py'}"], r"environment\.classes\.talk='talk\.py' names no class"),
         (["environment.max_rows=2", "actor.loss_aggregation=seq-mean-token-sum"], r"count the rows of an episode"),
+        (["environment.max_rows=2", "algorithm.rollout_weights=sequence"], r"weigh each row of an episode by itself"),
+        (["environment.max_rows=2", "algorithm.rollout_reject={sequence_ratio=[0.5,2.0]}"], r"judge each row of an"),
         (["data.chat_template=false"], r"data\.chat_template=False is not supported"),
     ],
 )
@@ -160,6 +210,31 @@ def test_rewards_of_a_group_compare_its_episodes(tmp_path):
     _, metrics = train(tmp_path, tmp_path / "run", "Ranked", *HERE)
     assert metrics[0]["critic/score/max"] == 1.0
     assert 1 / 3 <= metrics[0]["critic/score/mean"] < 1.0
+
+
+def test_a_failure_of_group_rewards_stops_the_run_with_its_text(tmp_path):
+    write_episode_task(tmp_path)
+    code = (tmp_path / "environments.py").read_text()
+    (tmp_path / "environments.py").write_text(
+        code + "\n\nclass Ranked(Environment):\n    async def group_rewards(self, episodes):\n        return [1.0]\n"
+    )
+    with pytest.raises(RewardError, match=r"environment 'talk' group_rewards returned \[1\.0\]; expected 3 numbers"):
+        train(tmp_path, tmp_path / "run", "Ranked", *HERE)
+
+
+def test_rewards_of_turns_count_beside_weighted_ones(task, tmp_path):
+    _, weighted = train(
+        task, tmp_path / "weighted", "Talk", *HERE, "reward.weights={words=2.0}", "trainer.total_steps=1"
+    )
+    _, plain = train(task, tmp_path / "plain", "Talk", *HERE, "trainer.total_steps=1")
+    scores, words = (read_jsonl(tmp_path / name / "rollouts.jsonl")[0] for name in ("plain", "weighted"))
+    assert weighted[0]["critic/score/mean"] > 2 * plain[0]["reward/words/mean"]
+    bonus = weighted[0]["critic/score/mean"] - 2 * plain[0]["reward/words/mean"]
+    turns = [sum(number / 10 for number in range(count - 1)) + 0.25 for count in scores["turns"]]
+    ended = [reason == "done" for reason in scores["finish_reason"]]
+    assert all(ended)
+    assert bonus == pytest.approx(sum(turns) / 12, abs=1e-5)
+    assert scores["turns"] == words["turns"]
 
 
 def test_several_environments_are_mixed_by_their_weights(tmp_path):

@@ -114,7 +114,8 @@ class Sampling:
 def response_rows(prompts: DataProto, config: Config, group_size: int) -> DataProto:
     """Return a row for each row of the responses to the prompts, `group_size` for each; episodes have own prompts."""
     if config.environment.classes:
-        prompts = prompts.select(sorted({*prompts.batch.keys()} - {"prompts", "prompt_mask"}))
+        tensors = sorted({*prompts.batch.keys()} - {"prompts", "prompt_mask"})
+        prompts = prompts.select(tensors, sorted({*prompts.non_tensor_batch} - {"prompt_texts"}))
     return prompts.repeat(group_size * config.rows_per_episode, interleave=True)
 
 

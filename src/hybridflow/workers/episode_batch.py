@@ -18,7 +18,7 @@ from hybridflow.environments import EpisodeRow, PlayedEpisode
 from hybridflow.protocol import DataProto
 
 EPISODE_COLUMNS = (
-    *("prompts", "prompt_mask", "episode_ids", "turn_ids", "turn_rewards"),
+    *("prompts", "prompt_mask", "prompt_texts", "episode_ids", "turn_ids", "turn_rewards"),
     *("num_tool_calls", "num_tool_errors", "episode_messages", "answers"),
 )
 """The columns of episodes besides `ROLLOUT_COLUMNS` and those of their rewards."""
@@ -50,10 +50,12 @@ def episode_batch(
     }
     tensors |= {name: column.repeat_interleave(rows_per_episode) for name, column in of_episodes.items()}
     texts = tokenizer.batch_decode([row.ids for row in rows], skip_special_tokens=True)
+    prompts = tokenizer.batch_decode([row.prompt_ids for row in rows], skip_special_tokens=False)
     said = [each.episode.messages[first:] for each, first in zip(episodes, num_first_messages, strict=True)]
     return DataProto.from_dict(
         tensors,
         {
+            "prompt_texts": _objects(prompts),
             "solution_texts": _objects(texts),
             "finish_reasons": repeated([each.episode.ended or "error" for each in episodes], rows_per_episode),
             "episode_messages": repeated(said, rows_per_episode),
