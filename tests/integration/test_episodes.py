@@ -32,11 +32,14 @@ def weights_of(run_dir):
 @pytest.mark.slow
 def test_episodes_on_ray_equal_those_in_one_process(tiny, episodes, tmp_path, run_in_turn):
     runs = {"local": (), "ray": ON_RAY, "pools": POOLS, "lag_local": LAG, "lag_ray": (*LAG, *POOLS)}
+    runs["two"] = (*ON_RAY, "controller.num_workers=2")
     run_in_turn(*(command(episodes, tmp_path / name, *more) for name, more in runs.items()), shares_cluster=True)
     for name, like in (("ray", "local"), ("pools", "local"), ("lag_ray", "lag_local")):
         assert weights_of(tmp_path / name) == weights_of(tmp_path / like), name
         assert tiny.texts_of(tmp_path / name) == tiny.texts_of(tmp_path / like), name
     assert weights_of(tmp_path / "lag_local") != weights_of(tmp_path / "local")
+    first, two = (tiny.texts_of(tmp_path / name)[:4] for name in ("local", "two"))  # of the first step
+    assert first == two
 
 
 @pytest.mark.ray

@@ -33,6 +33,7 @@ def test_rows_hold_prompts_turns_and_answers():
     assert columns["response_mask"].tolist()[:2] == [[True, True, False, True], [True, False, False, False]]
     assert not columns["response_mask"][2:].any()
     assert columns["attention_mask"].sum(-1).tolist() == [6, 4, 1, 1]
+    assert columns["row_lengths"].tolist() == [6, 4, 1, 1]
     assert columns["input_ids"][0].tolist() == [pad, 5, 6, 7, 8, 9, 10]
     assert columns["position_ids"][0].tolist() == [0, 0, 1, 2, 3, 4, 5]
     assert columns["rollout_versions"][0].tolist() == [3, 3, -1, 3]

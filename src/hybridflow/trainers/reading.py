@@ -16,7 +16,7 @@ def read(batch: Batch, columns: Iterable[str]) -> DataProto:
 
 def row_lengths(batch: Batch) -> Tensor:
     """Return the number of tokens (batch,) of each row."""
-    if "episode_ids" in (DataProtoFuture.of(batch).columns or ()):  # not all tokens after a prompt are generated
-        return read(batch, ["attention_mask"]).batch["attention_mask"].sum(-1)
+    if "row_lengths" in (DataProtoFuture.of(batch).columns or ()):  # not all tokens after a prompt are generated
+        return read(batch, ["row_lengths"]).batch["row_lengths"]
     columns = read(batch, ("prompt_mask", "response_mask")).batch
     return columns["prompt_mask"].sum(-1) + columns["response_mask"].sum(-1)

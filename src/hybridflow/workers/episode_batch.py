@@ -19,7 +19,7 @@ from hybridflow.protocol import DataProto
 
 EPISODE_COLUMNS = (
     *("prompts", "prompt_mask", "prompt_texts", "episode_ids", "turn_ids", "turn_rewards"),
-    *("num_tool_calls", "num_tool_errors", "episode_messages", "answers"),
+    *("row_lengths", "num_tool_calls", "num_tool_errors", "episode_messages", "answers"),
 )
 """The columns of episodes besides `ROLLOUT_COLUMNS` and those of their rewards."""
 
@@ -89,6 +89,7 @@ def row_tensors(rows: Sequence[EpisodeRow], pad_token_id: int, dtype: torch.dtyp
         "response_mask": right([row.is_sampled for row in rows], False, torch.bool),
         "input_ids": torch.cat([prompt_ids, responses], dim=-1),
         "attention_mask": attention_mask,
+        "row_lengths": attention_mask.sum(-1),
         "position_ids": (attention_mask.cumsum(-1) - 1).clamp(min=0),
         "rollout_log_probs": right([row.log_probs for row in rows], 0.0, dtype),
         "rollout_versions": right(versions, -1, torch.int64),
