@@ -12,13 +12,14 @@ from hybridflow.models.attention import PackedPlan
 class KVCache:
     """Keys and values of the running sequences, one row each; `lengths` (rows,) counts their tokens.
 
-    `keys` and `values` have one tensor per layer: (rows, kv_heads, capacity, dim), contiguous. Storage grows when rows
-    are added.
+    `keys` and `values` have one tensor per layer: (rows, kv_heads, capacity, dim), contiguous; after rows were dropped,
+    they are the first rows of a larger one. Storage grows when rows are added that do not fit.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self._storage: tuple[list[Tensor], list[Tensor]] = ([], [])  # of which keys and values are the first rows
         self.lengths = torch.zeros(0, dtype=torch.int64, device=device)
 
     @property
@@ -26,18 +27,24 @@ class KVCache:
         """The number of tokens that fit into a row."""
         return self.keys[0].shape[2] if self.keys else 0
 
-    def append(self, prompts: "PrefillPlan", source: Tensor, capacity: int) -> None:
+    def append(self, prompts: "PrefillPlan", source: Tensor, capacity: int, room: int = 0) -> None:
         """Add one row for each entry of `source`, the index of the row's prompt.
 
-        `capacity` is the largest number of tokens that one of these rows will have; it does not shrink.
+        `capacity` is the largest number of tokens that one of these rows will have; it does not shrink. `room`: the
+        number of rows that are added next, for which storage that grows has room.
         """
         capacity = max(capacity, self.capacity)
         layout = _NewRows(prompts.lengths, source, first_row=len(self.lengths))
         layers = range(len(prompts.keys))
         compiled = all(_is_compiled(prompts.keys[i], prompts.values[i]) for i in layers)
-        keys = [self._grown(self.keys, i, prompts.keys[i], layout, capacity, compiled) for i in layers]
-        values = [self._grown(self.values, i, prompts.values[i], layout, capacity, compiled) for i in layers]
-        self.keys, self.values, self.lengths = keys, values, torch.cat([self.lengths, layout.lengths])
+        size = (layout.first_row + len(layout.lengths), capacity, room)
+        keys, values = (
+            [self._grown(storage, i, packed[i], layout, size, compiled) for i in layers]
+            for storage, packed in zip(self._storage, (prompts.keys, prompts.values), strict=True)
+        )
+        self._storage = keys, values
+        self.keys, self.values = ([x[: size[0]] for x in storage] for storage in self._storage)
+        self.lengths = torch.cat([self.lengths, layout.lengths])
 
     def keep(self, rows: Tensor) -> None:
         """Drop every row that is not listed, and move row rows[i] to i. Only rows that move are copied."""
@@ -51,16 +58,28 @@ class KVCache:
         self.lengths = self.lengths[rows]
 
     def _grown(
-        self, storage: list[Tensor], layer: int, packed: Tensor, layout: "_NewRows", capacity: int, compiled: bool
+        self,
+        storage: list[Tensor],
+        layer: int,
+        packed: Tensor,
+        layout: "_NewRows",
+        size: tuple[int, int, int],
+        compiled: bool,
     ) -> Tensor:
-        """Return a layer's existing rows, followed by new rows filled from `packed` (tokens, kv_heads, dim)."""
-        heads, dim = packed.shape[1:]
-        shape = (layout.first_row + len(layout.lengths), heads, capacity, dim)
-        # PyTorch's attention multiplies unwritten entries by 0, so they must not be NaN.
-        grown = packed.new_empty(shape) if compiled else packed.new_zeros(shape)
-        if storage and layout.first_row:
-            used = int(self.lengths.max())
-            grown[: layout.first_row, :, :used] = storage[layer][:, :, :used]
+        """Return storage with a layer's existing rows, then new rows filled from `packed` (tokens, kv_heads, dim).
+
+        `size`: rows, tokens of each, and further rows if storage must grow.
+        """
+        (heads, dim), (rows, capacity, room) = packed.shape[1:], size
+        grown = storage[layer] if storage else None
+        if grown is None or grown.shape[0] < rows or grown.shape[2] < capacity:
+            shape = (rows + room, heads, capacity, dim)
+            # PyTorch's attention multiplies unwritten entries by 0, so they must not be NaN.
+            larger = packed.new_empty(shape) if compiled else packed.new_zeros(shape)
+            if grown is not None and layout.first_row:
+                used = int(self.lengths.max())
+                larger[: layout.first_row, :, :used] = grown[: layout.first_row, :, :used]
+            grown = larger
         grown.transpose(1, 2)[layout.rows, layout.positions] = packed[layout.tokens]
         return grown
 

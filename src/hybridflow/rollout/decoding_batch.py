@@ -87,10 +87,13 @@ class DecodingBatch:
         whole, continued = ([r for r in requests if (r.request_id in taken) == is_in] for is_in in (False, True))
         continued.sort(key=lambda request: len(request.prompt_ids) - len(taken[request.request_id]))
         requests = [*whole, *continued]
+        room = sum(request.group_size for request in requests)
         for part, most in ((whole, PREFILL_TOKENS), (continued, CONTINUED_TOKENS)):
             first = 0
             for count in split_by_tokens([len(request.prompt_ids) for request in part], most):
-                self._admit_pass(part[first : first + count], longest, taken)
+                admitted = part[first : first + count]
+                room -= sum(request.group_size for request in admitted)
+                self._admit_pass(admitted, longest, room, taken)
                 first += count
         self._names += [(request.request_id, i) for request in requests for i in range(request.group_size)]
         self._requests += [request for request in requests for _ in range(request.group_size)]
@@ -150,22 +153,22 @@ class DecodingBatch:
         first = 0
         for count in split_by_tokens([len(tokens) for tokens in computed]):
             plan, _ = self._prefill(computed[first : first + count])
-            self._cache.append(plan, torch.arange(count, device=device), capacity)
             first += count
+            self._cache.append(plan, torch.arange(count, device=device), capacity, room=len(computed) - first)
 
     def use_new_weights(self) -> None:
         """Do not keep running rows, unless they are retracted: their keys and values are of other weights."""
         self._fresh_from = len(self._versions)
 
     def _admit_pass(
-        self, requests: Sequence[Request], capacity: int, taken: Mapping[int, KeptSequence[KeysValues]]
+        self, requests: Sequence[Request], capacity: int, room: int, taken: Mapping[int, KeptSequence[KeysValues]]
     ) -> None:
         device = self._counts.device
         known = [taken[request.request_id].storage for request in requests if request.request_id in taken]
         plan, logits = self._prefill([request.prompt_ids for request in requests], known)
         group_sizes = torch.tensor([request.group_size for request in requests], device=device)
         source = torch.arange(len(requests), device=device).repeat_interleave(group_sizes)
-        self._cache.append(plan, source, capacity)
+        self._cache.append(plan, source, capacity, room)
         self._first_logits.append(logits[source])
 
     def _prefill(
