@@ -73,10 +73,10 @@ class SlowGiving(Slow, role_classes.GivingWorker): ...
 class SlowInFlight(Slow, role_classes.InFlightGivingWorker): ...
 
 class Learner(role_classes.LendingActorWorker):
-    def _generate(self, prompts, settings):
+    def _generate(self, *arguments, **options):
         if killed == "learner":
             die_once()
-        return super()._generate(prompts, settings)
+        return super()._generate(*arguments, **options)
 
 role_classes.GivingWorker, role_classes.InFlightGivingWorker = SlowGiving, SlowInFlight
 role_classes.LendingActorWorker = Learner
