@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridflow.api.given_environments import Environments, sources_of
 from hybridflow.api.rows import Data, file_of, files_of, records_of, write_rows
 from hybridflow.api.settings import overrides
 from hybridflow.checkpoint import Checkpoint, CheckpointStore, export_model
@@ -12,11 +13,11 @@ from hybridflow.config import Config, load_config
 from hybridflow.config.run_paths import absolute_paths
 from hybridflow.data.parquet_rows import Row
 from hybridflow.data.row_forms import rows_of
-from hybridflow.errors import CheckpointConfigError, ConfigError, RewardConfigError
+from hybridflow.errors import CheckpointConfigError, ConfigError
 from hybridflow.hub import local_model, require_upload, upload_model
 from hybridflow.observability.run_files import RunFiles
 from hybridflow.observability.run_table import run_row
-from hybridflow.rewards.closure import Closure, is_closure, offer
+from hybridflow.rewards.closure import ENVIRONMENT, REWARD, Closure, Purpose, is_closure, offer
 from hybridflow.trainers import build
 from hybridflow.trainers.build_generation import build_generator, build_validator
 from hybridflow.trainers.build_offline import build_dpo_trainer, build_reward_model_trainer, build_sft_trainer
@@ -62,10 +63,10 @@ class Run:
         kind: Kind,
         recipes: Sequence[Path],
         changes: Sequence[str],
-        closure: Closure | None = None,
+        closures: Sequence[Closure] = (),
     ) -> None:
         self.path, self.kind = path, kind
-        self._recipes, self._changes, self._closure = recipes, list(changes), closure
+        self._recipes, self._changes, self._closures = recipes, list(changes), closures
 
     def __repr__(self) -> str:
         if not (self.path / "run.json").is_file():
@@ -85,8 +86,8 @@ class Run:
         are keys of the configuration that hold from now on, as in `**{"trainer.total_steps": 200}`.
         """
         config = self._config(settings)
-        if self._closure and self._checkpoint(None) is not None:
-            _require_same_function(self._closure, self.path)
+        if self._closures and self._checkpoint(None) is not None:
+            _require_same_closures(self._closures, self.path)
         self._changes += overrides(settings)
         with BUILDERS[self.kind](config) as trainer:
             trainer.fit(stop_after)
@@ -166,9 +167,9 @@ class Run:
     def replay(self, step: int, **changes: Any) -> Replay:
         """Learn a step of the run again, and once more under `changes`, keys of the configuration.
 
-        See `hybridflow replay`, and `open_run` for a reward function that Python held. The run is only read.
+        See `hybridflow replay`, and `open_run` for rewards and environments that Python held. The run is only read.
         """
-        self._config()  # lets workers find the reward function
+        self._config()  # lets workers find what Python holds
         with tempfile.TemporaryDirectory(prefix="replay-", dir=self.path) as scratch:
             paths = absolute_paths(self.path / "config.toml")
             return replay_step(self.path, step, overrides(changes), scratch=Path(scratch), paths=paths)
@@ -200,9 +201,9 @@ class Run:
         return Path(out)
 
     def _config(self, settings: Mapping[str, Any] | None = None) -> Config:
-        """Return the configuration with further settings, and let workers find the reward function."""
-        if self._closure:
-            offer(self._closure)
+        """Return the configuration with further settings, and let workers find what Python holds."""
+        for closure in self._closures:
+            offer(closure)
         return load_config(self._recipes, [*self._changes, *overrides(settings or {})])
 
     def _checkpoint(self, step: int | None) -> Checkpoint | None:
@@ -210,35 +211,51 @@ class Run:
         return store.latest() if step is None else store.open(step)
 
 
-def open_run(run_dir: str | Path, *, reward: Callable[..., Any] | None = None) -> Run:
+def open_run(
+    run_dir: str | Path, *, reward: Callable[..., Any] | None = None, environments: Environments = None
+) -> Run:
     """Return the run in a directory, as its last start configured it, with paths from where it was started.
 
-    A reward function that Python held when the run began is not stored: give it again as `reward`. Raises
-    RewardConfigError if its source has changed since, and DataConfigError if the directory is not that of a run.
+    A reward function or a class of environments that Python held when the run began is not stored: give it again.
+    Raises RewardConfigError or EnvironmentConfigError if its source has changed since, and DataConfigError if the
+    directory is not that of a run.
     """
     path = Path(run_dir)
     files = RunFiles(path)
     kind = files.starts[-1].get("kind", "train")
     config = path / "config.toml"
-    name = str(files.config.get("reward.function", ""))
-    closure = Closure.of(reward) if reward is not None else None
-    if closure and not is_closure(name):
-        raise RewardConfigError(f"'{path}' has reward.function={name!r}, which is stored; leave reward out.")
-    if closure:
-        _require_same_function(closure, path)
+    closures = [Closure.of(reward)] if reward is not None else []
+    sources, classes = sources_of(environments)
+    for given, purpose in ((closures, REWARD), (sources, ENVIRONMENT)):
+        if given and not _held_by_python(files, purpose):
+            stored = files.config.get(purpose.key)
+            raise purpose.error(
+                f"'{path}' has {purpose.key}={stored!r}, which is stored; leave {purpose.argument} out."
+            )
+    closures += classes
+    _require_same_closures(closures, path)
     changes = [*absolute_paths(config), *overrides({"trainer.run_dir": str(path)})]
-    return Run(path, kind, [config], changes, closure)
+    return Run(path, kind, [config], changes, closures)
 
 
-def _require_same_function(closure: Closure, path: Path) -> None:
-    """Raise RewardConfigError if the run in a directory had another function of a Python program."""
-    name = str(RunFiles(path).config.get("reward.function", ""))
-    if is_closure(name) and closure.name != name:
-        raise RewardConfigError(
-            f"the reward function is {closure.name.partition(':')[2]}, but that of the run in '{path}' was "
-            f"{name.partition(':')[2]}: its name or its source (the digest after the dash) has changed. Give the "
-            "function that the run began with, or choose another run_dir."
-        )
+def _held_by_python(files: RunFiles, purpose: Purpose) -> set[str]:
+    """Return the names of what Python held for this purpose when the run in a directory began."""
+    value = files.config.get(purpose.key)
+    names = value.values() if isinstance(value, Mapping) else [value]
+    return {str(name) for name in names if is_closure(str(name))}
+
+
+def _require_same_closures(closures: Sequence[Closure], path: Path) -> None:
+    """Raise the error of its purpose for what the run in a directory had otherwise."""
+    for closure in closures:
+        held = _held_by_python(RunFiles(path), closure.purpose)
+        if held and closure.name not in held:
+            before = " and ".join(sorted(name.partition(":")[2] for name in held))
+            raise closure.purpose.error(
+                f"{closure.purpose} is {closure.name.partition(':')[2]}, but that of the run in '{path}' was {before}: "
+                "its name or its source (the digest after the dash) has changed. Give what the run began with, or "
+                "choose another run_dir."
+            )
 
 
 def _prompts(prompts: Iterable[str | Sequence[Mapping[str, str]]]) -> list[Row]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hybridflow.api.given_environments import Environments, sources_of
 from hybridflow.api.rows import Data, file_of, files_of, is_columnar, records_of, write_rows
 from hybridflow.api.run import Run
 from hybridflow.api.settings import Recipe, overrides, recipe_files
@@ -21,6 +22,7 @@ def train(
     prompts: Data,
     *,
     reward: str | Callable[..., Any] | None = None,
+    environments: Environments = None,
     val_prompts: Data = None,
     recipe: Recipe = None,
     run_dir: str | Path | None = None,
@@ -32,20 +34,23 @@ def train(
 
     `prompts` are files, or rows: dicts with the columns `prompt` (a text, or chat messages) and `answer` (if the reward
     needs one), which the arguments of these names rename. All other columns reach the reward function by their names.
-    `reward` is a function, "path.py:function", or None for the built-in function of each data source. `recipe`: the
-    name of an algorithm's recipe such as "dapo", a file, or several. `settings` are keys of the configuration, as in
+    `reward` is a function, "path.py:function", or None for the built-in function of each data source. `environments`,
+    in its place, is a class of environments or "path.py:Class", or a dict of several by data source. `recipe`: the name
+    of an algorithm's recipe such as "dapo", a file, or several. `settings` are keys of the configuration, as in
     `**{"trainer.total_steps": 100}` or `trainer={"total_steps": 100}`; `run_dir` is trainer.run_dir.
 
-    Raises ConfigError, DataError and RewardConfigError at once for keys, rows and functions that cannot be trained
-    with; the model and its tokenizer are read by `run.fit()`.
+    Raises ConfigError, DataError, RewardConfigError and EnvironmentConfigError at once for keys, rows, functions and
+    classes that cannot be trained with; the model and its tokenizer are read by `run.fit()`.
     """
     if not (reward is None or isinstance(reward, str) or callable(reward)):
         raise RewardConfigError(f"reward={reward!r} is a {type(reward).__name__}; expected a function, or its name.")
     closure = Closure.of(reward) if callable(reward) else None
     name = closure.name if closure else reward
-    given = {"reward.function": name} if name else {}
-    columns = {"prompt": prompt, "answer": answer}
-    return _start("train", model, prompts, val_prompts, recipe, run_dir, {**given, **settings}, columns, closure)
+    given: dict[str, Any] = {"reward.function": name} if name else {}
+    sources, closures = sources_of(environments)
+    given |= {"environment.classes": sources} if sources else {}
+    columns, closures = {"prompt": prompt, "answer": answer}, [*([closure] if closure else []), *closures]
+    return _start("train", model, prompts, val_prompts, recipe, run_dir, {**given, **settings}, columns, closures)
 
 
 def sft(
@@ -109,7 +114,7 @@ def _start(
     run_dir: str | Path | None,
     settings: dict[str, Any],
     columns: dict[str, str],
-    closure: Closure | None = None,
+    closures: Sequence[Closure] = (),
 ) -> Run:
     if not isinstance(model, str | Path):
         raise ModelConfigError(
@@ -148,7 +153,7 @@ def _start(
     load_config(recipes, changes)  # all is valid: now files are written
     for rows, file in written:
         write_rows(rows, file)
-    return Run(Path(first.trainer.run_dir), kind, recipes, changes, closure)
+    return Run(Path(first.trainer.run_dir), kind, recipes, changes, closures)
 
 
 def _batch_size(config: Config, kind: RunKind) -> int:

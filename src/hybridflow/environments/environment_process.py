@@ -1,14 +1,15 @@
 """Entry point of an environment process: holds the environments of many episodes, and answers their questions.
 
-It is started as a file. A frame of input is a pickle of (number, episode, name, question); a reply is JSON with the
-number and the answer. `beat` replies show that the event loop is not blocked; `num_stuck` counts calls of tools that
-were given up but still run in their threads.
+It is started as a file. A frame of input is a pickle of (number, episode, name, question), the first one that of the
+classes by value, if there are some; a reply is JSON with the number and the answer. `beat` replies show that the event
+loop is not blocked; `num_stuck` counts calls of tools that were given up but still run in their threads.
 """
 
 import asyncio
 import importlib.util
 import json
 import os
+import pickle
 import sys
 import threading
 from typing import Any
@@ -36,9 +37,16 @@ def main() -> None:
     classes: dict[str, Any] = {}
     try:
         kinds = []
+        given = process.receive(questions) if settings["by_value"] else {}
         for name, source in settings["classes"].items():
-            classes[name] = load_user_function(source, f"environment.classes.{name}", EnvironmentConfigError)
-            kinds.append(EnvironmentKind.of(classes[name], source, process.source_of(classes[name])))
+            if source in given:
+                contents, paths = given[source]
+                sys.path += [path for path in paths if path not in sys.path]
+                classes[name], digest = pickle.loads(contents), ""
+            else:
+                classes[name] = load_user_function(source, f"environment.classes.{name}", EnvironmentConfigError)
+                digest = process.source_of(classes[name])
+            kinds.append(EnvironmentKind.of(classes[name], source, digest))
     except BaseException as error:  # a user's file may raise anything
         is_ours = isinstance(error, EnvironmentConfigError)
         replies.send({"not_loaded": str(error) if is_ours else process.described(error, None)})

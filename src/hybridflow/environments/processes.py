@@ -24,6 +24,7 @@ from hybridflow.environments.host import CallLimits, EnvironmentHost
 from hybridflow.environments.kinds import EnvironmentKind
 from hybridflow.errors import EnvironmentConfigError
 from hybridflow.rewards import reward_process
+from hybridflow.rewards.closure import Closure
 from hybridflow.rewards.framed_process import KILL_TIMEOUT_S, FramedProcess, WrongReplyError
 from hybridflow.runtime import load_user_function
 
@@ -52,15 +53,22 @@ class _LostError(Exception):
 class EnvironmentPool:
     """The classes of a run's environments, and `num_processes` processes for their objects; 0: this process.
 
-    Its event loop runs in a thread, until `close` or the end of the pool. Raises EnvironmentConfigError if a class
-    cannot be loaded.
+    `closures`: those of the classes that a Python program has given. The event loop runs in a thread, until `close` or
+    the end of the pool. Raises EnvironmentConfigError if a class cannot be loaded.
     """
 
     def __init__(
-        self, classes: Mapping[str, str], *, num_processes: int, limits: CallLimits, memory_bytes: int = 0
+        self,
+        classes: Mapping[str, str],
+        *,
+        num_processes: int,
+        limits: CallLimits,
+        memory_bytes: int = 0,
+        closures: Sequence[Closure] = (),
     ) -> None:
         self.loop = asyncio.new_event_loop()
         self._limits, self._names = limits, list(classes)
+        self._closures = {each.name: each for each in closures}
         self._thread = threading.Thread(target=self.loop.run_forever, name="environments", daemon=True)
         self._thread.start()
         self._processes: list[_Process | None] = [None] * num_processes
@@ -68,7 +76,8 @@ class EnvironmentPool:
         self._alone, self._ids = asyncio.Lock(), itertools.count()
         self._settings = json.dumps(
             {
-                "classes": {name: _resolved(source) for name, source in classes.items()},
+                "classes": {name: self._resolved(source) for name, source in classes.items()},
+                "by_value": list(self._closures),
                 "reward_process": reward_process.__file__,
                 "memory_bytes": memory_bytes,
                 "timeout_s": limits.seconds,
@@ -84,17 +93,26 @@ class EnvironmentPool:
             raise
 
     def _load_here(self, classes: Mapping[str, str]) -> dict[str, EnvironmentKind]:
-        for name, source in classes.items():
-            self._classes[name] = load_user_function(source, f"environment.classes.{name}", EnvironmentConfigError)
         self._slots = asyncio.Semaphore(self._limits.concurrency)
-        return {
-            name: EnvironmentKind.of(self._classes[name], source, reward_process.source_of(self._classes[name]))
-            for name, source in classes.items()
-        }
+        kinds = {}
+        for name, source in classes.items():
+            if closure := self._closures.get(source):
+                found, digest = closure.function(), ""
+            else:
+                found = load_user_function(source, f"environment.classes.{name}", EnvironmentConfigError)
+                digest = reward_process.source_of(found)
+            self._classes[name], kinds[name] = found, EnvironmentKind.of(found, source, digest)
+        return kinds
 
     def _load_in_process(self) -> dict[str, EnvironmentKind]:
         process = asyncio.run_coroutine_threadsafe(self.shared(0), self.loop).result()
         return dict(zip(self._names, process.kinds, strict=True))
+
+    def _resolved(self, source: str) -> str:
+        """Return the name of a class with the whole path of its file."""
+        path, _, name = source.rpartition(":")
+        is_file = path.endswith(".py") and source not in self._closures
+        return f"{Path(path).expanduser().resolve()}:{name}" if is_file else source
 
     def place(self, name: str, number: int) -> Place:
         """Return a place for the environment of an episode; `number` chooses its process."""
@@ -137,6 +155,7 @@ class EnvironmentPool:
 
     async def _started_once(self) -> "_Process":
         process = _Process(self._settings, asyncio.get_running_loop(), self._limits.seconds)
+        process.give({name: (each.contents, each.paths) for name, each in self._closures.items()})
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await process.ready
@@ -210,6 +229,12 @@ class _Process(FramedProcess):
         self._numbers = itertools.count()
         loop.add_reader(self.connection, self._read)
         self._watching = loop.create_task(self._watch())
+
+    def give(self, classes: Mapping[str, tuple[bytes, tuple[str, ...]]]) -> None:
+        """Send the classes that travel by value, before any question."""
+        if classes:
+            self.put(classes)
+            self._write()
 
     async def ask(self, episode: int, name: str, question: Question) -> Answer:
         """Return the answer to a question. Raises _LostError if the process is lost before."""
@@ -314,9 +339,3 @@ def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, processes: "
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
-
-
-def _resolved(source: str) -> str:
-    """Return the name of a class with the whole path of its file."""
-    path, _, name = source.rpartition(":")
-    return f"{Path(path).expanduser().resolve()}:{name}" if path.endswith(".py") else source

@@ -1,7 +1,7 @@
-"""A reward function that a Python program holds: it travels to its processes by value, and is never stored.
+"""A function or class that a Python program holds: it travels to its processes by value, and is never stored.
 
 Its name, "closure:NAME-HASH", stands in the configuration. The hash is that of its source, so that a run that continues
-with another function is noticed.
+with another one is noticed.
 """
 
 import functools
@@ -16,7 +16,7 @@ from typing import Any
 
 import cloudpickle
 
-from hybridflow.errors import RewardConfigError
+from hybridflow.errors import ConfigError, EnvironmentConfigError, RewardConfigError
 
 SOURCE = "closure"
 MAX_BYTES = 2**28
@@ -24,41 +24,61 @@ MAX_BYTES = 2**28
 
 
 @dataclass(frozen=True)
+class Purpose:
+    """What a closure is for, as errors say it: its kind, key of the configuration, argument in Python and its form."""
+
+    what: str
+    key: str
+    argument: str
+    form: str
+    error: type[ConfigError]
+
+    def __str__(self) -> str:
+        return f"the {self.what}"
+
+
+REWARD = Purpose("reward function", "reward.function", "reward", "path.py:function", RewardConfigError)
+ENVIRONMENT = Purpose("environment", "environment.classes", "environments", "path.py:Class", EnvironmentConfigError)
+
+
+@dataclass(frozen=True)
 class Closure:
-    """A function by value: its name in the configuration, its pickle, and where its process looks for modules."""
+    """A function or class by value: its name in the configuration, its pickle, and where modules are looked for."""
 
     name: str
     contents: bytes
     paths: tuple[str, ...]
+    purpose: Purpose = REWARD
 
     @classmethod
-    def of(cls, function: Callable[..., Any]) -> "Closure":
-        """Return a function by value. Raises RewardConfigError for one that holds what cannot travel."""
+    def of(cls, function: Callable[..., Any], purpose: Purpose = REWARD) -> "Closure":
+        """Return a function or class by value. Raises the error of its purpose if it holds what cannot travel."""
         name = getattr(function, "__name__", type(function).__name__)
         for variable, value in _held(function):
             if getattr(value, "is_cuda", False) is True:
-                raise RewardConfigError(
-                    f"the reward function '{name}' holds the tensor '{variable}' on a GPU, which its processes do not "
-                    "have; give it a tensor on the CPU, or load it inside the function."
+                raise purpose.error(
+                    f"{purpose} '{name}' holds the tensor '{variable}' on a GPU, which its processes do not "
+                    "have; give it a tensor on the CPU, or load it inside."
                 )
         try:
             contents = cloudpickle.dumps(function)
         except Exception as error:  # of any type, by what the function holds
             held = ", ".join(variable for variable, value in _held(function) if not _can_travel(value))
-            raise RewardConfigError(
-                f"the reward function '{name}' cannot travel to its processes: {type(error).__name__}: {error}"
-                f"{f'; it holds {held}' if held else ''}. Make such objects inside the function (locks, open files, "
-                "connections), or write the function to a file: reward='path.py:function'."
+            raise purpose.error(
+                f"{purpose} '{name}' cannot travel to its processes: {type(error).__name__}: {error}"
+                f"{f'; it holds {held}' if held else ''}. Make such objects inside (locks, open files, connections), "
+                f"or write it to a file: {purpose.argument}='{purpose.form}'."
             ) from error
         if len(contents) > MAX_BYTES:
-            raise RewardConfigError(
-                f"the reward function '{name}' holds {len(contents):,} bytes, of which each of its processes would get "
-                f"a copy; at most {MAX_BYTES:,} can travel. Load large data inside the function."
+            raise purpose.error(
+                f"{purpose} '{name}' holds {len(contents):,} bytes, of which each of its processes would get "
+                f"a copy; at most {MAX_BYTES:,} can travel. Load large data inside."
             )
-        return cls(f"{SOURCE}:{re.sub(r'[^A-Za-z0-9_]', '', name)}-{source_hash(function)}", contents, (*sys.path,))
+        label = f"{SOURCE}:{re.sub(r'[^A-Za-z0-9_]', '', name)}-{source_hash(function)}"
+        return cls(label, contents, (*sys.path,), purpose)
 
-    def function(self) -> Callable[..., Any]:
-        """Return the function, in this process."""
+    def function(self) -> Any:
+        """Return the function or class, in this process."""
         sys.path += [path for path in self.paths if path not in sys.path]
         return cloudpickle.loads(self.contents)
 
@@ -67,43 +87,55 @@ _offered: dict[str, Closure] = {}
 
 
 def offer(closure: Closure) -> None:
-    """Let the runs that this process builds from now on use a function by its name."""
+    """Let the runs that this process builds from now on use a function or class by its name."""
     _offered[closure.name] = closure
 
 
-def closure_of(name: str) -> Closure | None:
-    """Return the function of a name in the configuration, None for a name of a file, a module or nothing.
+def closure_of(name: str, purpose: Purpose = REWARD) -> Closure | None:
+    """Return the function or class of a name in the configuration, None for that of a file, a module or nothing.
 
-    Raises RewardConfigError for a function that this process does not hold.
+    Raises the error of its purpose for one that this process does not hold.
     """
     if not is_closure(name):
         return None
     if name not in _offered:
-        raise RewardConfigError(
-            f"reward.function='{name}' was a function of a Python program, which is never stored; give it again, as in "
-            "hybridflow.open_run(RUN_DIR, reward=...).resume(), or write it to a file and set reward.function to "
-            "'path.py:function'."
+        raise purpose.error(
+            f"{purpose.key}='{name}' was given by a Python program, which is never stored; give it again, as in "
+            f"hybridflow.open_run(RUN_DIR, {purpose.argument}=...).resume(), or write it to a file and set "
+            f"{purpose.key} to '{purpose.form}'."
         )
     return _offered[name]
 
 
 def is_closure(name: str) -> bool:
-    """Return whether a name in the configuration is that of a function of a Python program."""
+    """Return whether a name in the configuration is that of a function or class of a Python program."""
     return name.startswith(f"{SOURCE}:")
 
 
 def source_hash(function: Callable[..., Any]) -> str:
-    """Return a digest of the source of a function, or of its code where there is no source."""
+    """Return a digest of the source of a function or class, or of its code where there is no source."""
     while isinstance(function, functools.partial):
         function = function.func
+    return hashlib.blake2b(_source(function).encode(errors="surrogatepass"), digest_size=6).hexdigest()
+
+
+def _source(function: Callable[..., Any]) -> str:
     plain = inspect.unwrap(function)
-    defined = plain if inspect.isroutine(plain) else type(plain)
+    defined = plain if inspect.isroutine(plain) or inspect.isclass(plain) else type(plain)
     try:
-        text = textwrap.dedent(inspect.getsource(defined))
+        return textwrap.dedent(inspect.getsource(defined))
     except (OSError, TypeError):
         code = getattr(plain, "__code__", None)
-        text = repr((code.co_code, code.co_names, _constants(code))) if code else repr(defined)
-    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=6).hexdigest()
+    if code:
+        return repr((code.co_code, code.co_names, _constants(code)))
+    if not inspect.isclass(plain):
+        return repr(defined)
+    parts = [  # of a class without source, as in a notebook: its methods may have one
+        f"{name}: {_source(value) if inspect.isfunction(value) else repr(value)}"
+        for name, value in vars(plain).items()
+        if inspect.isfunction(value) or type(value) in (int, float, str, bool, tuple)
+    ]
+    return "\n".join([plain.__name__, *parts])
 
 
 def _constants(code: Any) -> list[Any]:
@@ -112,11 +144,18 @@ def _constants(code: Any) -> list[Any]:
 
 
 def _held(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the variables outside of a function that it uses, and the arguments that it is bound to."""
+    """Yield the variables outside of a function or class that it uses, and the arguments that it is bound to."""
     if isinstance(function, functools.partial):
         yield from ((f"argument {i}", value) for i, value in enumerate(function.args))
         yield from function.keywords.items()
         yield from _held(function.func)
+        return
+    if isinstance(function, type):
+        for name, value in vars(function).items():
+            if inspect.isfunction(value):
+                yield from _held(value)
+            elif not name.startswith("__"):
+                yield name, value
         return
     try:
         variables = inspect.getclosurevars(inspect.unwrap(function))

@@ -3,7 +3,7 @@
 from hybridflow.config import Config
 from hybridflow.controller import ClassWithInitArgs, Role
 from hybridflow.trainers.groups import traits_of
-from hybridflow.trainers.reward_worker import reward_worker
+from hybridflow.trainers.reward_worker import given_environments, reward_worker
 from hybridflow.workers import (
     ActorRolloutWorker,
     ActorWorker,
@@ -23,10 +23,12 @@ def role_classes(config: Config, actor_updates: int = 1, critic_updates: int = 1
 
     Learning-rate schedules end after `actor_updates` and `critic_updates`.
     """
+    actor, given = actor_class(config), given_environments(config)
+    own = given if actor is ActorRolloutWorker else {}  # who trains only plays no episodes
     classes = {
-        Role.ActorRollout: ClassWithInitArgs(actor_class(config), config=config, total_updates=actor_updates),
+        Role.ActorRollout: ClassWithInitArgs(actor, config=config, total_updates=actor_updates, **own),
         Role.Reward: reward_worker(config),
-        Role.Rollout: ClassWithInitArgs(rollout_class(config), config=config),
+        Role.Rollout: ClassWithInitArgs(rollout_class(config), config=config, **given),
         Role.Critic: ClassWithInitArgs(CriticWorker, config=config, total_updates=critic_updates),
         Role.RefPolicy: ClassWithInitArgs(ReferenceWorker, config=config),
         Role.Teacher: ClassWithInitArgs(TeacherWorker, config=config),

@@ -1,10 +1,11 @@
 """The hybrid worker: the trained policy and the rollout engine that generates with its weights, in one process."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from hybridflow.config import Config
 from hybridflow.controller import Dispatch, register
+from hybridflow.rewards.closure import Closure
 from hybridflow.rollout import load_weights
 from hybridflow.runtime import free_cached_memory
 from hybridflow.weight_sync import InProcess, WeightReceiver, WeightSender, hand_over
@@ -21,7 +22,7 @@ class ActorRolloutWorker(PartwiseGeneratingWorker, ActorWorker):
     allocated first; the KV cache gets the memory that is left after the trainer's weights have been gathered.
     """
 
-    def __init__(self, config: Config, total_updates: int = 1) -> None:
+    def __init__(self, config: Config, total_updates: int = 1, environments: Sequence[Closure] = ()) -> None:
         super().__init__(config, total_updates)
         config = self.config
         is_embedded = config.rollout.backend == "embedded"
@@ -33,7 +34,7 @@ class ActorRolloutWorker(PartwiseGeneratingWorker, ActorWorker):
             shares_model=self._shares_weights,
             in_group=self.has_collectives and self.world_size > 1,
         )
-        self.episodes = episode_worker(config, self.tokenizer, self.stop_ids, self.rank)
+        self.episodes = episode_worker(config, self.tokenizer, self.stop_ids, self.rank, environments)
         boxes = self.rollout.boxes_to_load() if config.rollout.tensor > 1 else None
         self.weight_sender = WeightSender(self.engine, config, InProcess, boxes)
         self.weight_receiver = WeightReceiver(self.rollout, config.model.dtype, InProcess())

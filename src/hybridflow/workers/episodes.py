@@ -26,6 +26,7 @@ from hybridflow.environments import (
 from hybridflow.environments.answers import ScoreGroup
 from hybridflow.protocol import DataProto
 from hybridflow.rewards import RewardResult, RewardScorer
+from hybridflow.rewards.closure import Closure
 from hybridflow.rewards.journal import RewardJournal
 from hybridflow.rewards.outcome import Outcome
 from hybridflow.rollout import RolloutEngine, SamplingParams
@@ -42,12 +43,23 @@ JOURNAL = "environments"
 class EpisodeWorker:
     """Plays the episodes of prompts with the environments of a configuration, which it holds."""
 
-    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], rank: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_ids: Sequence[int],
+        rank: int,
+        closures: Sequence[Closure] = (),
+    ) -> None:
         environment, reward = config.environment, config.reward
         self._config, self._tokenizer, self._stop_ids, self._rank = config, tokenizer, stop_ids, rank
         limits = CallLimits(reward.timeout_s, reward.concurrency)
         self._pool = EnvironmentPool(
-            environment.classes, num_processes=reward.processes, limits=limits, memory_bytes=reward.memory_bytes
+            environment.classes,
+            num_processes=reward.processes,
+            limits=limits,
+            memory_bytes=reward.memory_bytes,
+            closures=closures,
         )
         self._renderers = {name: ChatRenderer(tokenizer, kind.schemas) for name, kind in self._pool.kinds.items()}
         data = config.data
@@ -176,10 +188,14 @@ class EpisodeWorker:
 
 
 def episode_worker(
-    config: Config, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], rank: int
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_ids: Sequence[int],
+    rank: int,
+    closures: Sequence[Closure] = (),
 ) -> EpisodeWorker | None:
     """Return the player of a rank's episodes; None without environments."""
-    return EpisodeWorker(config, tokenizer, stop_ids, rank) if config.environment.classes else None
+    return EpisodeWorker(config, tokenizer, stop_ids, rank, closures) if config.environment.classes else None
 
 
 def with_group_reward(played: PlayedEpisode, answer: Answer, index: int) -> PlayedEpisode:

@@ -1,6 +1,6 @@
 """Generation in a separate resource pool: the rollout engine receives its weights from the training pool."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,6 +9,7 @@ from hybridflow.controller import Dispatch, register
 from hybridflow.data import load_tokenizer, stop_token_ids
 from hybridflow.errors import RolloutError
 from hybridflow.models import DTYPES, build_with_placeholders
+from hybridflow.rewards.closure import Closure
 from hybridflow.runtime import own_device, require_dtype
 from hybridflow.weight_sync import WeightReceiver, build_transport
 from hybridflow.workers.episodes import episode_worker
@@ -20,7 +21,7 @@ from hybridflow.workers.worker_process import prepare_worker_process
 class RolloutWorker(PartwiseGeneratingWorker):
     """A worker that generates with the weights of the last weight sync."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, environments: Sequence[Closure] = ()) -> None:
         config = prepare_worker_process(self, config)
         self.config = config
         self.tokenizer = load_tokenizer(config.model.path)
@@ -30,7 +31,7 @@ class RolloutWorker(PartwiseGeneratingWorker):
             dtype, device = DTYPES[config.model.dtype], own_device()
             require_dtype(dtype, device)
             model = build_with_placeholders(config.model.path, "policy", dtype, device)
-        self.episodes = episode_worker(config, self.tokenizer, self.stop_ids, self.rank)
+        self.episodes = episode_worker(config, self.tokenizer, self.stop_ids, self.rank, environments)
         in_group = self.has_collectives and self.world_size > 1
         self.rollout = build_rollout_engine(config, self.tokenizer, model, in_group=in_group)
         self.weight_receiver = WeightReceiver(

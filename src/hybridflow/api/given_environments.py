@@ -1,0 +1,45 @@
+"""Environments as a Python program gives them: classes, or the names of classes in files."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from hybridflow.environments import Environment
+from hybridflow.environments.host import require_rewards
+from hybridflow.errors import EnvironmentConfigError
+from hybridflow.rewards.closure import ENVIRONMENT, Closure
+
+Environments = type[Environment] | str | Mapping[str, type[Environment] | str] | None
+"""A class, or "path.py:Class", or several by the data source of their rows."""
+
+
+def sources_of(environments: Environments) -> tuple[dict[str, str], list[Closure]]:
+    """Return environment.classes for what was given, and the classes that travel by value.
+
+    Raises EnvironmentConfigError for what is no environment, has no reward, or cannot travel.
+    """
+    sources: dict[str, str] = {}
+    closures: list[Closure] = []
+    for name, given in _named(environments).items():
+        if isinstance(given, str):
+            sources[name] = given
+            continue
+        require_rewards(given, getattr(given, "__name__", repr(given)[:100]))
+        closure = Closure.of(given, ENVIRONMENT)
+        sources[name] = closure.name
+        closures.append(closure)
+    return sources, closures
+
+
+def _named(environments: Any) -> dict[str, Any]:
+    if environments is None:
+        return {}
+    if isinstance(environments, Mapping):
+        return {str(name): given for name, given in environments.items()}
+    if not isinstance(environments, str | type):
+        raise EnvironmentConfigError(
+            f"environments={environments!r:.100} is a {type(environments).__name__}; expected a class, its name as in "
+            "'path.py:Class', or a dict of several by data source."
+        )
+    name = environments.rpartition(":")[2] if isinstance(environments, str) else environments.__name__
+    return {re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower(): environments}
