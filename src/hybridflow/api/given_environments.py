@@ -16,7 +16,7 @@ Environments = type[Environment] | str | Mapping[str, type[Environment] | str] |
 def sources_of(environments: Environments) -> tuple[dict[str, str], list[Closure]]:
     """Return environment.classes for what was given, and the classes that travel by value.
 
-    Raises EnvironmentConfigError for what is no environment, has no reward, or cannot travel.
+    Raises EnvironmentConfigError for what is not an environment, has no reward, or cannot travel.
     """
     sources: dict[str, str] = {}
     closures: list[Closure] = []
