@@ -287,3 +287,25 @@ def test_the_longest_prefix_is_found_and_equal_ones_in_order():
     kept.clear()
     assert freed == ["e"]
     assert not kept
+
+
+def test_the_longest_beginning_of_a_prompt_is_found_among_many():
+    generator, found = torch.Generator().manual_seed(0), 0
+    kept = KeptSequences[int]()
+    lists = [
+        torch.randint(0, 3, (int(length),), generator=generator).tolist()
+        for length in torch.randint(0, 9, (400,), generator=generator)
+    ]
+    for number, tokens in enumerate(lists):
+        kept.add(tokens, number)
+    for number in range(0, 400, 7):  # some leave, in another order than they came
+        taken = kept.take([*lists[number], 5])
+        lists[taken.storage] = None
+    for prompt in torch.randint(0, 3, (300, 8), generator=generator).tolist():
+        beginnings = [tokens for tokens in lists if tokens is not None and tokens == prompt[: min(len(tokens), 7)]]
+        longest = max(beginnings, key=len, default=None)
+        match = kept.find(prompt)
+        assert (match and lists[match.storage]) == longest
+        assert match is None or match.storage == lists.index(longest)  # the oldest
+        found += match is not None and len(match) > 2
+    assert found > 100

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hybridflow.kernels.paged_attention import append_to_pages, paged_attention
 from hybridflow.models.attention import pytorch_attention
-from hybridflow.models.kv_cache import KVCache, PrefillPlan
+from hybridflow.models.kv_cache import KVCache, NewRows
 from hybridflow.models.paged_kv_cache import PAGE_SIZE, PagedKVCache
 from hybridflow.models.varlen import MAX_PADDED, PackedLayout, padded, unpadded
 
@@ -16,68 +16,57 @@ READ_POSITIONS = 2**20
 """Maximal number of places in pages that one call of attention reads, as PyTorch copies them."""
 
 
-@dataclass(frozen=True)
-class KeysValues:
-    """Keys and values of the first tokens of a sequence, one tensor per layer: (tokens, kv_heads, dim)."""
+class ContinuedPlan:
+    """Causal attention of packed new tokens to all tokens before them in the cache row of their sequence.
 
-    keys: list[Tensor]
-    values: list[Tensor]
-
-    @classmethod
-    def of_row(cls, cache: KVCache, row: int, length: int) -> "KeysValues":
-        """Copy the first `length` tokens of a row."""
-        layers = (cache.keys, cache.values)
-        return cls(*([x[row, :, :length].transpose(0, 1).clone() for x in part] for part in layers))
-
-
-class ContinuedPlan(PrefillPlan):
-    """Causal attention of packed new tokens to the known tokens of their sequence and to each other.
-
-    `lengths` counts known and new tokens of each sequence, and `keys` and `values` are those of all of them, as in
-    PrefillPlan. Each sequence has known tokens, and at least one new one. Consecutive sequences are one padded batch,
-    as long as padding adds little.
+    The last rows of the cache, one for each entry of `source`, are those that `KVCache.append_known` has added: of
+    sequence i they know `starts[i]` of `lengths[i]` tokens, at least one less. Keys and values of new tokens are
+    written first. Consecutive sequences are one padded batch, as long as padding adds little.
     """
 
-    def __init__(self, lengths: list[int], known: Sequence[KeysValues]) -> None:
-        super().__init__(lengths)
-        self._known = known
-        self._counts = [length - len(each.keys[0]) for length, each in zip(lengths, known, strict=True)]
-        device = known[0].keys[0].device
-        self._batches = [_Batch.of(lengths[part], self._counts[part], device) for part in _parts(lengths, self._counts)]
+    def __init__(self, cache: KVCache, source: Tensor, lengths: Sequence[int], starts: Sequence[int]) -> None:
+        counts = [length - start for length, start in zip(lengths, starts, strict=True)]
+        first_row, device = len(cache.lengths) - len(source), source.device
+        self._cache, self._new = cache, NewRows(counts, source, first_row)
+        self._positions = self._new.positions + torch.tensor(starts, device=device)[source][self._new.rows - first_row]
+        own_row = first_row + torch.searchsorted(source, torch.arange(len(counts), device=device))
+        self._batches = [
+            _Batch.of(own_row[part], lengths[part], counts[part], device) for part in _parts(lengths, counts)
+        ]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Store the keys and values of one layer, and compute its attention."""
-        query, new_keys, new_values = (x[0].transpose(0, 1) for x in (query, key, value))
-        known = ([each.keys[layer] for each in self._known], [each.values[layer] for each in self._known])
-        self.keys[layer], self.values[layer] = (
-            torch.cat([x for pair in zip(old, new.split(self._counts), strict=True) for x in pair])
-            for old, new in zip(known, (new_keys, new_values), strict=True)
-        )
+        """Write the keys and values of one layer, and compute its attention."""
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        keys, values, new = self._cache.keys[layer], self._cache.values[layer], self._new
+        for rows, x in ((keys, key), (values, value)):
+            rows.transpose(1, 2)[new.rows, self._positions] = x[new.tokens]
         queries = query.split([len(batch.new.slots) for batch in self._batches])
-        keys, values = (
-            x.split([len(batch.whole.slots) for batch in self._batches]) for x in (self.keys[layer], self.values[layer])
-        )
         outputs = []
-        for batch, q, k, v in zip(self._batches, queries, keys, values, strict=True):
-            q, k, v = padded(q, batch.new), padded(k, batch.whole), padded(v, batch.whole)
-            outputs.append(unpadded(pytorch_attention(q, k, v, scaling, batch.seen), batch.new))
+        for batch, q in zip(self._batches, queries, strict=True):
+            k, v = (x[batch.rows, :, : batch.longest] for x in (keys, values))
+            outputs.append(unpadded(pytorch_attention(padded(q, batch.new), k, v, scaling, batch.seen), batch.new))
         return torch.cat(outputs)[None]
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Sequences that are computed as a padded batch: all their tokens, the new ones, and the keys that these see."""
+    """Sequences that are computed as a padded batch: their rows and new tokens, and which keys these see."""
 
-    whole: PackedLayout
+    rows: slice | Tensor
+    longest: int
     new: PackedLayout
     seen: Tensor
 
     @classmethod
-    def of(cls, lengths: Sequence[int], counts: Sequence[int], device: torch.device) -> "_Batch":
+    def of(cls, rows: Tensor, lengths: Sequence[int], counts: Sequence[int], device: torch.device) -> "_Batch":
         starts = torch.tensor([length - count for length, count in zip(lengths, counts, strict=True)], device=device)
         last = starts[:, None] + torch.arange(max(counts), device=device)  # the last key that a query sees
         seen = torch.arange(max(lengths), device=device) <= last[:, :, None]
-        return cls(PackedLayout.of(lengths, device), PackedLayout.of(counts, device), seen[:, None])
+        first, end = int(rows[0]), int(rows[-1]) + 1
+        one_each = end - first == len(rows)
+        return cls(
+            slice(first, end) if one_each else rows, max(lengths), PackedLayout.of(counts, device), seen[:, None]
+        )
 
 
 def _parts(lengths: Sequence[int], counts: Sequence[int]) -> Iterator[slice]:

@@ -1,12 +1,24 @@
 """The KV cache of running sequences, and the attention plans that fill and read it."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hybridflow.kernels import append_and_attend, serves
 from hybridflow.models.attention import PackedPlan
+
+
+@dataclass(frozen=True)
+class KeysValues:
+    """Keys and values of the first tokens of a sequence, one tensor per layer: (tokens, kv_heads, dim)."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+
+    def __len__(self) -> int:
+        return len(self.keys[0])
 
 
 class KVCache:
@@ -33,18 +45,34 @@ class KVCache:
         `capacity` is the largest number of tokens that one of these rows will have; it does not shrink. `room`: the
         number of rows that are added next, for which storage that grows has room.
         """
-        capacity = max(capacity, self.capacity)
-        layout = _NewRows(prompts.lengths, source, first_row=len(self.lengths))
-        layers = range(len(prompts.keys))
-        compiled = all(_is_compiled(prompts.keys[i], prompts.values[i]) for i in layers)
-        size = (layout.first_row + len(layout.lengths), capacity, room)
-        keys, values = (
-            [self._grown(storage, i, packed[i], layout, size, compiled) for i in layers]
-            for storage, packed in zip(self._storage, (prompts.keys, prompts.values), strict=True)
+        layout = NewRows(prompts.lengths, source, first_row=len(self.lengths))
+        packed = KeysValues(*([part[i] for i in range(len(part))] for part in (prompts.keys, prompts.values)))
+        self._add(layout.lengths, packed, capacity, room)
+        for storage, new in ((self.keys, packed.keys), (self.values, packed.values)):
+            for x, of_layer in zip(storage, new, strict=True):
+                x.transpose(1, 2)[layout.rows, layout.positions] = of_layer[layout.tokens]
+
+    def append_known(
+        self, known: Sequence[KeysValues], lengths: Sequence[int], source: Tensor, capacity: int, room: int = 0
+    ) -> None:
+        """Add one row for each entry of `source`, the index of its sequence in `known`.
+
+        The row counts the `lengths` of its whole sequence; the tokens that are not known are zeros, for a ContinuedPlan
+        to write. See `append`.
+        """
+        first, longest = len(self.lengths), max(lengths)
+        self._add(torch.tensor(lengths, device=source.device)[source], known[0], capacity, room)
+        for row, i in enumerate(source.tolist(), first):
+            for storage, old in ((self.keys, known[i].keys), (self.values, known[i].values)):
+                for x, of_layer in zip(storage, old, strict=True):
+                    x[row, :, : len(of_layer)] = of_layer.transpose(0, 1)
+                    x[row, :, len(of_layer) : longest] = 0  # attention reads them, with a weight of 0
+
+    def row(self, row: int, length: int) -> KeysValues:
+        """Copy the first `length` tokens of a row."""
+        return KeysValues(
+            *([x[row, :, :length].clone().transpose(0, 1) for x in part] for part in (self.keys, self.values))
         )
-        self._storage = keys, values
-        self.keys, self.values = ([x[: size[0]] for x in storage] for storage in self._storage)
-        self.lengths = torch.cat([self.lengths, layout.lengths])
 
     def keep(self, rows: Tensor) -> None:
         """Drop every row that is not listed, and move row rows[i] to i. Only rows that move are copied."""
@@ -57,41 +85,43 @@ class KVCache:
                 storage[layer] = x[: len(rows)]
         self.lengths = self.lengths[rows]
 
+    def _add(self, lengths: Tensor, like: KeysValues, capacity: int, room: int) -> None:
+        """Add rows of these lengths, for keys and values `like` these; storage that grows has room for `room` more."""
+        rows, capacity = len(self.lengths) + len(lengths), max(capacity, self.capacity)
+        compiled = all(_is_compiled(key, value) for key, value in zip(like.keys, like.values, strict=True))
+        self._storage = tuple(  # type: ignore[assignment]
+            [
+                self._grown(storage[i] if storage else None, of_layer, rows, room, capacity, compiled)
+                for i, of_layer in enumerate(part)
+            ]
+            for storage, part in zip(self._storage, (like.keys, like.values), strict=True)
+        )
+        self.keys, self.values = ([x[:rows] for x in storage] for storage in self._storage)
+        self.lengths = torch.cat([self.lengths, lengths])
+
     def _grown(
-        self,
-        storage: list[Tensor],
-        layer: int,
-        packed: Tensor,
-        layout: "_NewRows",
-        size: tuple[int, int, int],
-        compiled: bool,
+        self, storage: Tensor | None, like: Tensor, rows: int, room: int, capacity: int, compiled: bool
     ) -> Tensor:
-        """Return storage with a layer's existing rows, then new rows filled from `packed` (tokens, kv_heads, dim).
-
-        `size`: rows, tokens of each, and further rows if storage must grow.
-        """
-        (heads, dim), (rows, capacity, room) = packed.shape[1:], size
-        grown = storage[layer] if storage else None
-        if grown is None or grown.shape[0] < rows or grown.shape[2] < capacity:
-            shape = (rows + room, heads, capacity, dim)
-            # PyTorch's attention multiplies unwritten entries by 0, so they must not be NaN.
-            larger = packed.new_empty(shape) if compiled else packed.new_zeros(shape)
-            if grown is not None and layout.first_row:
-                used = int(self.lengths.max())
-                larger[: layout.first_row, :, :used] = grown[: layout.first_row, :, :used]
-            grown = larger
-        grown.transpose(1, 2)[layout.rows, layout.positions] = packed[layout.tokens]
-        return grown
+        """Return a layer's storage with room for `rows` of `capacity` tokens, and if it must grow for `room` more."""
+        if storage is not None and storage.shape[0] >= rows and storage.shape[2] >= capacity:
+            return storage
+        shape = (rows + room, like.shape[1], capacity, like.shape[2])
+        # PyTorch's attention multiplies unwritten entries by 0, so they must not be NaN.
+        larger = like.new_empty(shape) if compiled else like.new_zeros(shape)
+        if storage is not None and len(self.lengths):
+            used = int(self.lengths.max())
+            larger[: len(self.lengths), :, :used] = storage[: len(self.lengths), :, :used]
+        return larger
 
 
-class _NewRows:
-    """The layout of new rows: token `tokens[i]` of the packed prompts goes to `rows[i]`, position `positions[i]`."""
+class NewRows:
+    """The layout of new rows: token `tokens[i]` of packed sequences goes to `rows[i]`, position `positions[i]`."""
 
-    def __init__(self, prompt_lengths: Sequence[int], source: Tensor, first_row: int) -> None:
-        prompts = torch.tensor(prompt_lengths, device=source.device)
-        starts = prompts.cumsum(0) - prompts
+    def __init__(self, sequence_lengths: Sequence[int], source: Tensor, first_row: int) -> None:
+        sizes = torch.tensor(sequence_lengths, device=source.device)
+        starts = sizes.cumsum(0) - sizes
         self.first_row = first_row
-        self.lengths = prompts[source]
+        self.lengths = sizes[source]
         row = torch.arange(len(source), device=source.device).repeat_interleave(self.lengths)
         ends = self.lengths.cumsum(0)
         self.positions = torch.arange(len(row), device=source.device) - (ends - self.lengths)[row]

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hybridflow.models import Forward
-from hybridflow.models.continued_prefill import ContinuedPlan, KeysValues
-from hybridflow.models.kv_cache import DecodePlan, KVCache, PrefillPlan
+from hybridflow.models import AttentionPlan, Forward
+from hybridflow.models.continued_prefill import ContinuedPlan
+from hybridflow.models.kv_cache import DecodePlan, KeysValues, KVCache, PrefillPlan
 from hybridflow.rollout.base import Completion, FinishReason, Request, SamplingParams
 from hybridflow.rollout.kept_sequences import KeptSequence, KeptSequences
 from hybridflow.rollout.requests import not_finite
@@ -152,7 +152,8 @@ class DecodingBatch:
         ]
         first = 0
         for count in split_by_tokens([len(tokens) for tokens in computed]):
-            plan, _ = self._prefill(computed[first : first + count])
+            plan = PrefillPlan([len(tokens) for tokens in computed[first : first + count]])
+            self._logits_after(computed[first : first + count], plan)
             first += count
             self._cache.append(plan, torch.arange(count, device=device), capacity, room=len(computed) - first)
 
@@ -164,32 +165,34 @@ class DecodingBatch:
         self, requests: Sequence[Request], capacity: int, room: int, taken: Mapping[int, KeptSequence[KeysValues]]
     ) -> None:
         device = self._counts.device
-        known = [taken[request.request_id].storage for request in requests if request.request_id in taken]
-        plan, logits = self._prefill([request.prompt_ids for request in requests], known)
         group_sizes = torch.tensor([request.group_size for request in requests], device=device)
         source = torch.arange(len(requests), device=device).repeat_interleave(group_sizes)
-        self._cache.append(plan, source, capacity, room)
+        prompts = [request.prompt_ids for request in requests]
+        lengths = [len(tokens) for tokens in prompts]
+        known = [taken[request.request_id].storage for request in requests if request.request_id in taken]
+        if known:
+            starts = [len(each) for each in known]
+            self._cache.append_known(known, lengths, source, capacity, room)
+            logits = self._logits_after(prompts, ContinuedPlan(self._cache, source, lengths, starts), starts)
+        else:
+            plan = PrefillPlan(lengths)
+            logits = self._logits_after(prompts, plan)
+            self._cache.append(plan, source, capacity, room)
         self._first_logits.append(logits[source])
 
-    def _prefill(
-        self, sequences: Sequence[Sequence[int]], known: Sequence[KeysValues] = ()
-    ) -> tuple[PrefillPlan, Tensor]:
-        """Return the keys and values of whole sequences, and the logits (sequences, vocabulary) after each.
-
-        `known`: keys and values of the first tokens of each sequence; empty: none are known.
-        """
-        device, lengths = self._counts.device, [len(tokens) for tokens in sequences]
-        starts = [len(each.keys[0]) for each in known] or [0] * len(lengths)
-        plan = ContinuedPlan(lengths, known) if known else PrefillPlan(lengths)
-        new = list(zip(starts, lengths, strict=True))
+    def _logits_after(
+        self, sequences: Sequence[Sequence[int]], plan: AttentionPlan, starts: Sequence[int] = ()
+    ) -> Tensor:
+        """Return the logits (sequences, vocabulary) after each sequence, of which the tokens from `starts` are new."""
+        device = self._counts.device
+        new = [(start, len(tokens)) for start, tokens in zip(starts or [0] * len(sequences), sequences, strict=True)]
         ids = [token for tokens, (start, _) in zip(sequences, new, strict=True) for token in tokens[start:]]
-        logits = self.forward(
+        return self.forward(
             torch.tensor(ids, device=device)[None],
             position_ids=torch.cat([torch.arange(start, length, device=device) for start, length in new])[None],
             attention_plan=plan,
             logits_to_keep=torch.tensor([length - start for start, length in new], device=device).cumsum(0) - 1,
         )[0]
-        return plan, logits
 
     def _next_logits(self) -> Tensor:
         """Return the logits (rows, vocabulary) of the next token: from the prompt for new rows, else by one pass."""
@@ -220,7 +223,7 @@ class DecodingBatch:
             request = self._requests[row]
             if request.keep and not aborted and starts[i] >= self._fresh_from:
                 computed = [*request.prompt_ids, *tokens[:-1]]
-                self._kept.add(computed, KeysValues.of_row(self._cache, row, len(computed)))
+                self._kept.add(computed, self._cache.row(row, len(computed)))
         self._is_running[ended] = False
         self.num_running -= len(done)
         if self.num_running < COMPACT_BELOW * len(self._names):

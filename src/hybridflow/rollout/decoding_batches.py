@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from hybridflow.models import Forward
-from hybridflow.models.continued_prefill import KeysValues
+from hybridflow.models.kv_cache import KeysValues
 from hybridflow.rollout.base import Completion, Request, SamplingParams
 from hybridflow.rollout.cache_budget import CacheBudget, Rows
 from hybridflow.rollout.decoding_batch import DecodingBatch

@@ -4,6 +4,7 @@ It compares tokens and counts what is reused. It does not know how keys and valu
 """
 
 from array import array
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -32,6 +33,7 @@ class KeptSequences(Generic[Storage]):
 
     def __init__(self) -> None:
         self._kept: dict[int, KeptSequence[Storage]] = {}
+        self._sorted: list[tuple[bytes, int]] = []  # their tokens and numbers
         self._num_added = 0
         self.prompt_tokens = self.reused_tokens = 0
 
@@ -45,7 +47,8 @@ class KeptSequences(Generic[Storage]):
 
     def add(self, tokens: Sequence[int], storage: Storage, free: Callable[[], None] = lambda: None) -> None:
         """Keep a sequence; `free` is called when it is dropped, but not when it is taken."""
-        self._kept[self._num_added] = KeptSequence(_encoded(tokens), storage, free)
+        kept = self._kept[self._num_added] = KeptSequence(_encoded(tokens), storage, free)
+        insort(self._sorted, (kept.tokens, self._num_added))
         self._num_added += 1
 
     def find(self, prompt: Sequence[int]) -> KeptSequence[Storage] | None:
@@ -56,7 +59,7 @@ class KeptSequences(Generic[Storage]):
     def take(self, prompt: Sequence[int]) -> KeptSequence[Storage] | None:
         """Remove and return what `find` returns, for a request that starts."""
         number = self._find(prompt)
-        taken = None if number is None else self._kept.pop(number)
+        taken = None if number is None else self._pop(number)
         self.prompt_tokens += len(prompt)
         self.reused_tokens += len(taken) if taken else 0
         return taken
@@ -66,7 +69,7 @@ class KeptSequences(Generic[Storage]):
         number = next((number for number, kept in self._kept.items() if kept is not but), None)
         if number is None:
             return False
-        self._kept.pop(number).free()
+        self._pop(number).free()
         return True
 
     def clear(self) -> None:
@@ -74,10 +77,36 @@ class KeptSequences(Generic[Storage]):
         while self.drop_oldest():
             pass
 
+    def _pop(self, number: int) -> KeptSequence[Storage]:
+        kept = self._kept.pop(number)
+        del self._sorted[bisect_left(self._sorted, (kept.tokens, number))]
+        return kept
+
     def _find(self, prompt: Sequence[int]) -> int | None:
-        tokens = _encoded(prompt) if self._kept else b""
-        numbers = (n for n, kept in self._kept.items() if tokens.startswith(kept.tokens) and len(kept) < len(prompt))
-        return max(numbers, key=lambda number: len(self._kept[number]), default=None)
+        """Return the number of the longest sequence with which a prompt begins, the oldest of those.
+
+        In sorted order the beginnings of a prompt are before it, the longest one last. What stands between them and the
+        prompt differs from it somewhere, and the longest beginning is not longer than what they have in common.
+        """
+        limit = _encoded(prompt[:-1]) if self._kept else b""
+        while place := bisect_left(self._sorted, (limit, self._num_added)):
+            before = self._sorted[place - 1][0]
+            if limit.startswith(before):
+                return self._sorted[bisect_left(self._sorted, (before, 0))][1]
+            limit = limit[: _num_common(limit, before)]
+        return None
+
+
+def _num_common(first: bytes, second: bytes) -> int:
+    """Return the number of bytes at the beginning that two encoded sequences have in common, of whole tokens."""
+    low, high, size = 0, min(len(first), len(second)), array("i").itemsize
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[:middle] == second[:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low - low % size
 
 
 def _encoded(tokens: Sequence[int]) -> bytes:
