@@ -147,14 +147,17 @@ def single(engine: EmbeddedRollout, tokenizer: PreTrainedTokenizerFast, args: An
 
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with a token for each byte and a chat template."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    """Return a byte-level BPE tokenizer, trained on the texts of this program, with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(text, special=True) for text in ("<|im_start|>", "<|im_end|>")])
+    trainer = trainers.BpeTrainer(
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False, vocab_size=400
+    )
+    backend.train_from_iterator([f"{PROMPT}7", "user\n", "assistant\n", "7 done"], trainer)
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
     tokenizer.chat_template = TEMPLATE
     return tokenizer
