@@ -41,6 +41,8 @@ from hybridflow.runtime import count_physical_cores, set_num_threads
 
 SMOKE = {"episodes": 4, "turns": 2, "tokens": 4, "repeats": 1, "tool_ms": 1, "width": 32}
 PROMPT = "what is the way to the sea and how long does it take on foot "
+ANSWER_TOKENS = 16
+"""At least as many as between two turns."""
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -115,7 +117,8 @@ class EqualTurns:
 
 def play(engine: Any, tokenizer: PreTrainedTokenizerFast, pool: EnvironmentPool, args: Any) -> dict[str, Any]:
     """Play all episodes; return seconds, tokens and the share of prompt tokens that were reused."""
-    stop_ids, renderer, longest = [tokenizer.eos_token_id], ChatRenderer(tokenizer), 4096
+    stop_ids, renderer = [tokenizer.eos_token_id], ChatRenderer(tokenizer)
+    longest = args.turns * (args.tokens + ANSWER_TOKENS)
     limits = EpisodeLimits(turns=args.turns, tokens=longest, context_tokens=2 * longest, rows=1)
     starts = [
         EpisodeStart(

@@ -31,13 +31,9 @@ def test_new_tokens_see_what_came_before_and_their_keys_are_in_the_rows(lengths,
     for storage in cache._storage:
         storage[0][1:] = torch.nan  # as memory that was never written
     cache.append_known(known, lengths, source, capacity=70)
-    new = [
-        torch.cat([x[start:] for x, start in zip(part.transpose(0, 1).split(lengths), starts, strict=True)]).transpose(
-            0, 1
-        )[None]
-        for part in whole
-    ]
-    out = ContinuedPlan(cache, source, lengths, starts).attend(0, *new, SCALING)[0]
+    cut = [[x[start:] for x, start in zip(part.transpose(0, 1).split(lengths), starts, strict=True)] for part in whole]
+    new = [torch.cat(part).transpose(0, 1)[None] for part in cut]
+    out = ContinuedPlan(cache, 1, source, lengths, starts).attend(0, *new, SCALING)[0]
     wanted = torch.cat([x[start:] for x, start in zip(expected, starts, strict=True)])
     torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
     for row, i in enumerate(source.tolist(), 1):

@@ -57,12 +57,12 @@ def test_keep_moves_rows_to_given_order():
     cache = KVCache(torch.device("cpu"))
     plan, (_, key, _) = prefilled([2, 1, 3], seed=3)
     cache.append(plan, torch.tensor([0, 1, 2]), capacity=4)
-    cache.keep(torch.tensor([0, 2]))
+    cache.keep([0, 2])
     assert cache.lengths.tolist() == [2, 3]
     assert len(cache.keys[0]) == len(cache.values[0]) == 2
     assert torch.equal(cache.keys[0][0, :, :2], key[0, :, :2])
     assert torch.equal(cache.keys[0][1, :, :3], key[0, :, 3:])
-    cache.keep(torch.tensor([1, 0]))
+    cache.keep([1, 0])
     assert cache.lengths.tolist() == [3, 2]
     assert torch.equal(cache.keys[0][0, :, :3], key[0, :, 3:])
     assert torch.equal(cache.keys[0][1, :, :2], key[0, :, :2])

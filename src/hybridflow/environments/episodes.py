@@ -149,6 +149,7 @@ class _Episodes:
             resume_offset=start.player.num_sampled,
             first_index=start.index,
             keep=start.player.may_go_on,
+            total_tokens=start.player.longest_row,
         )
 
     def _take_finished(self) -> None:

@@ -70,6 +70,12 @@ class Player:
         """Whether another turn may follow the next one."""
         return len(self.episode.turns) + 1 < self._limits.turns
 
+    @property
+    def longest_row(self) -> int:
+        """The number of tokens that the present row may have at the end of the episode; 0: no other turn may follow."""
+        most = min(self._limits.context_tokens, len(self.rows[-1].prompt_ids) + self._limits.tokens)
+        return most if self.may_go_on else 0
+
     async def begin(self, row: Mapping[str, Any]) -> list[int] | None:
         """Return the prompt of the first turn; None if the environment failed."""
         self.episode = Episode(row)

@@ -251,9 +251,18 @@ class _Process(FramedProcess):
 
     async def stop(self, problem: str) -> None:
         """End the process, with all that it has started."""
+        self.give_up(problem)
+        await self._kill()
+
+    def give_up(self, problem: str) -> None:
+        """Expect nothing of the process any more."""
         self._watching.cancel()
         self._lose(_LostError(f"the process of the environment {problem}"))
-        await self._kill()
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether the process was ended."""
+        return self._killing is not None and self._killing.done() and not self._killing.cancelled()
 
     def _write(self) -> None:
         self.send()
@@ -324,8 +333,7 @@ class _Process(FramedProcess):
 def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, processes: "list[_Process | None]") -> None:
     async def end() -> None:
         for process in filter(None, processes):
-            await process.stop("was closed")
-        processes.clear()
+            process.give_up("was closed")
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
@@ -336,6 +344,11 @@ def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, processes: "
         asyncio.run_coroutine_threadsafe(end(), loop).result(KILL_TIMEOUT_S + GRACE_S if processes else GRACE_S)
     except TimeoutError:  # user code in this process blocks the loop; its thread ends with the process
         return
+    finally:
+        for process in filter(None, processes):
+            if not process.is_ended:
+                process.kill()  # here, since an interpreter that ends starts no threads
+        processes.clear()
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()

@@ -19,14 +19,15 @@ READ_POSITIONS = 2**20
 class ContinuedPlan:
     """Causal attention of packed new tokens to all tokens before them in the cache row of their sequence.
 
-    The last rows of the cache, one for each entry of `source`, are those that `KVCache.append_known` has added: of
-    sequence i they know `starts[i]` of `lengths[i]` tokens, at least one less. Keys and values of new tokens are
-    written first. Consecutive sequences are one padded batch, as long as padding adds little.
+    The rows of the cache from `first_row` on, one for each entry of `source`, are those that `KVCache.append_known` or
+    `extend` has made: of sequence i they know `starts[i]` of `lengths[i]` tokens, at least one less. Keys and values of
+    new tokens are written first. Consecutive sequences are one padded batch, as long as padding adds little.
     """
 
-    def __init__(self, cache: KVCache, source: Tensor, lengths: Sequence[int], starts: Sequence[int]) -> None:
-        counts = [length - start for length, start in zip(lengths, starts, strict=True)]
-        first_row, device = len(cache.lengths) - len(source), source.device
+    def __init__(
+        self, cache: KVCache, first_row: int, source: Tensor, lengths: Sequence[int], starts: Sequence[int]
+    ) -> None:
+        counts, device = [length - start for length, start in zip(lengths, starts, strict=True)], source.device
         self._cache, self._new = cache, NewRows(counts, source, first_row)
         self._positions = self._new.positions + torch.tensor(starts, device=device)[source][self._new.rows - first_row]
         own_row = first_row + torch.searchsorted(source, torch.arange(len(counts), device=device))

@@ -68,20 +68,34 @@ class KVCache:
                     x[row, :, : len(of_layer)] = of_layer.transpose(0, 1)
                     x[row, :, len(of_layer) : longest] = 0  # attention reads them, with a weight of 0
 
+    def extend(self, first: int, lengths: Sequence[int], capacity: int, room: int = 0) -> None:
+        """Let rows from `first` on have these lengths; their further tokens are zeros, for a ContinuedPlan to write.
+
+        See `append`.
+        """
+        self._add(self.lengths[:0], KeysValues(*self._storage), capacity, room)
+        known, longest = self.lengths[first : first + len(lengths)].tolist(), max(lengths)
+        for x in (*self.keys, *self.values):
+            for row, count in enumerate(known, first):
+                x[row, :, count:longest] = 0  # attention reads them, with a weight of 0
+        self.lengths[first : first + len(lengths)] = torch.tensor(lengths, device=self.lengths.device)
+
     def row(self, row: int, length: int) -> KeysValues:
         """Copy the first `length` tokens of a row."""
         return KeysValues(
             *([x[row, :, :length].clone().transpose(0, 1) for x in part] for part in (self.keys, self.values))
         )
 
-    def keep(self, rows: Tensor) -> None:
-        """Drop every row that is not listed, and move row rows[i] to i. Only rows that move are copied."""
+    def keep(self, order: Sequence[int]) -> None:
+        """Drop every row that is not listed, and move row order[i] to i. Only rows that move are copied."""
+        rows = torch.tensor(order, dtype=torch.int64, device=self.lengths.device)
         used = int(self.lengths[rows].max()) if len(rows) else 0
         moved = (rows != torch.arange(len(rows), device=rows.device)).nonzero().flatten()
         for storage in (self.keys, self.values):
             for layer, x in enumerate(storage):
-                tokens = x[:, :, :used]
-                tokens.index_copy_(0, moved, tokens[rows[moved]])
+                if len(moved):
+                    tokens = x[:, :, :used]
+                    tokens.index_copy_(0, moved, tokens[rows[moved]])
                 storage[layer] = x[: len(rows)]
         self.lengths = self.lengths[rows]
 
@@ -105,7 +119,7 @@ class KVCache:
         """Return a layer's storage with room for `rows` of `capacity` tokens, and if it must grow for `room` more."""
         if storage is not None and storage.shape[0] >= rows and storage.shape[2] >= capacity:
             return storage
-        shape = (rows + room, like.shape[1], capacity, like.shape[2])
+        shape = (rows + room, like.shape[1], capacity, like.shape[-1])
         # PyTorch's attention multiplies unwritten entries by 0, so they must not be NaN.
         larger = like.new_empty(shape) if compiled else like.new_zeros(shape)
         if storage is not None and len(self.lengths):

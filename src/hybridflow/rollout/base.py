@@ -55,7 +55,8 @@ class Request:
     `resume_offset` is the number of tokens of a continued response that were made before: positions are counted from
     its first token. `first_index` is the index of the first response in the group. A `request_id` may be used again
     when all its completions are finished. `expected_length` is the expected number of tokens of a response; 0: not
-    known. `keep`: keep the keys and values of finished responses for a request whose prompt begins with their tokens.
+    known. `keep`: keep the keys and values of finished responses for a request whose prompt begins with their tokens;
+    `total_tokens`: the number of tokens that it may have with those of such requests, for which there is room at once.
     """
 
     request_id: int
@@ -67,6 +68,12 @@ class Request:
     first_index: int = 0
     expected_length: float = 0.0
     keep: bool = False
+    total_tokens: int = 0
+
+    @property
+    def longest(self) -> int:
+        """The largest number of tokens of its sequences: prompt and response, or `total_tokens`."""
+        return max(len(self.prompt_ids) + self.sampling.max_new_tokens, self.total_tokens)
 
 
 @dataclass

@@ -40,8 +40,7 @@ class CacheBudget:
         for sampling, of_sampling in new.items():
             for request in of_sampling:
                 rows, room = wanted.get(sampling, (0, 0))
-                longest = len(request.prompt_ids) + request.sampling.max_new_tokens
-                wanted[sampling] = rows + request.group_size, max(room, longest)
+                wanted[sampling] = rows + request.group_size, max(room, request.longest)
         needed = self._token_bytes * (num_kept + sum(rows * room for rows, room in wanted.values()))
         if needed > self._num_bytes and not running and not num_kept and len(requests) == 1:
             raise RolloutConfigError(

@@ -17,6 +17,7 @@ from hybridflow.models.continued_prefill import ContinuedPlan
 from hybridflow.models.kv_cache import DecodePlan, KeysValues, KVCache, PrefillPlan
 from hybridflow.rollout.base import Completion, FinishReason, Request, SamplingParams
 from hybridflow.rollout.kept_sequences import KeptSequence, KeptSequences
+from hybridflow.rollout.parked_rows import ParkedRow, ParkedRows, in_places
 from hybridflow.rollout.requests import not_finite
 from hybridflow.rollout.sampling import sample_tokens
 from hybridflow.rollout.stop_strings import StopStrings
@@ -46,11 +47,12 @@ class DecodingBatch:
         dtype: torch.dtype,
         sampling: SamplingParams,
         stop_strings: StopStrings,
-        kept: KeptSequences[KeysValues],
+        kept: KeptSequences[ParkedRow],
     ) -> None:
         self.forward, self.sampling, self._stop_strings, self._kept = forward, sampling, stop_strings, kept
         self.num_running = 0
         self._cache = KVCache(device)
+        self._parked = ParkedRows(self._cache)
         self._stop_ids = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
         self._names: list[tuple[int, int]] = []  # (request_id, index in the group)
         self._requests: list[Request] = []
@@ -70,31 +72,54 @@ class DecodingBatch:
 
     @property
     def num_rows(self) -> int:
-        """The number of rows, those that have finished and were not removed included."""
-        return len(self._names)
+        """The number of rows without parked ones, those that have finished and were not removed included."""
+        return len(self._names) - self._parked.num_below(len(self._names))
+
+    @property
+    def num_parked(self) -> int:
+        """The number of rows of kept sequences."""
+        return len(self._parked)
 
     @property
     def capacity(self) -> int:
         """The number of tokens that each row has room for."""
         return self._cache.capacity
 
-    def admit(self, requests: Sequence[Request], taken: Mapping[int, KeptSequence[KeysValues]]) -> None:
+    def admit(self, requests: Sequence[Request], taken: Mapping[int, KeptSequence[ParkedRow]]) -> None:
         """Compute each prompt once and add a row for every sequence of its group.
 
-        Of a request in `taken`, by its id, only the tokens after the kept ones are computed.
+        Of a request in `taken`, by its id, only the tokens after the kept ones are computed: in their row, or if that
+        is not in this batch or the group has several sequences, in copies of it.
         """
-        longest = max(len(request.prompt_ids) + request.sampling.max_new_tokens for request in requests)
-        whole, continued = ([r for r in requests if (r.request_id in taken) == is_in] for is_in in (False, True))
-        continued.sort(key=lambda request: len(request.prompt_ids) - len(taken[request.request_id]))
-        requests = [*whole, *continued]
-        room = sum(request.group_size for request in requests)
-        for part, most in ((whole, PREFILL_TOKENS), (continued, CONTINUED_TOKENS)):
-            first = 0
-            for count in split_by_tokens([len(request.prompt_ids) for request in part], most):
-                admitted = part[first : first + count]
+        own, copied, whole = list[Request](), list[Request](), list[Request]()
+        rows, copies = dict[int, ParkedRow](), dict[int, KeysValues]()
+        for request in requests:
+            parked = taken[request.request_id].storage if request.request_id in taken else None
+            if parked is None:
+                whole.append(request)
+            elif parked.rows is self._parked and request.group_size == 1:
+                own.append(request)
+                rows[request.request_id] = parked
+            else:
+                copied.append(request)
+                copies[request.request_id] = parked.copy()
+                parked.release()
+        capacity = max(request.longest for request in requests)
+        room = sum(request.group_size for request in (*copied, *whole))
+        if own:
+            own = self._go_on(own, rows, capacity, room)
+        copied.sort(key=lambda request: len(request.prompt_ids) - len(copies[request.request_id]))
+        num_front = len(self._names) + len(own)
+        if len(self._cache.lengths) > num_front:
+            self._parked.move_after(range(num_front))  # without rows that were given up
+        num_old = len(self._cache.lengths)
+        for part, most in ((copied, CONTINUED_TOKENS), (whole, PREFILL_TOKENS)):
+            for admitted in _passes(part, most):
                 room -= sum(request.group_size for request in admitted)
-                self._admit_pass(admitted, longest, room, taken)
-                first += count
+                self._admit_pass(admitted, capacity, room, copies)
+        if num_old > num_front:
+            self._parked.move_after([*range(num_front), *range(num_old, len(self._cache.lengths))])
+        requests = [*own, *copied, *whole]
         self._names += [(request.request_id, i) for request in requests for i in range(request.group_size)]
         self._requests += [request for request in requests for _ in range(request.group_size)]
         device = self._counts.device
@@ -144,6 +169,7 @@ class DecodingBatch:
         self._fresh_from = 0
         capacity, device = self._cache.capacity, self._counts.device
         self._cache = KVCache(device)
+        self._parked = ParkedRows(self._cache)
         computed = [  # all tokens but the last one, which the next step computes
             [*request.prompt_ids, *tokens[: count - 1]]
             for request, tokens, count in zip(
@@ -161,19 +187,39 @@ class DecodingBatch:
         """Do not keep running rows, unless they are retracted: their keys and values are of other weights."""
         self._fresh_from = len(self._versions)
 
+    def _go_on(
+        self, requests: Sequence[Request], rows: Mapping[int, ParkedRow], capacity: int, room: int
+    ) -> list[Request]:
+        """Let requests go on in their parked rows, which follow the running ones then; return them in that order."""
+        self._remove_finished(list(rows.values()))
+        ordered = sorted(requests, key=lambda request: rows[request.request_id].row)
+        first = len(self._names)
+        for admitted in _passes(ordered, CONTINUED_TOKENS):
+            lengths = [len(request.prompt_ids) for request in admitted]
+            starts = [rows[request.request_id].length for request in admitted]
+            self._cache.extend(first, lengths, capacity, room)
+            source = torch.arange(len(admitted), device=self._counts.device)
+            plan = ContinuedPlan(self._cache, first, source, lengths, starts)
+            self._first_logits.append(self._logits_after([r.prompt_ids for r in admitted], plan, starts))
+            first += len(admitted)
+        for row in rows.values():
+            row.release()
+        return ordered
+
     def _admit_pass(
-        self, requests: Sequence[Request], capacity: int, room: int, taken: Mapping[int, KeptSequence[KeysValues]]
+        self, requests: Sequence[Request], capacity: int, room: int, copies: Mapping[int, KeysValues]
     ) -> None:
+        """Compute prompts in rows at the end; what is known is in `copies`, for all requests or for none."""
         device = self._counts.device
         group_sizes = torch.tensor([request.group_size for request in requests], device=device)
         source = torch.arange(len(requests), device=device).repeat_interleave(group_sizes)
         prompts = [request.prompt_ids for request in requests]
         lengths = [len(tokens) for tokens in prompts]
-        known = [taken[request.request_id].storage for request in requests if request.request_id in taken]
+        known = [copies[request.request_id] for request in requests if request.request_id in copies]
         if known:
-            starts = [len(each) for each in known]
+            starts, first = [len(each) for each in known], len(self._cache.lengths)
             self._cache.append_known(known, lengths, source, capacity, room)
-            logits = self._logits_after(prompts, ContinuedPlan(self._cache, source, lengths, starts), starts)
+            logits = self._logits_after(prompts, ContinuedPlan(self._cache, first, source, lengths, starts), starts)
         else:
             plan = PrefillPlan(lengths)
             logits = self._logits_after(prompts, plan)
@@ -223,25 +269,28 @@ class DecodingBatch:
             request = self._requests[row]
             if request.keep and not aborted and starts[i] >= self._fresh_from:
                 computed = [*request.prompt_ids, *tokens[:-1]]
-                self._kept.add(computed, self._cache.row(row, len(computed)))
+                parked = self._parked.add(row, len(computed))
+                self._kept.add(computed, parked, parked.release)
         self._is_running[ended] = False
         self.num_running -= len(done)
         if self.num_running < COMPACT_BELOW * len(self._names):
             self._remove_finished()
         return done
 
-    def _remove_finished(self) -> None:
-        """Remove finished rows; running rows from the end replace them, so that few rows move."""
-        running = self._is_running.nonzero().flatten()
-        rows = torch.arange(len(running), device=running.device)
-        rows[~self._is_running[: len(running)]] = running[running >= len(running)]
-        self._cache.keep(rows)
+    def _remove_finished(self, next_rows: Sequence[ParkedRow] = ()) -> None:
+        """Remove finished rows, so that running ones, then `next_rows`, then other parked ones follow each other.
+
+        Rows from the end take the places of others, so that few rows move.
+        """
+        running = in_places(self._is_running.nonzero().flatten().tolist(), 0)
+        self._parked.move_after([*running, *in_places([parked.row for parked in next_rows], len(running))])
+        if running == list(range(len(self._names))):
+            return
+        rows = torch.tensor(running, dtype=torch.int64, device=self._counts.device)
         self._columns = {name: column[rows] for name, column in self._columns.items()}
         self._starts, self._counts, self._limits = (x[rows] for x in (self._starts, self._counts, self._limits))
         self._is_running = self._is_running[rows]
-        self._names, self._requests = (
-            [column[row] for row in rows.tolist()] for column in (self._names, self._requests)
-        )
+        self._names, self._requests = ([column[row] for row in running] for column in (self._names, self._requests))
 
     def _reached_stop_strings(self) -> Tensor:
         """Return for each row whether its text ends with a stop string."""
@@ -269,6 +318,14 @@ def _uniforms(requests: Sequence[Request], width: int) -> np.ndarray:
         positions = np.array([request.resume_offset for request, _ in sequences])[:, None] + np.arange(width)
         parts.append(uniform(*columns, np.array([index for _, index in sequences])[:, None], positions))
     return np.concatenate(parts)
+
+
+def _passes(requests: Sequence[Request], most: int) -> Iterator[Sequence[Request]]:
+    """Yield consecutive requests whose prompts have at most `most` tokens together, or a single one."""
+    first = 0
+    for count in split_by_tokens([len(request.prompt_ids) for request in requests], most):
+        yield requests[first : first + count]
+        first += count
 
 
 def split_by_tokens(lengths: Sequence[int], most: int = PREFILL_TOKENS) -> Iterator[int]:

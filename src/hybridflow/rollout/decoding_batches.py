@@ -7,11 +7,11 @@ from dataclasses import replace
 import torch
 
 from hybridflow.models import Forward
-from hybridflow.models.kv_cache import KeysValues
 from hybridflow.rollout.base import Completion, Request, SamplingParams
 from hybridflow.rollout.cache_budget import CacheBudget, Rows
 from hybridflow.rollout.decoding_batch import DecodingBatch
 from hybridflow.rollout.kept_sequences import KeptSequence, KeptSequences
+from hybridflow.rollout.parked_rows import ParkedRow
 from hybridflow.rollout.stop_strings import StopStrings
 
 
@@ -24,7 +24,7 @@ class DecodingBatches:
         device: torch.device,
         dtype: torch.dtype,
         stop_strings: StopStrings,
-        kept: KeptSequences[KeysValues],
+        kept: KeptSequences[ParkedRow],
         kv_cache_bytes: int = 0,
     ) -> None:
         self._kept = kept
@@ -39,7 +39,7 @@ class DecodingBatches:
 
     def admit(self, waiting: deque[Request], room: int) -> None:
         """Start waiting requests that fit, in order. Raises RolloutConfigError for one that memory never holds."""
-        running, taken = self._running_rows(), dict[int, KeptSequence[KeysValues]]()
+        running, taken = self._running_rows(), dict[int, KeptSequence[ParkedRow]]()
         admitted: dict[SamplingParams, list[Request]] = {}  # by sampling parameters, without the length
         while waiting and waiting[0].group_size <= room:
             request = waiting[0]
@@ -63,7 +63,8 @@ class DecodingBatches:
     def advance(self, version: int) -> list[Completion]:
         """Add one token to every sequence; return the completions that end with it."""
         num_kept = len(self._kept)
-        done = self._without_empty([done for batch in self._batches for done in batch.advance(version)])
+        running = [batch for batch in self._batches if batch.num_running]
+        done = self._without_empty([done for batch in running for done in batch.advance(version)])
         if len(self._kept) > num_kept:
             self._limit_kept(self._running_rows(), {})
         return done
@@ -88,9 +89,12 @@ class DecodingBatches:
 
     def _limit_kept(self, running: Mapping[SamplingParams, Rows], new: Mapping[SamplingParams, list[Request]]) -> None:
         """Drop the oldest kept sequences that do not fit beside the rows."""
-        while self._kept and not self._budget.holds(running, new, self._kept.num_tokens):
+        while self._kept:
+            num_kept = sum(parked.rows.cache.capacity for parked in self._kept.storages)
+            if self._budget.holds(running, new, num_kept):
+                return
             self._kept.drop_oldest()
 
     def _without_empty(self, done: list[Completion]) -> list[Completion]:
-        self._batches = [batch for batch in self._batches if batch.num_running]
+        self._batches = [batch for batch in self._batches if batch.num_running or batch.num_parked]
         return done

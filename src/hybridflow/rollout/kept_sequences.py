@@ -41,9 +41,9 @@ class KeptSequences(Generic[Storage]):
         return len(self._kept)
 
     @property
-    def num_tokens(self) -> int:
-        """The number of tokens whose keys and values are kept."""
-        return sum(map(len, self._kept.values()))
+    def storages(self) -> list[Storage]:
+        """Where keys and values are kept."""
+        return [kept.storage for kept in self._kept.values()]
 
     def add(self, tokens: Sequence[int], storage: Storage, free: Callable[[], None] = lambda: None) -> None:
         """Keep a sequence; `free` is called when it is dropped, but not when it is taken."""
