@@ -1,5 +1,6 @@
 """Runs whose environments a Python program holds: those of files, without a file."""
 
+import asyncio
 import threading
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import pytest
 import hybridflow
 from fixtures.tiny_episodes import write_episode_task
 from hybridflow.api.given_environments import sources_of
-from hybridflow.environments import Done, Environment, Episode, Reply, Turn
+from hybridflow.environments import CallLimits, Done, Environment, EnvironmentPool, Episode, Reply, Turn
+from hybridflow.environments.answers import Begin, Finish
 from hybridflow.errors import ConfigError, EnvironmentConfigError
 from hybridflow.rewards import closure
 from hybridflow.runtime import capture_random_state, restore_random_state
@@ -126,11 +128,47 @@ def test_classes_by_name_and_names_of_files_are_mixed():
     assert sources_of(None) == ({}, [])
 
 
-class WithLock(Talk):
-    lock = threading.Lock()
-
-
 class NoReward(Environment): ...
+
+
+def scoring(value):
+    class Scoring(Talk):
+        async def reward(self, episode: Episode):
+            return value
+
+    return Scoring
+
+
+def test_classes_of_one_function_are_different_ones():
+    sources, closures = sources_of({"a": scoring(1), "b": scoring(2)})
+    assert sources["b"] == f"{sources['a']}#1"
+    pool = EnvironmentPool(sources, num_processes=1, limits=CallLimits(), closures=closures)
+    try:
+        questions = [Begin({"prompt": "a"}), Finish("done")]
+        for name, value in (("a", 1.0), ("b", 2.0)):
+            answer = asyncio.run_coroutine_threadsafe(pool.place(name, 0).run(questions), pool.loop).result(60)
+            assert answer.rewards == {"score": value}
+    finally:
+        pool.close()
+
+
+def test_types_that_only_annotations_name_travel():
+    scope = {}
+    code = (
+        "from __future__ import annotations\nfrom typing import Literal\n"
+        "from hybridflow.environments import Environment\n\n\nclass Looks(Environment):\n"
+        "    def look(self, where: Literal['near', 'far']) -> str:\n        return where\n\n"
+        "    async def reward(self, episode):\n        return 1.0\n"
+    )
+    exec(code, scope)
+    scope["Looks"].__module__ = "__main__"  # as in a notebook
+    sources, closures = sources_of(scope["Looks"])
+    pool = EnvironmentPool(sources, num_processes=1, limits=CallLimits(), closures=closures)
+    try:
+        (schema,) = pool.kinds["looks"].schemas
+        assert schema["function"]["parameters"]["properties"]["where"]["enum"] == ["near", "far"]
+    finally:
+        pool.close()
 
 
 @pytest.mark.parametrize(

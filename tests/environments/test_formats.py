@@ -119,3 +119,32 @@ def test_no_text_of_marks_and_letters_is_an_error(name):
 def test_a_turn_that_repeats_calls_is_read_up_to_a_limit():
     turn = BY_NAME["hermes"].parse('<tool_call>{"name": "f"}</tool_call>' * 10_000)
     assert len(turn.calls) == 64
+
+
+NESTED = "[" * 70 + "]" * 70
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ('{"x": NaN}', '"arguments" of f has the number nan'),
+        ('{"x": [1e999]}', '"arguments" of f has the number inf'),
+        ('{"\\ud800": 1}', '"arguments" of f has half of a character'),
+        ('{"x": {"y": "a\\ud800b"}}', '"arguments" of f has half of a character'),
+        (f'{{"x": {NESTED}}}', '"arguments" of f has more than 64 lists and objects inside each other'),
+    ],
+)
+def test_a_call_with_what_other_programs_cannot_read_is_malformed(arguments, reason):
+    turn = BY_NAME["hermes"].parse(f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>')
+    assert (turn.calls, turn.malformed) == ((), (reason,))
+
+
+def test_a_name_with_half_of_a_character_is_malformed():
+    turn = BY_NAME["hermes"].parse('<tool_call>{"name": "\\ud800", "arguments": 3}</tool_call>')
+    assert turn.malformed == ('a call needs a "name", a text',)
+
+
+def test_a_glm_call_that_repeats_itself_is_read_quickly():
+    inner = "<arg_key>a</arg_key><arg_value>b" * 20_000
+    turn = BY_NAME["glm"].parse(f"<tool_call>f{inner}</tool_call>")
+    assert turn.malformed == ("an <arg_key> of f has no </arg_key> with an <arg_value>",)

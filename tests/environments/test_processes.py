@@ -10,7 +10,7 @@ import pytest
 from hybridflow.environments import Answer, AssistantTurn, CallLimits, EnvironmentPool, EpisodeClient, ToolCall
 from hybridflow.environments.answers import Begin, Finish, ScoreGroup, TakeTurn
 from hybridflow.environments.environment import Episode
-from hybridflow.errors import EnvironmentConfigError
+from hybridflow.errors import EnvironmentConfigError, RewardError
 from hybridflow.rewards.journal import RewardJournal
 
 CODE = '''
@@ -64,6 +64,19 @@ class Counter(Environment):
     def memory(self) -> str:
         return str(len(bytearray(8 * 2**30)))
 
+    async def cancelled(self) -> str:
+        raise asyncio.CancelledError()
+
+    async def restless(self) -> str:
+        while True:
+            try:
+                await asyncio.sleep(0.05)
+            except BaseException:
+                pass
+
+    def half(self) -> str:
+        raise ValueError("\\ud800")
+
     async def step(self, turn):
         self._note("step")
         self.count += 1
@@ -74,6 +87,10 @@ class Counter(Environment):
             os._exit(3)
         if turn.content == "exit":
             raise SystemExit(3)
+        if turn.content == "cancelled":
+            raise asyncio.CancelledError()
+        if turn.content == "nan":
+            return Reply([{"role": "user", "content": "a", "number": float("nan")}])
         if turn.content == "hostile":
             return Hostile()
         if turn.content == "kill once":
@@ -161,6 +178,9 @@ def test_the_episodes_of_a_prompt_are_compared_with_each_other(pool_of, processe
         ("memory", "error: MemoryError: "),
         ("write", "written"),
         ("exit", "error: SystemExit: 3"),
+        ("cancelled", "error: cancelled was cancelled: asyncio.CancelledError"),
+        ("restless", "error: restless took longer than 0.5 s"),
+        ("half", "error: ValueError: ?"),
     ],
 )
 def test_a_tool_that_fails_is_an_answer_for_the_model(pool_of, tool, result):
@@ -195,6 +215,7 @@ def test_a_tool_that_ends_its_process_fails_its_episode_alone(pool_of, tool):
     [
         ("exit", "step raised SystemExit: 3"),
         ("hostile", "what it returned cannot be used: ValueError: not shown"),
+        ("cancelled", "step was cancelled: asyncio.CancelledError"),
     ],
 )
 def test_no_exception_and_no_value_of_an_environment_loses_its_answer(pool_of, processes, said_text, error):
@@ -226,6 +247,20 @@ def test_failures_are_asked_again_unless_they_are_kept(pool_of, tmp_path):
     (tmp_path / "mine.py").write_text(CODE.replace("raise SystemExit(3)", "pass"))
     assert play(True) == kept
     assert play(False)[1].messages[0]["content"] == "1"
+
+
+def test_a_question_that_ends_two_processes_is_not_asked_a_third_time(pool_of, tmp_path, monkeypatch):
+    asked = tmp_path / "questions"
+    monkeypatch.setenv("QUESTIONS", str(asked))
+    answers = episode(pool_of(seconds=20), said("leave"), Finish("error"))
+    assert [answer.failure for answer in answers] == [None, "died", "died"]
+    assert asked.read_text().split() == ["reset", "step", "reset", "step"]
+
+
+def test_a_message_that_json_cannot_write_is_a_failure(pool_of):
+    answers = episode(pool_of(processes=0), said("nan"))
+    assert answers[1].failure == "raised"
+    assert "expected a list of messages" in answers[1].error
 
 
 def test_a_killed_process_costs_a_repetition_of_its_questions(pool_of, tmp_path, monkeypatch):
@@ -302,6 +337,35 @@ def test_the_journal_answers_in_place_of_the_environment(pool_of, tmp_path, monk
     assert play(3, seconds=-1.0) == whole
     assert asked.read_text().split() == ["reset", "step", "reset", "step", "step"]
     assert whole[3].rewards == {"score": 2.0, "turns": 2.0}
+
+
+def test_the_journal_knows_answers_to_the_same_conversation_only(pool_of, tmp_path):
+    pool = pool_of(processes=0)
+
+    def play(*questions):
+        journal = RewardJournal(tmp_path / "journal", 0, ["mine"], failures=False)
+        journal.open(3)
+        return episode(pool, *questions, Finish("done"), key=(3, 0), journal=journal)[-1].rewards
+
+    assert play(said("a")) == {"score": 1.0, "turns": 1.0}
+    assert play(said("a"), said("b")) == {"score": 2.0, "turns": 2.0}
+    assert play(said("c"), said("b")) == {"score": 2.0, "turns": 2.0}
+    assert play(said("a")) == {"score": 1.0, "turns": 1.0}
+    lines = {path.read_text() for path in (tmp_path / "journal").iterdir()}
+    assert sum(text.count("\n") for text in lines) == 1 + 2 + 2 + 3
+
+
+def test_a_row_of_the_journal_that_is_not_an_answer_is_an_error_with_its_place(pool_of, tmp_path):
+    journal = RewardJournal(tmp_path / "journal", 0, ["mine"], failures=False)
+    journal.open(3)
+    pool = pool_of(processes=0)
+    episode(pool, key=(3, 0), journal=journal)
+    (path,) = (tmp_path / "journal").iterdir()
+    path.write_text(path.read_text().replace("is_done", "was_done"))
+    journal.reopen()
+    journal.open(3)
+    with pytest.raises(RewardError, match=r"the journal '.*' has a row that is not an answer .*; remove the directory"):
+        episode(pool, key=(3, 0), journal=journal)
 
 
 def test_an_episode_that_takes_too_long_is_late(pool_of):

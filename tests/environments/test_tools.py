@@ -1,8 +1,9 @@
 from typing import Literal
 
 import pytest
+from pydantic import Field
 
-from hybridflow.environments import ToolCall, tool_of, tools_of
+from hybridflow.environments import Environment, ToolCall, tool_of, tools_of
 from hybridflow.errors import EnvironmentConfigError, ToolError
 
 
@@ -97,3 +98,33 @@ class Odd:
 def test_a_method_without_a_schema_is_an_error_that_names_it(made_of, message):
     with pytest.raises(EnvironmentConfigError, match=message):
         tools_of(made_of())
+
+
+class Filled:
+    def look(self, far: int = Field(default=3, ge=1), how: str = "low") -> str:
+        return f"{far} {how}"
+
+
+def test_a_default_of_a_field_is_given_to_the_function():
+    tool = tools_of(Filled())["look"]
+    assert tool.function(**tool.arguments(ToolCall("look"))) == "3 low"
+    assert tool.schema()["function"]["parameters"]["properties"]["far"]["default"] == 3
+
+
+class Lazy:
+    def look(self, how: "Literal['near', 'far']") -> "Missing": ...  # noqa: F821
+
+
+def test_a_type_that_is_a_text_is_read_where_the_method_was_defined():
+    tool = tools_of(Lazy())["look"]
+    assert tool.schema()["function"]["parameters"]["properties"]["how"]["enum"] == ["near", "far"]
+
+
+def test_the_methods_of_an_environment_are_not_tools():
+    class Shop(Environment):
+        def price(self, of: str) -> int: ...
+
+        async def reward(self, episode):
+            return 1.0
+
+    assert list(tools_of(Shop())) == ["price"]

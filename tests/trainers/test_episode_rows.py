@@ -3,12 +3,13 @@
 import numpy as np
 import torch
 
-from hybridflow.config import AlgorithmConfig, Config
-from hybridflow.protocol import DataProto
+from hybridflow.config import AlgorithmConfig, Config, DataConfig, RewardConfig
+from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers.episode_metrics import episode_metrics
 from hybridflow.trainers.episode_rows import EpisodeRows
+from hybridflow.trainers.reading import read
 from hybridflow.trainers.rl_metrics import batch_metrics
-from hybridflow.trainers.stages import add_advantages, token_level_rewards
+from hybridflow.trainers.stages import add_advantages, token_level_rewards, with_overlong_penalty
 
 T, F = True, False
 MASK = torch.tensor([[T, F, T], [T, T, F], [T, T, T], [F, F, F]])
@@ -94,3 +95,14 @@ def test_metrics_count_episodes():
     assert (metrics["response_length/mean"], metrics["response_length/max"]) == (3.5, 4)
     assert metrics["reward/moves/mean"] == 3.0
     assert metrics["critic/zero_variance_groups"] == 0
+
+
+def test_the_overlong_penalty_is_that_of_the_longest_row():
+    config = Config(
+        data=DataConfig(max_response_length=3), reward=RewardConfig(overlong_buffer=2, overlong_penalty=1.0)
+    )
+    turn_ids = torch.tensor([[0, 0, 1], [2, 2, -1], [0, -1, -1], [-1, -1, -1]])  # with answers: 3 and 2 tokens, 1 and 0
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
+        found = with_overlong_penalty(DataProtoFuture.of(batch(order, turn_ids=turn_ids)), config)
+        scores = read(found, ["scores"]).batch["scores"][torch.tensor(order).argsort()]
+        assert scores.tolist() == [0.0, 0.0, 0.0, 0.0]  # 1 - 1 for the first episode

@@ -1,16 +1,23 @@
 """Runs with environments: equal to runs without where they do the same, on every backend, and after an interruption."""
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from fixtures.chat_tokenizers import chat_tokenizer
 from fixtures.tiny_episodes import episode_settings, write_episode_task
 from hybridflow.checkpoint import CheckpointStore
 from hybridflow.config import load_config
-from hybridflow.errors import ConfigError, RewardError
+from hybridflow.environments import CalledTool, ChatRenderer, Episode, EpisodeRow, PlayedEpisode, ToolCall, Turn
+from hybridflow.errors import ConfigError, EnvironmentConfigError, RewardError
 from hybridflow.observability import read_jsonl
 from hybridflow.trainers import build_trainer, build_validator
+from hybridflow.trainers.build_generation import build_generator
+from hybridflow.trainers.generation import typed_prompts
+from hybridflow.workers.episode_batch import episode_batch
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +206,36 @@ def test_a_failing_environment_stops_the_run_with_its_error(tmp_path):
     assert metrics[0]["reward/timeout_rate"] == 0
 
 
+def test_rewards_of_turns_before_a_failure_are_not_learned_from(tmp_path):
+    write_episode_task(tmp_path)
+    code = (tmp_path / "environments.py").read_text()
+    (tmp_path / "environments.py").write_text(
+        code + "\n\nclass Breaks(Talk):\n    async def step(self, turn):\n        if turn.number == 1:\n"
+        "            raise KeyError('map')\n        return Reply([{'role': 'user', 'content': 'on'}], reward=1.0)\n"
+    )
+    zero = ("reward.on_error=zero", "reward.max_failure_rate=1.0", "algorithm.advantage=gae", "trainer.total_steps=1")
+    _, metrics = train(tmp_path, tmp_path / "run", "Breaks", *HERE, *zero)
+    assert metrics[0]["episode/ended_error"] > 0.5
+    assert metrics[0]["critic/returns/min"] == 0.0
+
+
+def test_a_chat_template_that_does_not_end_is_an_error(task, tmp_path, monkeypatch):
+    original, done = ChatRenderer.render, threading.Event()
+
+    def render(self, messages, *, add_generation_prompt):
+        while threading.current_thread() is not threading.main_thread() and not done.is_set():
+            time.sleep(0.01)
+        return original(self, messages, add_generation_prompt=add_generation_prompt)
+
+    monkeypatch.setattr("hybridflow.workers.episodes.LOOP_LIMIT_S", 1.5)
+    monkeypatch.setattr(ChatRenderer, "render", render)
+    try:
+        with pytest.raises(EnvironmentConfigError, match=r"the chat template of model\.path does not end"):
+            train(task, tmp_path / "run", "Talk", "reward.processes=1")
+    finally:
+        done.set()
+
+
 def test_rewards_of_a_group_compare_its_episodes(tmp_path):
     write_episode_task(tmp_path)
     code = (tmp_path / "environments.py").read_text()
@@ -262,3 +299,22 @@ def test_a_source_without_an_environment_is_an_error_before_the_start(tmp_path):
     classes = f"environment.classes={{walk='{tmp_path}/environments.py:Talk', once='{tmp_path}/environments.py:Once'}}"
     with pytest.raises(ConfigError, match=r"no environment serves data_source 'talk' in .*; environment\.classes has"):
         train(tmp_path, tmp_path / "run", "Talk", classes, *HERE)
+
+
+def test_a_first_prompt_that_is_too_long_is_an_error_with_both_lengths(task, tmp_path):
+    with pytest.raises(RewardError, match=r"first prompt has \d+ tokens, with the schemas of tools, more than data\."):
+        train(task, tmp_path / "run", "Talk", *HERE, "data.max_prompt_length=100")
+
+
+def test_a_run_with_environments_generates_plain_responses(task):
+    config = load_config(None, episode_settings(task, "Talk", *HERE))
+    with build_generator(config) as generator:
+        (row,) = generator.run(typed_prompts(["question 1"]))
+    assert isinstance(row["responses"][0], str)
+
+
+def test_a_call_that_cannot_be_read_counts_as_a_wrong_call():
+    turn = Turn(0, "", called=(CalledTool(ToolCall("f"), "1"),), malformed=("a call is not JSON",))
+    played = PlayedEpisode(Episode({}, turns=[turn], ended="done"), [EpisodeRow([1])])
+    columns = episode_batch([played], [0], [0], 1, chat_tokenizer("qwen2_5")).batch
+    assert (columns["num_tool_calls"].tolist(), columns["num_tool_errors"].tolist()) == ([2], [1])

@@ -1,11 +1,15 @@
 """Environments as a Python program gives them: classes, or the names of classes in files."""
 
+import inspect
 import re
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from hybridflow.environments import Environment
 from hybridflow.environments.host import require_rewards
+from hybridflow.environments.tools import evaluated
 from hybridflow.errors import EnvironmentConfigError
 from hybridflow.rewards.closure import ENVIRONMENT, Closure
 
@@ -25,10 +29,24 @@ def sources_of(environments: Environments) -> tuple[dict[str, str], list[Closure
             sources[name] = given
             continue
         require_rewards(given, getattr(given, "__name__", repr(given)[:100]))
+        _read_types(given)
         closure = Closure.of(given, ENVIRONMENT)
+        number = sum(closure.name == other.name.partition("#")[0] for other in closures)
+        if number:  # of a function that makes classes: their source is the same
+            closure = replace(closure, name=f"{closure.name}#{number}")
         sources[name] = closure.name
         closures.append(closure)
     return sources, closures
+
+
+def _read_types(environment: type[Environment]) -> None:
+    """Replace annotations that are texts by the types that they name: what only a text names does not travel."""
+    for base in environment.__mro__:
+        for method in filter(inspect.isfunction, vars(base).values() if issubclass(base, Environment) else ()):
+            for parameter, annotation in method.__annotations__.items():
+                with suppress(Exception):  # a tool whose type is missing is an error where tools are made
+                    if isinstance(annotation, str):
+                        method.__annotations__[parameter] = evaluated(method, annotation)
 
 
 def _named(environments: Any) -> dict[str, Any]:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Protocol
 
-from hybridflow.environments.answers import Answer, Question, ScoreGroup
+from hybridflow.environments.answers import Answer, Question
 from hybridflow.environments.host import EnvironmentHost
+from hybridflow.errors import RewardError
 from hybridflow.rewards.journal import RewardJournal
 from hybridflow.rewards.outcome import Outcome
 
@@ -56,6 +57,7 @@ class EpisodeClient:
         self._place, self._key, self._journal = place, list(key), journal
         self._seconds, self._clock, self._started = seconds, clock, clock()
         self._questions: list[Question] = []
+        self._history = ""  # digest of the earlier questions
 
     async def __call__(self, question: Question) -> Answer:
         """Return the answer to the next question."""
@@ -65,8 +67,10 @@ class EpisodeClient:
         call = None
         if self._journal:
             number, kind = len(self._questions), type(question).__name__
-            call = self._journal.call({"episode": self._key, "number": number, kind: _plain(question)}, None)
-            known = None if call.known is None else Answer.of_message(json.loads(call.known.result))
+            asked = {"episode": self._key, "number": number, "after": self._history, kind: asdict(question)}
+            call = self._journal.call(asked, None)
+            self._history = call.key
+            known = None if call.known is None else _answer_of(call.known, self._journal)
             if known and (not known.failure or self._journal.keeps_failures):
                 return known
         answer = await self._place.run(self._questions)
@@ -78,6 +82,11 @@ class EpisodeClient:
         return answer
 
 
-def _plain(question: Question) -> object:
-    """Return what tells the question apart from others; the episodes of a group follow from earlier questions."""
-    return len(question.episodes) if isinstance(question, ScoreGroup) else asdict(question)
+def _answer_of(known: Outcome, journal: RewardJournal) -> Answer:
+    try:
+        return Answer.of_message(json.loads(known.result))
+    except (TypeError, ValueError) as error:
+        raise RewardError(
+            f"the journal '{journal.directory}' has a row that is not an answer of an environment ({error}); remove "
+            "the directory, so that environments are asked again."
+        ) from error

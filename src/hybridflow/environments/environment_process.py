@@ -56,7 +56,7 @@ def main() -> None:
 
 
 async def _serve(classes: dict[str, Any], receive: Any, incoming: Any, replies: Any, settings: dict[str, Any]) -> None:
-    from hybridflow.environments.answers import Finish, ScoreGroup
+    from hybridflow.environments.answers import Answer, Finish, ScoreGroup
     from hybridflow.environments.host import CallLimits, EnvironmentHost
 
     limits = CallLimits(settings["timeout_s"], settings["concurrency"])
@@ -71,7 +71,10 @@ async def _serve(classes: dict[str, Any], receive: Any, incoming: Any, replies: 
 
     async def answer(number: int, episode: int, name: str, question: Any) -> None:
         host = hosts.get(episode) or hosts.setdefault(episode, EnvironmentHost(classes[name], limits, slots))
-        found = await host.answer(question)
+        try:
+            found = await host.answer(question)
+        except BaseException as error:  # user code may cancel all tasks; an answer is owed in any case
+            found = Answer(failure="raised", error=f"the episode was cancelled: {type(error).__name__}")
         if isinstance(question, Finish | ScoreGroup):
             hosts.pop(episode, None)
         replies.send({"number": number, "answer": found.to_message()})

@@ -3,19 +3,23 @@
 import asyncio
 import itertools
 import queue
+import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridflow.environments.playing import PlayedEpisode, Player
-from hybridflow.errors import RolloutError
+from hybridflow.errors import EnvironmentConfigError, RolloutError
 from hybridflow.rollout import Completion, Request, RolloutEngine, SamplingParams
 from hybridflow.rollout.running_groups import longest_first
 from hybridflow.runtime import note_progress
 
 WAIT_S = 1.0
 """Seconds after which a wait for environments reports progress, so that a deadline of the process is not theirs."""
+
+LOOP_LIMIT_S = 60.0
+"""Seconds in which the event loop must go on; only a chat template can block it, if environments have processes."""
 
 ROUND_STEPS = 16
 """Steps of the engine between two times at which turns begin, if the order must not depend on time."""
@@ -41,6 +45,7 @@ def play_episodes(
     loop: asyncio.AbstractEventLoop,
     *,
     in_order: bool = True,
+    loop_limit_s: float | None = LOOP_LIMIT_S,
 ) -> list[PlayedEpisode]:
     """Play all episodes to their ends with an idle engine, and return them in order; environments run on `loop`.
 
@@ -48,9 +53,9 @@ def play_episodes(
     noise of its position among the episode's sampled tokens. With `in_order`, turns begin at certain steps of the
     engine, which waits for their environments then: so the sequences that run beside each other, and with them the
     rounding, do not depend on how long environments take either. Raises RolloutError for a turn that the engine cannot
-    serve.
+    serve, and EnvironmentConfigError if `loop` is blocked for `loop_limit_s`, in which chat templates run.
     """
-    return _Episodes(engine, starts, sampling, loop, in_order).play()
+    return _Episodes(engine, starts, sampling, _Loop(loop, loop_limit_s), in_order).play()
 
 
 class _Episodes:
@@ -59,7 +64,7 @@ class _Episodes:
         engine: RolloutEngine,
         starts: Sequence[EpisodeStart],
         sampling: SamplingParams,
-        loop: asyncio.AbstractEventLoop,
+        loop: "_Loop",
         in_order: bool,
     ) -> None:
         self._engine, self._starts, self._sampling, self._in_order = engine, starts, sampling, in_order
@@ -162,10 +167,32 @@ def _take(player: Player, completion: Completion) -> Coroutine[Any, Any, list[in
     return player.take(completion.token_ids, completion.log_probs, completion.versions)
 
 
+class _Loop:
+    """An event loop in another thread, and since when it owes a sign of life."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, limit_s: float | None) -> None:
+        self.loop, self._limit_s = loop, limit_s
+        self._asked: float | None = None
+
+    def require_running(self) -> None:
+        """Raise EnvironmentConfigError if something has blocked the loop for too long."""
+        if self._asked is None:
+            self._asked = time.monotonic()
+            self.loop.call_soon_threadsafe(self._hear)
+        elif self._limit_s is not None and time.monotonic() - self._asked > self._limit_s:
+            raise EnvironmentConfigError(
+                f"an episode has not gone on for {self._limit_s:g} s: the chat template of model.path does not end for "
+                "its messages. `hybridflow check-template` shows whether a template serves episodes."
+            )
+
+    def _hear(self) -> None:
+        self._asked = None
+
+
 class _Tasks:
     """Coroutines of episodes on an event loop in another thread, and what they have returned."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: _Loop) -> None:
         self._loop, self._done = loop, queue.SimpleQueue[int]()
         self._running: dict[int, tuple[int, Any]] = {}  # by episode: the step at its start, and its future
 
@@ -175,7 +202,7 @@ class _Tasks:
 
     def start(self, number: int, coroutine: Coroutine[Any, Any, Any], step: int) -> None:
         """Run a coroutine of an episode, which has no other one."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop.loop)
         self._running[number] = step, future
         future.add_done_callback(lambda _: self._done.put(number))
 
@@ -202,6 +229,8 @@ class _Tasks:
             future.cancel()
 
     def _wait_for_one(self) -> None:
-        with suppress(queue.Empty):
+        try:
             self._done.get(timeout=WAIT_S)
+        except queue.Empty:
+            self._loop.require_running()
         note_progress()

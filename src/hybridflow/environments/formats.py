@@ -4,6 +4,7 @@ No text is an error: what cannot be read as a call is listed in `malformed`, wit
 """
 
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,10 @@ from hybridflow.environments.messages import AssistantTurn, ToolCall
 
 MAX_CALLS = 64
 """Calls of one turn that are read; a model that repeats itself writes thousands."""
+
+
+MAX_NESTING = 64
+"""Lists and objects inside each other in the arguments of a call."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ def _call_of(value: Any, arguments_key: str) -> ToolCall | str:
     if not isinstance(value, dict):
         return f"a call must be a JSON object, got {type(value).__name__}"
     name, arguments = value.get("name"), value.get(arguments_key, {})
-    if not isinstance(name, str) or not name:
+    if not isinstance(name, str) or not name or _unfit(name):
         return 'a call needs a "name", a text'
     if isinstance(arguments, str):
         try:
@@ -64,7 +69,23 @@ def _call_of(value: Any, arguments_key: str) -> ToolCall | str:
             return f'"{arguments_key}" of {name} is a text that is not JSON'
     if not isinstance(arguments, dict):
         return f'"{arguments_key}" of {name} must be a JSON object'
+    if problem := _unfit(arguments):
+        return f'"{arguments_key}" of {name} has {problem}'
     return ToolCall(name, arguments)
+
+
+def _unfit(value: Any, depth: int = MAX_NESTING) -> str:
+    """Return what a value of Python's JSON has that texts and other JSON cannot hold; empty if there is nothing."""
+    if isinstance(value, str):
+        return "half of a character" if any("\ud800" <= letter <= "\udfff" for letter in value) else ""
+    if isinstance(value, float):
+        return "" if math.isfinite(value) else f"the number {value}"
+    if not isinstance(value, dict | list):
+        return ""
+    if not depth:
+        return f"more than {MAX_NESTING} lists and objects inside each other"
+    inner = [*value, *value.values()] if isinstance(value, dict) else value
+    return next(filter(None, (_unfit(each, depth - 1) for each in inner)), "")
 
 
 def _json_call(text: str, arguments_key: str = "arguments") -> ToolCall | str:
@@ -102,13 +123,18 @@ def _read_glm(text: str) -> tuple[str, list[ToolCall], list[str]]:
     """Read <tool_call>NAME, then <arg_key>KEY</arg_key><arg_value>VALUE</arg_value> for each argument (GLM-4.5)."""
 
     def read(inner: str) -> ToolCall | str:
-        name = inner.partition("<arg_key>")[0]
-        pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", inner, re.DOTALL)
-        if not name.strip():
+        name, *pairs = inner.split("<arg_key>")
+        name, arguments = name.strip(), dict[str, Any]()
+        if not name:
             return "a call needs the name of a tool after <tool_call>"
-        if inner.count("<arg_key>") != len(pairs):
-            return f"an <arg_key> of {name.strip()} has no </arg_key> with an <arg_value>"
-        return ToolCall(name.strip(), {key.strip(): value.strip("\n") for key, value in pairs}, is_text=True)
+        for pair in pairs:
+            key, _, after = pair.partition("</arg_key>")
+            before, mark, after = after.partition("<arg_value>")
+            value, closed, _ = after.partition("</arg_value>")
+            if before.strip() or not mark or not closed:
+                return f"an <arg_key> of {name} has no </arg_key> with an <arg_value>"
+            arguments[key.strip()] = value.strip("\n")
+        return ToolCall(name, arguments, is_text=True)
 
     return _read_between(text, "<tool_call>", "</tool_call>", read)
 

@@ -22,6 +22,9 @@ MAX_RESULT_CHARS = 20_000
 
 CONCURRENT_CALLS = 32
 
+CANCEL_S = 0.1
+"""Seconds in which a call that took too long may clean up."""
+
 
 @dataclass(frozen=True)
 class CallLimits:
@@ -68,7 +71,7 @@ class EnvironmentHost:
                 return await self._score_group(question.episodes)
             return await self._finish(question)
         except _FailedError as failed:
-            failure, error = failed.failure, str(failed)
+            failure, error = failed.failure, _unicode(str(failed))
         except asyncio.CancelledError:
             raise
         except BaseException as raised:  # of a value of the user's code, such as one whose `repr` fails
@@ -145,7 +148,7 @@ class EnvironmentHost:
             result = await self._limited(call.name, lambda: _run(tool, arguments))
             return CalledTool(call, _text_of(result, tool.name))
         except (ToolError, _FailedError) as error:
-            return CalledTool(call, f"error: {error}", is_error=True)
+            return CalledTool(call, _unicode(f"error: {error}"), is_error=True)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # of the user's tool, also SystemExit
@@ -165,15 +168,26 @@ class EnvironmentHost:
             raise _FailedError("raised", f"{what} raised {type(error).__name__}: {_shown(error)}") from error
 
     async def _limited(self, what: str, call: Callable[[], Awaitable[Any]]) -> Any:
+        """Return what a call returns, in a task of its own, which may take no notice of its end."""
         async with self._slots:
-            limit = asyncio.timeout(self._limits.seconds)
+            task = asyncio.ensure_future(_outcome(call))
             try:
-                async with limit:
-                    return await call()
-            except TimeoutError as error:
-                if not limit.expired():  # of the user's code
-                    raise
-                raise _FailedError("timeout", f"{what} took longer than {self._limits.seconds:g} s") from error
+                await asyncio.wait({task}, timeout=self._limits.seconds)
+            finally:
+                is_late = not task.done()
+                task.cancel()
+            if is_late:
+                await asyncio.wait({task}, timeout=CANCEL_S)
+                if not task.done():
+                    EnvironmentHost.num_stuck += 1
+                    task.add_done_callback(_one_less_is_stuck)
+                raise _FailedError("timeout", f"{what} took longer than {self._limits.seconds:g} s")
+            value, error = task.result()
+            if isinstance(error, asyncio.CancelledError):  # by the user's code
+                raise _FailedError("raised", f"{what} was cancelled: asyncio.CancelledError") from error
+            if error is not None:
+                raise error
+            return value
 
     @property
     def _name(self) -> str:
@@ -195,6 +209,19 @@ def require_rewards(environment: type[Environment], name: str) -> None:
 def scores_groups(environment: type[Environment]) -> bool:
     """Return whether the class compares the episodes of a prompt."""
     return environment.group_rewards is not Environment.group_rewards
+
+
+async def _outcome(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """Return what a call returns or raises: SystemExit raised in a task would end the event loop."""
+    try:
+        value = call()
+        return (await value if inspect.isawaitable(value) else value), None
+    except BaseException as error:  # of the user's code
+        return None, error
+
+
+def _one_less_is_stuck(_: object) -> None:
+    EnvironmentHost.num_stuck -= 1
 
 
 def _returning(make: Callable[[], Any]) -> Callable[[], Awaitable[Any]]:
@@ -238,7 +265,7 @@ def _settle(outcome: "asyncio.Future[Any]", value: Any, error: BaseException | N
 
 def _shown(error: BaseException) -> str:
     try:
-        return str(error)[:500]
+        return _unicode(str(error)[:500])
     except BaseException as problem:  # a user's class may raise anything
         return f"an exception whose text is missing: __str__ raised {type(problem).__name__}"
 
@@ -270,12 +297,10 @@ def _messages_of(what: str, value: object) -> tuple[Message, ...]:
         if not isinstance(each, Mapping) or not isinstance(each.get("role"), str):
             raise _FailedError("raised", wrong)
         try:
-            plain = json.loads(json.dumps(dict(each), ensure_ascii=False))
+            text = json.dumps(dict(each), ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise _FailedError("raised", wrong) from error
-        if isinstance(plain.get("content"), str):
-            plain["content"] = _unicode(plain["content"])
-        messages.append(plain)
+        messages.append(json.loads(_unicode(text)))
     return tuple(messages)
 
 
@@ -291,9 +316,9 @@ def _rewards_of(found: object) -> dict[str, Any]:
     rewards: dict[str, Any] = {}
     for name, value in given.items():
         if isinstance(value, str) and name != "score":
-            rewards[str(name)] = value
+            rewards[_unicode(str(name))] = _unicode(value)
         elif isinstance(value, numbers.Real) and math.isfinite(value):
-            rewards[str(name)] = float(value)
+            rewards[_unicode(str(name))] = float(value)
         else:
             raise _FailedError(
                 "raised", f"reward returned {name}={value!r:.100}; expected a finite number, or several by name"

@@ -20,12 +20,16 @@ Ask = Callable[[Question], Awaitable[Answer]]
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """Bounds of an episode: turns, rows, tokens of a row after its prompt, and tokens of a whole row."""
+    """Bounds of an episode: turns, rows, tokens of a row after its prompt, and tokens of a whole row.
+
+    `prompt_tokens`: those of the first prompt, a longer one is a failure; None: as `context_tokens`.
+    """
 
     turns: int = 8
     tokens: int = 4096
     context_tokens: int = 8192
     rows: int = 8
+    prompt_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,13 @@ class Player:
             self._prompt = render()
         except HybridFlowError as error:
             return self._fail("raised", str(error))
-        new = self._prompt.ids
+        new, most = self._prompt.ids, self._limits.prompt_tokens
+        if not self.rows and most is not None and len(new) > most:
+            return self._fail(
+                "raised",
+                f"the first prompt has {len(new)} tokens, with the schemas of tools, more than "
+                f"data.max_prompt_length={most}; raise the limit",
+            )
         if self._prompt.is_new_row or not self.rows:
             if self._room(len(new), 0) < 1:
                 return self._end("tokens")

@@ -25,7 +25,7 @@ from hybridflow.environments.kinds import EnvironmentKind
 from hybridflow.errors import EnvironmentConfigError
 from hybridflow.rewards import reward_process
 from hybridflow.rewards.closure import Closure
-from hybridflow.rewards.framed_process import KILL_TIMEOUT_S, FramedProcess, WrongReplyError
+from hybridflow.rewards.framed_process import FramedProcess, WrongReplyError
 from hybridflow.runtime import load_user_function
 
 PROGRAM = Path(__file__).with_name("environment_process.py")
@@ -40,6 +40,9 @@ GRACE_S = 10.0
 """Seconds beyond the limit of a call without a sign of life, after which a process is killed."""
 
 WATCH_S = 0.5
+
+END_S = 1.0
+"""Seconds that calls may take to clean up when a pool is closed."""
 
 
 class _LostError(Exception):
@@ -94,7 +97,8 @@ class EnvironmentPool:
 
     def _load_here(self, classes: Mapping[str, str]) -> dict[str, EnvironmentKind]:
         self._slots = asyncio.Semaphore(self._limits.concurrency)
-        kinds = {}
+        kinds = dict[str, EnvironmentKind]()
+        found: Any
         for name, source in classes.items():
             if closure := self._closures.get(source):
                 found, digest = closure.function(), ""
@@ -194,9 +198,12 @@ class _RemotePlace:
         self._pool, self._name, self._number = pool, name, number
         self._process: _Process | None = None
         self._id = self._num_had = 0
+        self._failed: Answer | None = None
 
     async def run(self, questions: Sequence[Question]) -> Answer:
         """Ask the environment, see `Place.run`."""
+        if self._failed:  # two processes were lost with a question: it is not asked again
+            return self._failed
         try:
             process = await self._pool.shared(self._number)
             if process is not self._process:
@@ -211,7 +218,8 @@ class _RemotePlace:
         try:
             return await self._pool.ask_alone(self._name, questions)
         except _LostError as lost:
-            return Answer(failure="timeout" if lost.is_late else "died", error=str(lost))
+            self._failed = Answer(failure="timeout" if lost.is_late else "died", error=str(lost))
+            return self._failed
 
 
 class _Process(FramedProcess):
@@ -331,24 +339,23 @@ class _Process(FramedProcess):
 
 
 def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, processes: "list[_Process | None]") -> None:
+    """End all, also where the garbage collector calls it: in any thread, which may hold locks that others wait for."""
+
     async def end() -> None:
         for process in filter(None, processes):
             process.give_up("was closed")
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        await asyncio.get_running_loop().shutdown_default_executor()
+        if others := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in others:
+                task.cancel()
+            await asyncio.wait(others, timeout=END_S)
+        loop.stop()
 
-    try:
-        asyncio.run_coroutine_threadsafe(end(), loop).result(KILL_TIMEOUT_S + GRACE_S if processes else GRACE_S)
-    except TimeoutError:  # user code in this process blocks the loop; its thread ends with the process
-        return
-    finally:
-        for process in filter(None, processes):
-            if not process.is_ended:
-                process.kill()  # here, since an interpreter that ends starts no threads
-        processes.clear()
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
+    asyncio.run_coroutine_threadsafe(end(), loop)
+    if threading.current_thread() is not thread:
+        thread.join(2 * END_S)  # user code in this process may block it
+    for process in filter(None, processes):
+        if not process.is_ended:
+            process.kill()  # in this thread, since an interpreter that ends starts no others
+    processes.clear()
+    if not thread.is_alive():
+        loop.close()

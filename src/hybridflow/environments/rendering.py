@@ -190,7 +190,10 @@ class ChatRenderer:
         return ids
 
     def _ids_of(self, text: str) -> list[int]:
-        return cast(list[int], self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+        try:
+            return cast(list[int], self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+        except TypeError as error:  # half of a character
+            raise DataError(f"the tokenizer cannot encode {text!r:.200}: {error}.") from error
 
 
 def _special_texts(tokenizer: "PreTrainedTokenizerBase") -> set[str]:

@@ -9,7 +9,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
+from pydantic.fields import FieldInfo
 
+from hybridflow.environments.environment import METHODS, Environment
 from hybridflow.environments.messages import ToolCall
 from hybridflow.errors import EnvironmentConfigError, ToolError
 
@@ -31,7 +33,11 @@ class Tool:
         """Return the tool of a function with typed parameters. Raises EnvironmentConfigError for one without types."""
         name = function.__name__
         fields: dict[str, Any] = {}
-        for parameter in inspect.signature(function, eval_str=True).parameters.values():
+        for parameter in inspect.signature(function).parameters.values():
+            if parameter.name.startswith(("_", "model_")):
+                raise EnvironmentConfigError(
+                    f"tool '{name}': the name of a parameter cannot begin as '{parameter.name}' does; rename it."
+                )
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 raise EnvironmentConfigError(f"tool '{name}': *{parameter.name} has no schema; name each parameter.")
             if parameter.annotation is parameter.empty:
@@ -39,7 +45,7 @@ class Tool:
                     f"tool '{name}': parameter '{parameter.name}' has no type; write one, as in {parameter.name}: int."
                 )
             default = ... if parameter.default is parameter.empty else parameter.default
-            fields[parameter.name] = (parameter.annotation, default)
+            fields[parameter.name] = (_type_of(function, parameter.annotation, name), default)
         try:
             model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
             model.model_json_schema()
@@ -68,7 +74,10 @@ class Tool:
                 for each in error.errors(include_url=False, include_context=False)
             ]
             raise ToolError(f"{self.name}: {'; '.join(problems)[: 4 * MAX_SHOWN]}") from error
-        return {name: getattr(checked, name) for name in type(checked).model_fields if name in checked.model_fields_set}
+        own = inspect.signature(self.function).parameters  # the function fills in its defaults, but no Field(default=3)
+        chosen = [name for name, each in own.items() if isinstance(each.default, FieldInfo)]
+        names = checked.model_fields_set.union(chosen)
+        return {name: getattr(checked, name) for name in type(checked).model_fields if name in names}
 
     def _typed(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return arguments that are texts with the types of JSON, where the parameter is not a text itself."""
@@ -81,11 +90,32 @@ class Tool:
         return typed
 
 
+def _type_of(function: Callable[..., Any], annotation: Any, tool: str) -> Any:
+    """Return the type that an annotation names, if it is a text, as after `from __future__ import annotations`."""
+    if not isinstance(annotation, str):
+        return annotation
+    try:
+        return evaluated(function, annotation)
+    except Exception as error:  # the text is a program
+        raise EnvironmentConfigError(
+            f"tool '{tool}': the type {annotation!r} cannot be read: {type(error).__name__}: {error}"
+        ) from error
+
+
+def evaluated(function: Callable[..., Any], annotation: str) -> Any:
+    """Return the value of an annotation of a function that is a text. Raises what its evaluation raises."""
+    plain = inspect.unwrap(function)
+    plain = getattr(plain, "__func__", plain)
+    held = dict(zip(plain.__code__.co_freevars, (cell.cell_contents for cell in plain.__closure__ or ()), strict=True))
+    return eval(annotation, {**plain.__globals__, **held})
+
+
 def tools_of(instance: object, besides: Sequence[str] = ()) -> dict[str, Tool]:
     """Return the public methods of an object as tools by name, in the order of their definition.
 
-    `besides`: names of methods that are not tools.
+    `besides`: names of methods that are not tools, as those are that every environment has.
     """
+    besides = (*besides, *METHODS) if isinstance(instance, Environment) else besides
     names: dict[str, None] = {}
     for each in reversed(type(instance).__mro__[:-1]):
         names |= dict.fromkeys(name for name, value in vars(each).items() if inspect.isfunction(value))

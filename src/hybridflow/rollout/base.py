@@ -70,11 +70,6 @@ class Request:
     keep: bool = False
     total_tokens: int = 0
 
-    @property
-    def longest(self) -> int:
-        """The largest number of tokens of its sequences: prompt and response, or `total_tokens`."""
-        return max(len(self.prompt_ids) + self.sampling.max_new_tokens, self.total_tokens)
-
 
 @dataclass
 class Completion:

@@ -9,6 +9,7 @@ from hybridflow.models import Forward
 from hybridflow.models.kv_cache import PrefillPlan
 from hybridflow.models.paged_kv_cache import PAGE_SIZE, PagedKVCache
 from hybridflow.rollout.base import Request, SamplingParams
+from hybridflow.rollout.requests import longest_of
 
 Rows = tuple[int, int]
 """A number of rows, and the tokens that each has room for."""
@@ -40,7 +41,7 @@ class CacheBudget:
         for sampling, of_sampling in new.items():
             for request in of_sampling:
                 rows, room = wanted.get(sampling, (0, 0))
-                wanted[sampling] = rows + request.group_size, max(room, request.longest)
+                wanted[sampling] = rows + request.group_size, max(room, longest_of(request))
         needed = self._token_bytes * (num_kept + sum(rows * room for rows, room in wanted.values()))
         if needed > self._num_bytes and not running and not num_kept and len(requests) == 1:
             raise RolloutConfigError(

@@ -18,7 +18,7 @@ from hybridflow.models.kv_cache import DecodePlan, KeysValues, KVCache, PrefillP
 from hybridflow.rollout.base import Completion, FinishReason, Request, SamplingParams
 from hybridflow.rollout.kept_sequences import KeptSequence, KeptSequences
 from hybridflow.rollout.parked_rows import ParkedRow, ParkedRows, in_places
-from hybridflow.rollout.requests import not_finite
+from hybridflow.rollout.requests import longest_of, not_finite
 from hybridflow.rollout.sampling import sample_tokens
 from hybridflow.rollout.stop_strings import StopStrings
 from hybridflow.runtime import uniform
@@ -104,7 +104,7 @@ class DecodingBatch:
                 copied.append(request)
                 copies[request.request_id] = parked.copy()
                 parked.release()
-        capacity = max(request.longest for request in requests)
+        capacity = max(map(longest_of, requests))
         room = sum(request.group_size for request in (*copied, *whole))
         if own:
             own = self._go_on(own, rows, capacity, room)
@@ -290,7 +290,8 @@ class DecodingBatch:
         self._columns = {name: column[rows] for name, column in self._columns.items()}
         self._starts, self._counts, self._limits = (x[rows] for x in (self._starts, self._counts, self._limits))
         self._is_running = self._is_running[rows]
-        self._names, self._requests = ([column[row] for row in running] for column in (self._names, self._requests))
+        self._names = [self._names[row] for row in running]
+        self._requests = [self._requests[row] for row in running]
 
     def _reached_stop_strings(self) -> Tensor:
         """Return for each row whether its text ends with a stop string."""

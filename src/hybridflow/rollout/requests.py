@@ -42,3 +42,8 @@ def not_finite(request_id: int) -> RolloutError:
         f"request {request_id}: the model's logits are not finite, so no token can be sampled: its weights have "
         "diverged; resume from an earlier checkpoint with a lower learning rate."
     )
+
+
+def longest_of(request: Request) -> int:
+    """Return the number of tokens for which a sequence of a request gets room: prompt and response, or more."""
+    return max(len(request.prompt_ids) + request.sampling.max_new_tokens, request.total_tokens)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from hybridflow.checkpoint import Checkpoint
 from hybridflow.checkpoint.model_fingerprint import require_same_base
 from hybridflow.checkpoint.weights import stored_weights
-from hybridflow.config import Config, FaultsConfig, ParallelConfig
+from hybridflow.config import Config, EnvironmentConfig, FaultsConfig, ParallelConfig
 from hybridflow.controller import Backend, ClassWithInitArgs, Role, WorkerGroup
 from hybridflow.data import RLHFDataset, load_tokenizer
 from hybridflow.data.parquet_rows import Row
@@ -43,9 +43,9 @@ def build_generator(
 ) -> TextGenerator:
     """Build the generator of `hybridflow generate`, with the weights of model.path or of a checkpoint.
 
-    `checked_prompts` checks the given `prompts` before a worker starts.
+    `checked_prompts` checks the given `prompts` before a worker starts. Environments take no part in it.
     """
-    config = _prepare(config, checkpoint)
+    config = _prepare(config.model_copy(update={"environment": EnvironmentConfig()}), checkpoint)
     config = checked_prompts(config, prompts, cap_response_length=cap_response_length)
     tokenizer = load_tokenizer(config.model.path)
     with _groups(config, checkpoint, {}) as (backend, groups):

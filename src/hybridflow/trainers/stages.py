@@ -80,12 +80,15 @@ def with_overlong_penalty(batch: DataProtoFuture, config: Config) -> DataProtoFu
     """Return the batch with the soft length penalty subtracted from its `scores`.
 
     DAPO, https://arxiv.org/abs/2503.14476, equation 13: each token of a response within the last `overlong_buffer`
-    tokens before data.max_response_length costs overlong_penalty / overlong_buffer.
+    tokens before data.max_response_length costs overlong_penalty / overlong_buffer. Of an episode the longest row
+    counts, with the tokens of answers, which have the same limit.
     """
-    rows = EpisodeRows(batch)
-    columns = rows.joined(read(batch, ("response_mask", "scores")).batch)
+    rows, has_turns = EpisodeRows(batch), "turn_ids" in (batch.columns or ())
+    columns = rows.joined(read(batch, ("response_mask", "scores", *["turn_ids"] * has_turns)).batch)
+    is_token = columns["turn_ids"] >= 0 if has_turns else columns["response_mask"]
+    longest = is_token.reshape(len(is_token), rows.size, -1).sum(-1).amax(-1)
     buffer = config.reward.overlong_buffer
-    over = columns["response_mask"].sum(-1) - (config.data.max_response_length - buffer)
+    over = longest - (config.data.max_response_length - buffer)
     penalty = config.reward.overlong_penalty * over.clamp(min=0) / buffer
     others = [name for name in batch.columns or () if name != "scores"]
     return batch.select_columns(others).union(DataProto.from_dict(rows.split({"scores": columns["scores"] - penalty})))

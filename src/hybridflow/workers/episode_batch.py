@@ -42,11 +42,12 @@ def episode_batch(
         rows += episode.rows
         rows += [EpisodeRow([padding])] * (rows_per_episode - len(episode.rows))
     tensors = row_tensors(rows, padding, dtype)
-    calls = [[called for turn in each.episode.turns for called in turn.called] for each in episodes]
+    turns = [each.episode.turns for each in episodes]
+    wrong = [sum(len(turn.malformed) + sum(call.is_error for call in turn.called) for turn in each) for each in turns]
     of_episodes = {
         "episode_ids": torch.tensor(list(episode_ids)),
-        "num_tool_calls": torch.tensor([len(called) for called in calls]),
-        "num_tool_errors": torch.tensor([sum(call.is_error for call in called) for called in calls]),
+        "num_tool_calls": torch.tensor([sum(len(t.called) + len(t.malformed) for t in each) for each in turns]),
+        "num_tool_errors": torch.tensor(wrong),
     }
     tensors |= {name: column.repeat_interleave(rows_per_episode) for name, column in of_episodes.items()}
     texts = tokenizer.batch_decode([row.ids for row in rows], skip_special_tokens=True)

@@ -24,6 +24,8 @@ from hybridflow.environments import (
     play_episodes,
 )
 from hybridflow.environments.answers import ScoreGroup
+from hybridflow.environments.episodes import LOOP_LIMIT_S
+from hybridflow.errors import EnvironmentConfigError
 from hybridflow.protocol import DataProto
 from hybridflow.rewards import RewardResult, RewardScorer
 from hybridflow.rewards.closure import Closure
@@ -68,6 +70,7 @@ class EpisodeWorker:
             tokens=data.max_response_length,
             context_tokens=data.max_prompt_length + data.max_response_length,
             rows=config.rows_per_episode,
+            prompt_tokens=data.max_prompt_length,
         )
         self._scorer = RewardScorer(
             on_error=reward.on_error,
@@ -112,8 +115,12 @@ class EpisodeWorker:
                 starts.append(EpisodeStart(player, row, (*noise, group), index))
         in_order = self._config.trainer.deterministic
         try:
-            played = play_episodes(engine, starts, sampling, self._pool.loop, in_order=in_order)
+            limit = LOOP_LIMIT_S if self._config.reward.processes else None  # here user code may stop in a debugger
+            loop = self._pool.loop
+            played = play_episodes(engine, starts, sampling, loop, in_order=in_order, loop_limit_s=limit)
             played = self._with_group_rewards(played, columns["data_sources"], groups, group_size, journal)
+        except EnvironmentConfigError:  # something blocks the event loop, or no process can be started
+            raise
         except BaseException:
             self._pool.renew(all_of_them=True)  # they hold environments that nothing will ask again
             raise
@@ -123,6 +130,7 @@ class EpisodeWorker:
         dtype = torch.float64 if self._config.model.dtype == "float64" else torch.float32
         rows = episode_batch(played, ids, first, self._config.rows_per_episode, self._tokenizer, dtype)
         result = self._scores(played, step)
+        rows.batch["turn_rewards"][result.failed.repeat_interleave(self._config.rows_per_episode)] = 0.0
         rewards = result_columns(result).union(DataProto.from_dict({}, {"answers": repeated(result.answers, 1)}))
         return rows.union(rewards.repeat(self._config.rows_per_episode, interleave=True))
 
@@ -175,7 +183,7 @@ class EpisodeWorker:
         samples, outcomes, prompts = [], [], []
         for each in played:
             row = each.episode.row
-            said = next((m["content"] for m in reversed(each.episode.messages) if m["role"] == "assistant"), "")
+            said = each.episode.turns[-1].content if each.episode.turns else ""
             samples.append(
                 {"data_source": row["data_source"], "solution_str": said, "ground_truth": row["ground_truth"]}
             )

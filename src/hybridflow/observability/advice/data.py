@@ -41,6 +41,8 @@ def _wrong_template(sample: Row, *, is_asked_for: bool, is_cut: bool) -> str | N
 
 
 def _chat_template(evidence: Evidence, threshold: float) -> Seen | None:
+    if evidence.config.get("environment.classes"):  # whose first messages may be others
+        return None
     is_asked_for = evidence.config["data.chat_template"]
     is_cut = evidence.config["data.overlong_prompts"].startswith("truncate")
     signs = [_wrong_template(row, is_asked_for=is_asked_for, is_cut=is_cut) for row in evidence.samples]
