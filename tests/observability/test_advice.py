@@ -118,6 +118,13 @@ def test_errors_of_removed_keys_name_the_fixed_thresholds():
     }
 
 
+def test_advice_on_rewards_names_the_environments_that_give_them():
+    config = ["environment.classes={maze = 'maze.py:Maze'}"]
+    (advice,) = found(*config, metrics=HEALTHY | PLANTED["reward errors"])
+    assert ("environment.classes", {"maze": "maze.py:Maze"}, ()) in advice.keys
+    assert "reward.function" not in advice.line
+
+
 def test_a_threshold_turns_its_finding_off():
     assert names("advice.truncation=0.7", metrics=HEALTHY | PLANTED["truncation"]) == []
     assert names("advice.truncation=1.0", metrics=HEALTHY | {"response_length/clip_ratio": 1.0}, first_step=True) == []

@@ -188,7 +188,8 @@ _FIELDS = (
           producer="rewards", consumer="maj@k"),
     Field("finish_reasons", ROW, object,
           example="['stop', 'stop']",
-          description="Why generation ended: 'stop', 'length', 'abort'; or the episode: 'done', 'turns', 'error', ...",
+          description="Why generation ended: 'stop', 'length', 'abort'; or the episode: 'done', 'turns', 'tokens', "
+          "'seconds', 'rows', 'error'.",
           producer="rollout", consumer="metrics"),
 )
 # fmt: on

@@ -76,10 +76,16 @@ def advice_from(evidence: Evidence, *, at_first_step: bool = False) -> list[Advi
         if seen:
             changes = (*seen.changes, *finding.changes)
             suggested = [(change.key, change.suggest(evidence.config[change.key])) for change in changes]
-            keys = tuple((key, evidence.config[key], values) for key, values in suggested if values is not None)
+            named = [(_set_key(key, evidence), values) for key, values in suggested if values is not None]
+            keys = tuple((key, evidence.config[key], values) for key, values in named)
             found[finding] = Advice(finding.name, seen.text, finding.why, keys, evidence.steps)
     hidden = {name for finding in found for name in finding.hides}
     return [advice for advice in found.values() if advice.name not in hidden]
+
+
+def _set_key(key: str, evidence: Evidence) -> str:
+    """Return the key that gives the rewards in place of reward.function, if that is what is to be changed."""
+    return "environment.classes" if key == "reward.function" and evidence.config["environment.classes"] else key
 
 
 def earlier_findings(evidence: Evidence) -> dict[str, list[tuple[int, int]]]:
