@@ -114,6 +114,7 @@ def test_samples_and_validation_show_the_turns(task, tmp_path):
     assert roles[:3] == ["assistant", "user", "assistant"]
     assert several["messages"][1]["content"].startswith("turn 0, ")
     assert several["finish_reason"] in ("done", "tokens")
+    assert several["turn_rewards"][:2] == [0.0, 0.25 if several["turns"] == 2 else pytest.approx(0.1)]
     assert '"name": "count"' in several["rendered_prompt"]  # the prompt of the episode, with its tools
     config = load_config(None, episode_settings(task, "Talk", *HERE, f"data.val_files=['{task}/test.parquet']"))
     with build_validator(config) as validator:
@@ -121,6 +122,8 @@ def test_samples_and_validation_show_the_turns(task, tmp_path):
     assert len(rows) == 3
     assert 0 <= metrics["val/score/mean"] <= 2
     assert all(row["messages"][0]["role"] == "assistant" for row in rows)
+    assert all(len(row["turn_rewards"]) == row["turns"] >= 1 for row in rows)
+    assert {row["finish_reason"] for row in rows} <= {"done", "tokens"}
 
 
 CHANGING = (

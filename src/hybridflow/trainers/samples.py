@@ -67,7 +67,7 @@ def samples_of(batch: Batch, config: Config, step: int, text_of: TextOf | None =
     episodes = EpisodeRows(batch)
     numbers = _numbers(read(batch, (*_ROW_COLUMNS, *_ROW_OBJECTS)), episodes)
     if config.environment.classes:
-        numbers |= _numbers_of_episodes(batch, episodes)
+        numbers |= numbers_of_episodes(batch, episodes)
     if config.trainer.lag:
         numbers["staleness"] = _staleness(batch, config, step)[:: episodes.size]
     rows = _chosen(numbers, count)
@@ -93,13 +93,16 @@ def _staleness(batch: Batch, config: Config, step: int) -> list[int | None]:
     return [current - version if version != NO_VERSION else None for version in oldest]
 
 
-def _numbers_of_episodes(batch: Batch, episodes: EpisodeRows) -> dict[str, list[Any]]:
-    """Return the numbers of turns and of calls of tools of each episode."""
-    names = ("response_mask", "turn_ids", "num_tool_calls", "num_tool_errors")
+def numbers_of_episodes(batch: Batch, episodes: EpisodeRows) -> dict[str, list[Any]]:
+    """Return the turns of each episode, the rewards of these, and its calls of tools."""
+    names = ("response_mask", "turn_ids", "turn_rewards", "num_tool_calls", "num_tool_errors")
     columns = episodes.joined(read(batch, names).batch)
-    turns = columns["turn_ids"].where(columns["response_mask"], -1).amax(-1) + 1
+    turns = (columns["turn_ids"].where(columns["response_mask"], -1).amax(-1) + 1).tolist()
+    rewards = torch.zeros(len(turns), max(*turns, 1), dtype=columns["turn_rewards"].dtype)
+    rewards.scatter_add_(1, columns["turn_ids"].clamp(0, rewards.shape[1] - 1), columns["turn_rewards"])
     return {
-        "turns": turns.tolist(),
+        "turns": turns,
+        "turn_rewards": [row[:count] for row, count in zip(rewards.tolist(), turns, strict=True)],
         "tool_calls": columns["num_tool_calls"].tolist(),
         "tool_errors": columns["num_tool_errors"].tolist(),
     }

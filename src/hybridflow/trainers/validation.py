@@ -15,7 +15,7 @@ from hybridflow.protocol import DataProto
 from hybridflow.trainers.episode_rows import EpisodeRows
 from hybridflow.trainers.groups import BackendOwner
 from hybridflow.trainers.reading import read
-from hybridflow.trainers.samples import TEXTS, bounded_json, prompt_text
+from hybridflow.trainers.samples import TEXTS, bounded_json, numbers_of_episodes, prompt_text
 from hybridflow.trainers.sampling import response_rows
 
 VALIDATION_STREAM = 1
@@ -56,8 +56,9 @@ class Validator(BackendOwner):
             has_episodes = bool(self.config.environment.classes)
             if not has_episodes:
                 future = future.union(self.rewards.score_validation.remote(future))
-            names = (*READ_COLUMNS, *["episode_messages"] * has_episodes)
+            names = (*READ_COLUMNS, *("episode_messages", "finish_reasons") * has_episodes)
             batch, episodes = read(future, names), EpisodeRows(future)
+            numbers = numbers_of_episodes(future, episodes) if has_episodes else {}
             lengths += episodes.joined(batch.batch)["response_mask"].sum(-1).tolist()
             columns = batch.non_tensor_batch
             samples += [
@@ -70,6 +71,8 @@ class Validator(BackendOwner):
                     "response": columns["solution_texts"][row],
                     "score": float(batch.batch["scores"][row]),
                     "answer": columns["answers"][row],
+                    **({"finish_reason": columns["finish_reasons"][row]} if has_episodes else {}),
+                    **{name: values[row // episodes.size] for name, values in numbers.items()},
                     **({"messages": columns["episode_messages"][row]} if has_episodes else {}),
                 }
                 for row in range(0, len(batch), episodes.size)
