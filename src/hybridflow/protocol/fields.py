@@ -188,8 +188,7 @@ _FIELDS = (
           producer="rewards", consumer="maj@k"),
     Field("finish_reasons", ROW, object,
           example="['stop', 'stop']",
-          description="Why generation ended: 'stop', 'length', 'abort'; or the episode: 'done', 'turns', 'tokens', "
-          "'seconds', 'rows', 'error'.",
+          description="Why it ended: 'stop', 'length', 'abort', 'done', 'turns', 'tokens', 'seconds', 'rows', 'error'.",
           producer="rollout", consumer="metrics"),
 )
 # fmt: on
