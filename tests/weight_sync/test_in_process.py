@@ -95,8 +95,10 @@ def test_vllm_gets_the_trainers_tensors_and_nothing_goes_through_the_host(tiny_m
     rollout = VLLMRollout(path, enforce_eager=True, kv_cache_bytes=2**26)
     places, copies, calls, num_bytes = sync(sender, rollout)
     assert places == {name: parameter.data_ptr() for name, parameter in engine.model.named_parameters()}
-    # The trainer's cast to the dtype of compute, which returns the same tensor; on a CPU vLLM also packs a tied head.
-    assert calls.found == {"to": len(places) + tied}
+    # The trainer's cast to the dtype of compute, which returns the same tensor. vLLM on a CPU may pack a tied head:
+    # alone it does, among other tests it has not once.
+    assert set(calls.found) == {"to"}
+    assert calls.found["to"] - len(places) in {0, int(tied)}
     assert set(copies.num_bytes) == {"copy_"}
     # vLLM loads a layer's weights into new memory, then copies them into the memory that CUDA graphs know.
     assert num_bytes <= copies.num_bytes["copy_"] <= 2 * num_bytes
