@@ -13,7 +13,6 @@ from hybridflow.environments import CallLimits, Done, Environment, EnvironmentPo
 from hybridflow.environments.answers import Begin, Finish
 from hybridflow.errors import ConfigError, EnvironmentConfigError
 from hybridflow.rewards import closure
-from hybridflow.runtime import capture_random_state, restore_random_state
 
 WORDS = 5
 
@@ -52,13 +51,6 @@ SETTINGS = {
     "trainer.total_steps": 2,
     "environment": {"max_turns": 3},
 }
-
-
-@pytest.fixture(autouse=True)
-def keep_random_state():
-    state = capture_random_state()
-    yield
-    restore_random_state(state)
 
 
 @pytest.fixture(scope="module")

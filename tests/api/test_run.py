@@ -20,7 +20,6 @@ from hybridflow.errors import (
     ModelConfigError,
     RewardConfigError,
 )
-from hybridflow.runtime import capture_random_state, restore_random_state
 
 SETTINGS = {
     "data": {"train_batch_size": 8, "max_prompt_length": 16, "max_response_length": 12},
@@ -39,13 +38,6 @@ def score(completion: str, answer, index: int, **_) -> float:
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
     return tiny_run.write_task(tmp_path_factory.mktemp("api") / "task")
-
-
-@pytest.fixture(autouse=True)
-def keep_random_state():
-    state = capture_random_state()
-    yield
-    restore_random_state(state)
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,13 @@
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 from pydantic import Field
 
 from hybridflow.environments import Environment, ToolCall, tool_of, tools_of
 from hybridflow.errors import EnvironmentConfigError, ToolError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Calculator:
@@ -112,7 +115,7 @@ def test_a_default_of_a_field_is_given_to_the_function():
 
 
 class Lazy:
-    def look(self, how: "Literal['near', 'far']") -> "Missing": ...  # noqa: F821
+    def look(self, how: "Literal['near', 'far']") -> "Path": ...
 
 
 def test_a_type_that_is_a_text_is_read_where_the_method_was_defined():

@@ -194,11 +194,15 @@ def test_settings_that_contradict_environments_are_errors(task, settings, messag
 
 
 def test_a_failing_environment_stops_the_run_with_its_error(tmp_path):
-    write_episode_task(tmp_path)
-    code = (tmp_path / "environments.py").read_text()
-    (tmp_path / "environments.py").write_text(
-        code + "\n\nclass Breaks(Talk):\n    async def step(self, turn):\n        if turn.number == 1:\n"
-        "            raise KeyError('map')\n        return await super().step(turn)\n"
+    write_episode_task(
+        tmp_path,
+        classes="""
+class Breaks(Talk):
+    async def step(self, turn):
+        if turn.number == 1:
+            raise KeyError('map')
+        return await super().step(turn)
+""",
     )
     with pytest.raises(RewardError, match=r"environment 'talk' step raised KeyError: 'map'"):
         train(tmp_path, tmp_path / "stopped", "Breaks", *HERE)
@@ -210,11 +214,15 @@ def test_a_failing_environment_stops_the_run_with_its_error(tmp_path):
 
 
 def test_rewards_of_turns_before_a_failure_are_not_learned_from(tmp_path):
-    write_episode_task(tmp_path)
-    code = (tmp_path / "environments.py").read_text()
-    (tmp_path / "environments.py").write_text(
-        code + "\n\nclass Breaks(Talk):\n    async def step(self, turn):\n        if turn.number == 1:\n"
-        "            raise KeyError('map')\n        return Reply([{'role': 'user', 'content': 'on'}], reward=1.0)\n"
+    write_episode_task(
+        tmp_path,
+        classes="""
+class Breaks(Talk):
+    async def step(self, turn):
+        if turn.number == 1:
+            raise KeyError('map')
+        return Reply([{'role': 'user', 'content': 'on'}], reward=1.0)
+""",
     )
     zero = ("reward.on_error=zero", "reward.max_failure_rate=1.0", "algorithm.advantage=gae", "trainer.total_steps=1")
     _, metrics = train(tmp_path, tmp_path / "run", "Breaks", *HERE, *zero)
@@ -240,12 +248,14 @@ def test_a_chat_template_that_does_not_end_is_an_error(task, tmp_path, monkeypat
 
 
 def test_rewards_of_a_group_compare_its_episodes(tmp_path):
-    write_episode_task(tmp_path)
-    code = (tmp_path / "environments.py").read_text()
-    (tmp_path / "environments.py").write_text(
-        code + "\n\nclass Ranked(Environment):\n    async def group_rewards(self, episodes):\n"
-        "        sizes = [len(e.turns[0].content) for e in episodes]\n"
-        "        return [float(size == max(sizes)) for size in sizes]\n"
+    write_episode_task(
+        tmp_path,
+        classes="""
+class Ranked(Environment):
+    async def group_rewards(self, episodes):
+        sizes = [len(e.turns[0].content) for e in episodes]
+        return [float(size == max(sizes)) for size in sizes]
+""",
     )
     _, metrics = train(tmp_path, tmp_path / "run", "Ranked", *HERE)
     assert metrics[0]["critic/score/max"] == 1.0
@@ -253,10 +263,13 @@ def test_rewards_of_a_group_compare_its_episodes(tmp_path):
 
 
 def test_a_failure_of_group_rewards_stops_the_run_with_its_text(tmp_path):
-    write_episode_task(tmp_path)
-    code = (tmp_path / "environments.py").read_text()
-    (tmp_path / "environments.py").write_text(
-        code + "\n\nclass Ranked(Environment):\n    async def group_rewards(self, episodes):\n        return [1.0]\n"
+    write_episode_task(
+        tmp_path,
+        classes="""
+class Ranked(Environment):
+    async def group_rewards(self, episodes):
+        return [1.0]
+""",
     )
     with pytest.raises(RewardError, match=r"environment 'talk' group_rewards returned \[1\.0\]; expected 3 numbers"):
         train(tmp_path, tmp_path / "run", "Ranked", *HERE)

@@ -7,7 +7,7 @@ import json
 import math
 import numbers
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +91,7 @@ class EnvironmentHost:
     async def _made(self) -> Environment:
         environment = self._environment
         if environment is None:
-            environment = self._environment = await self._within(self._name, _returning(self._make))
+            environment = self._environment = await self._within(self._name, self._make)
             self._tools = tools_of(environment, METHODS)
         return environment
 
@@ -154,7 +154,7 @@ class EnvironmentHost:
         except BaseException as error:  # of the user's tool, also SystemExit
             return CalledTool(call, f"error: {type(error).__name__}: {_shown(error)}", is_error=True)
 
-    async def _within(self, what: str, call: Callable[[], Awaitable[Any]]) -> Any:
+    async def _within(self, what: str, call: Callable[[], Any]) -> Any:
         """Return what a method of the environment returns. Raises _FailedError if it raises or takes too long."""
         try:
             return await self._limited(what, call)
@@ -167,8 +167,8 @@ class EnvironmentHost:
         except BaseException as error:  # of the user's environment, also SystemExit
             raise _FailedError("raised", f"{what} raised {type(error).__name__}: {_shown(error)}") from error
 
-    async def _limited(self, what: str, call: Callable[[], Awaitable[Any]]) -> Any:
-        """Return what a call returns, in a task of its own, which may take no notice of its end."""
+    async def _limited(self, what: str, call: Callable[[], Any]) -> Any:
+        """Return what a call returns, `async` or not, in a task of its own, which may ignore that it is cancelled."""
         async with self._slots:
             task = asyncio.ensure_future(_outcome(call))
             try:
@@ -222,13 +222,6 @@ async def _outcome(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
 
 def _one_less_is_stuck(_: object) -> None:
     EnvironmentHost.num_stuck -= 1
-
-
-def _returning(make: Callable[[], Any]) -> Callable[[], Awaitable[Any]]:
-    async def made() -> Any:
-        return make()
-
-    return made
 
 
 async def _run(tool: Tool, arguments: dict[str, Any]) -> Any:

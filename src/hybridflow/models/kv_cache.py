@@ -103,13 +103,14 @@ class KVCache:
         """Add rows of these lengths, for keys and values `like` these; storage that grows has room for `room` more."""
         rows, capacity = len(self.lengths) + len(lengths), max(capacity, self.capacity)
         compiled = all(_is_compiled(key, value) for key, value in zip(like.keys, like.values, strict=True))
-        self._storage = tuple(  # type: ignore[assignment]
-            [
-                self._grown(storage[i] if storage else None, of_layer, rows, room, capacity, compiled)
-                for i, of_layer in enumerate(part)
+
+        def grown(storage: list[Tensor], part: list[Tensor]) -> list[Tensor]:
+            old = storage or [None] * len(part)
+            return [
+                self._grown(x, of_layer, rows, room, capacity, compiled) for x, of_layer in zip(old, part, strict=True)
             ]
-            for storage, part in zip(self._storage, (like.keys, like.values), strict=True)
-        )
+
+        self._storage = grown(self._storage[0], like.keys), grown(self._storage[1], like.values)
         self.keys, self.values = ([x[:rows] for x in storage] for storage in self._storage)
         self.lengths = torch.cat([self.lengths, lengths])
 
@@ -134,7 +135,6 @@ class NewRows:
     def __init__(self, sequence_lengths: Sequence[int], source: Tensor, first_row: int) -> None:
         sizes = torch.tensor(sequence_lengths, device=source.device)
         starts = sizes.cumsum(0) - sizes
-        self.first_row = first_row
         self.lengths = sizes[source]
         row = torch.arange(len(source), device=source.device).repeat_interleave(self.lengths)
         ends = self.lengths.cumsum(0)

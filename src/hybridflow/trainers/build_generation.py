@@ -15,11 +15,12 @@ from hybridflow.engines.engine_state import require_same_adapters
 from hybridflow.errors import CheckpointConfigError
 from hybridflow.trainers.build_run import prepare_driver_process
 from hybridflow.trainers.compute_dtype import settle_dtype
+from hybridflow.trainers.environment_closures import environment_closures
 from hybridflow.trainers.generation import TextGenerator, checked_prompts
 from hybridflow.trainers.groups import build_backend, build_groups, closing_on_error
 from hybridflow.trainers.max_rows import settle_rows
 from hybridflow.trainers.preconditions import require_reward_functions, require_rollout_engine, with_required_files
-from hybridflow.trainers.reward_worker import given_environments, reward_worker
+from hybridflow.trainers.reward_worker import reward_worker
 from hybridflow.trainers.validation import Validator
 from hybridflow.workers import ActorRolloutWorker
 
@@ -100,7 +101,7 @@ def _groups(
     config: Config, checkpoint: Checkpoint | None, others: Mapping[Role, ClassWithInitArgs]
 ) -> Iterator[tuple[Backend, Mapping[Role, WorkerGroup]]]:
     """Yield the backend and the groups: generation with the weights of the checkpoint, and `others`."""
-    worker = ClassWithInitArgs(ActorRolloutWorker, config=config, **given_environments(config))
+    worker = ClassWithInitArgs(ActorRolloutWorker, config=config, **environment_closures(config))
     classes = {Role.ActorRollout: worker, **others}
     with closing_on_error(build_backend(config)) as backend:
         groups = build_groups(config, backend, classes)

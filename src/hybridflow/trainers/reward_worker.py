@@ -1,11 +1,9 @@
-"""The worker class for rewards, and the reward function and environments that a Python program gave."""
-
-from typing import Any
+"""The worker class for rewards, and the reward function that a Python program gave."""
 
 from hybridflow.config import Config
 from hybridflow.config.roles import has_own_pool
 from hybridflow.controller import ClassWithInitArgs, Worker
-from hybridflow.rewards.closure import ENVIRONMENT, closure_of
+from hybridflow.rewards.closure import closure_of
 from hybridflow.workers import RewardModelWorker, RewardWorker, StreamedRewardWorker
 
 
@@ -14,13 +12,6 @@ def reward_worker(config: Config) -> ClassWithInitArgs:
     closure = closure_of(config.reward.function)
     more = {} if closure is None else {"closure": closure}
     return ClassWithInitArgs(reward_class(config), config=config, **more)
-
-
-def given_environments(config: Config) -> dict[str, Any]:
-    """Return the argument `environments` of workers that generate, if a Python program gave classes."""
-    found = [closure_of(source, ENVIRONMENT) for source in config.environment.classes.values()]
-    given = tuple(each for each in found if each)
-    return {"environments": given} if given else {}
 
 
 def reward_class(config: Config) -> type[Worker]:

@@ -2,8 +2,9 @@
 
 from hybridflow.config import Config
 from hybridflow.controller import ClassWithInitArgs, Role
+from hybridflow.trainers.environment_closures import environment_closures
 from hybridflow.trainers.groups import traits_of
-from hybridflow.trainers.reward_worker import given_environments, reward_worker
+from hybridflow.trainers.reward_worker import reward_worker
 from hybridflow.workers import (
     ActorRolloutWorker,
     ActorWorker,
@@ -23,7 +24,7 @@ def role_classes(config: Config, actor_updates: int = 1, critic_updates: int = 1
 
     Learning-rate schedules end after `actor_updates` and `critic_updates`.
     """
-    actor, given = actor_class(config), given_environments(config)
+    actor, given = actor_class(config), environment_closures(config)
     own = given if actor is ActorRolloutWorker else {}  # who trains only plays no episodes
     classes = {
         Role.ActorRollout: ClassWithInitArgs(actor, config=config, total_updates=actor_updates, **own),
