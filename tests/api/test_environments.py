@@ -170,6 +170,7 @@ def test_types_that_only_annotations_name_travel():
         (int, "'int' does not name a subclass of hybridflow.environments.Environment"),
         (NoReward, "NoReward has no method `reward`"),
         ({"talk": 3}, "'3' does not name a subclass"),
+        ({}, "environments={} names no class"),
         ({"max_turns": 4}, "'4' does not name a subclass"),
     ],
 )

@@ -3,6 +3,8 @@
 import asyncio
 import gc
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -105,6 +107,22 @@ class Counter(Environment):
     async def group_rewards(self, episodes):
         longest = max(len(episode.turns) for episode in episodes)
         return [float(len(episode.turns) == longest) for episode in episodes]
+
+
+class Plain(Environment):
+    """An environment whose methods are not `async`."""
+
+    def reset(self, row):
+        return [{"role": "user", "content": "begin"}]
+
+    def step(self, turn):
+        return Reply([{"role": "user", "content": "more"}], reward=0.5)
+
+    def reward(self, episode):
+        return len(episode.turns)
+
+    def close(self):
+        pass
 
 
 class NoTypes(Counter):
@@ -225,6 +243,28 @@ def test_no_exception_and_no_value_of_an_environment_loses_its_answer(pool_of, p
     assert episode(pool, said("a"), Finish("done"))[2].rewards == {"score": 1.0, "turns": 1.0}
 
 
+@pytest.mark.parametrize("processes", [0, 1])
+def test_methods_that_are_not_async_are_called(pool_of, processes):
+    begun, answered, ended = episode(pool_of("Plain", processes), said("a"), Finish("turns"))
+    assert begun.messages[0]["content"] == "begin"
+    assert (answered.messages[0]["content"], answered.reward) == ("more", 0.5)
+    assert (ended.failure, ended.rewards) == (None, {"score": 1.0})
+
+
+def test_a_program_that_ends_with_an_open_pool_says_nothing(tmp_path):
+    (tmp_path / "mine.py").write_text(CODE)
+    program = (
+        "from hybridflow.environments import CallLimits, EnvironmentPool\n"
+        "pool = EnvironmentPool({'a': 'mine.py:Plain'}, num_processes=1, limits=CallLimits())\n"
+        "(process,) = pool._processes\n"
+        "print(process.popen.pid)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(done.stdout), 0)
+
+
 def test_a_pool_that_is_not_used_any_more_ends_its_processes(tmp_path):
     (tmp_path / "mine.py").write_text(CODE)
     pool = EnvironmentPool({"counter": f"{tmp_path}/mine.py:Counter"}, num_processes=1, limits=CallLimits())
@@ -298,7 +338,7 @@ def test_a_process_with_calls_that_never_end_is_renewed(pool_of):
     [
         ("NoTypes", r"tool 'add': parameter 'a' has no type"),
         ("NoReward", r"NoReward has no method `reward`"),
-        ("Missing", r"environment.classes.counter .*has no function 'Missing'"),
+        ("Missing", r"environment.classes.counter .*has no class 'Missing'; it has Hostile, Counter, "),
     ],
 )
 def test_a_class_that_cannot_serve_is_an_error_at_the_start(pool_of, processes, name, message):

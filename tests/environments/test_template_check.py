@@ -99,7 +99,7 @@ def test_the_command_fails_for_a_template_that_cannot_be_trained(model, capsys):
             "cannot be made without arguments: TypeError",
         ),
         ("class Calculator:\n    pass\n", "has no public methods"),
-        ("class Other:\n    pass\n", "has no function 'Calculator'"),
+        ("class Other:\n    pass\n", "has no class 'Calculator'; it has Other"),
         ("class Calculator:\n    def add(self, a):\n        pass\n", "parameter 'a' has no type"),
     ],
 )

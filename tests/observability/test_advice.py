@@ -125,6 +125,16 @@ def test_advice_on_rewards_names_the_environments_that_give_them():
     assert "reward.function" not in advice.line
 
 
+def test_first_messages_of_environments_are_not_taken_for_a_wrong_template():
+    sample = {
+        "step": 20,
+        "prompt": "question 1",
+        "rendered_prompt": "<|im_start|>user\nGuess.<|im_end|>\n<|im_start|>assistant\n",
+    }
+    assert names(metrics=HEALTHY, samples=[sample]) == ["chat template suspicious"]
+    assert names("environment.classes={a = 'a.py:A'}", metrics=HEALTHY, samples=[sample]) == []
+
+
 def test_a_threshold_turns_its_finding_off():
     assert names("advice.truncation=0.7", metrics=HEALTHY | PLANTED["truncation"]) == []
     assert names("advice.truncation=1.0", metrics=HEALTHY | {"response_length/clip_ratio": 1.0}, first_step=True) == []

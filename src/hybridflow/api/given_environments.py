@@ -53,6 +53,8 @@ def _named(environments: Any) -> dict[str, Any]:
     if environments is None:
         return {}
     if isinstance(environments, Mapping):
+        if not environments:
+            raise EnvironmentConfigError("environments={} names no class; give one, or leave environments out.")
         return {str(name): given for name, given in environments.items()}
     if not isinstance(environments, str | type):
         raise EnvironmentConfigError(

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(directory)
     tools = []
     if args.tools:
-        found = load_user_function(args.tools, "class of --tools", EnvironmentConfigError)
+        found = load_user_function(args.tools, "class of --tools", EnvironmentConfigError, is_class=True)
         try:
             instance = found()
         except Exception as error:  # a class of the user

@@ -44,7 +44,8 @@ def main() -> None:
                 sys.path += [path for path in paths if path not in sys.path]
                 classes[name], digest = pickle.loads(contents), ""
             else:
-                classes[name] = load_user_function(source, f"environment.classes.{name}", EnvironmentConfigError)
+                key = f"environment.classes.{name}"
+                classes[name] = load_user_function(source, key, EnvironmentConfigError, is_class=True)
                 digest = process.source_of(classes[name])
             kinds.append(EnvironmentKind.of(classes[name], source, digest))
     except BaseException as error:  # a user's file may raise anything

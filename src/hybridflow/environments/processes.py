@@ -103,7 +103,8 @@ class EnvironmentPool:
             if closure := self._closures.get(source):
                 found, digest = closure.function(), ""
             else:
-                found = load_user_function(source, f"environment.classes.{name}", EnvironmentConfigError)
+                key = f"environment.classes.{name}"
+                found = load_user_function(source, key, EnvironmentConfigError, is_class=True)
                 digest = reward_process.source_of(found)
             self._classes[name], kinds[name] = found, EnvironmentKind.of(found, source, digest)
         return kinds

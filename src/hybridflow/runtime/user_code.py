@@ -18,15 +18,16 @@ _MAX_TEXT_CHARS = 2000
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def load_user_function(name: str, what: str, error: type[Exception]) -> Callable[..., Any]:
-    """Return the function named by 'path/to/file.py:function' or 'package.module:function'.
+def load_user_function(name: str, what: str, error: type[Exception], is_class: bool = False) -> Callable[..., Any]:
+    """Return the function, or the class, named by 'path/to/file.py:function' or 'package.module:function'.
 
     Raises `error`, with `what` the function is for ("reward function"), if the file, module or function does not
     exist, or if the import raises anything; that is the cause of the error.
     """
+    kind, plural, form = ("class", "classes", "Class") if is_class else ("function", "functions", "function")
     source, _, function_name = name.rpartition(":")
     if not source or not function_name:
-        raise error(f"{what} {name!r} is invalid; write 'path.py:function' or 'module:function'.")
+        raise error(f"{what} {name!r} is invalid; write 'path.py:{form}' or 'module:{form}'.")
     try:
         module = _load_file(source) if source.endswith(".py") else _load_module(source)
     except ValueError as problem:
@@ -37,11 +38,14 @@ def load_user_function(name: str, what: str, error: type[Exception]) -> Callable
         available = [
             key
             for key, value in vars(module).items()
-            if inspect.isfunction(value) and not key.startswith("_") and (offered is None or key in offered)
+            if (inspect.isclass if is_class else inspect.isfunction)(value)
+            and not key.startswith("_")
+            and (offered is None or key in offered)
+            and (not is_class or value.__module__ == module.__name__)
         ]
         raise error(
-            f"{what} {name!r}: {source} has no function '{function_name}'; "
-            f"it has {', '.join(available) or 'no functions'}."
+            f"{what} {name!r}: {source} has no {kind} '{function_name}'; "
+            f"it has {', '.join(available) or f'no {plural}'}."
         )
     return function
 

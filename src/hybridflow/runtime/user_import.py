@@ -11,15 +11,15 @@ IMPORT_LIMIT_S = 120.0
 """Seconds that the import of a user's file or module may take, in the main thread."""
 
 
-def load_user_function(name: str, what: str, error: type[Exception]) -> Callable[..., Any]:
-    """Return the function named by 'path/to/file.py:function' or 'package.module:function'.
+def load_user_function(name: str, what: str, error: type[Exception], is_class: bool = False) -> Callable[..., Any]:
+    """Return the function, or the class, named by 'path/to/file.py:function' or 'package.module:function'.
 
     Raises `error`, with `what` the function is for ("reward function"), if the file, module or function does not
     exist, if the import raises anything, or if it takes longer than IMPORT_LIMIT_S.
     """
     with Interrupts() as interrupts:
         try:
-            return call_within(IMPORT_LIMIT_S, user_code.load_user_function, name, what, error)
+            return call_within(IMPORT_LIMIT_S, user_code.load_user_function, name, what, error, is_class)
         except (error, DeadlineExceeded) as problem:
             cause = problem.__cause__ or problem
             interrupts.raise_if_one(cause)
