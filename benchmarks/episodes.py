@@ -56,13 +56,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=positive, default=64, metavar="N", help="tokens of a turn (default: 64)")
     parser.add_argument("--tool-ms", type=positive, default=50, metavar="MS", help="time of an answer (default: 50)")
     parser.add_argument("--width", type=positive, default=256, metavar="N", help="width of the model (default: 256)")
+    parser.add_argument("--layers", type=positive, default=4, metavar="N", help="layers of the model (default: 4)")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda: in bfloat16 (default: cpu)")
     args = parser.parse_args()
     os.environ["TOOL_SECONDS"] = str(args.tool_ms / 1e3)
     set_num_threads(args.threads or count_physical_cores())
     use_kernels(True)
     tokenizer = chat_tokenizer()
     stop_id = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    engine = EmbeddedRollout(random_model(len(tokenizer), args.width))
+    model = random_model(len(tokenizer), args.width, args.layers)
+    engine = EmbeddedRollout(model.to(args.device, torch.float32 if args.device == "cpu" else torch.bfloat16))
     source = f"{ROOT}/benchmarks/support/waiting_environment.py:Waiting"
     limits = CallLimits(60.0, args.episodes)
     with tempfile.TemporaryDirectory() as directory:
@@ -166,16 +169,16 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def random_model(vocabulary: int, width: int) -> LlamaForCausalLM:
+def random_model(vocabulary: int, width: int, layers: int) -> LlamaForCausalLM:
     """Return a model with random weights, which never samples the two last tokens: those of the chat template."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=width,
         intermediate_size=4 * width,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        num_hidden_layers=layers,
+        num_attention_heads=max(4, width // 64),
+        num_key_value_heads=max(4, width // 64),
         max_position_embeddings=8192,
     )
     model = LlamaForCausalLM(config)
