@@ -138,6 +138,8 @@ def test_later_turns_reuse_kept_pages(tiny_model, gpu, full_precision):
             assert completion.log_probs == pytest.approx(log_probs[len(request.prompt_ids) - 1 :], abs=1e-3)
         num_known = sum(len(request.prompt_ids) - 21 for request in turn) if number else 0
         assert engine.reused_tokens - before == num_known
+        assert engine._running is not None
+        assert bool(engine._running._graphs.num_captured) == (gpu.type == "cuda")  # although no request was left
         turn = [replace(r, prompt_ids=[*tokens, *range(20)]) for r, tokens in zip(turn, sequences, strict=True)]
     engine.forget_kept()
     assert engine._running is None

@@ -203,6 +203,21 @@ def test_kept_sequences_survive_until_weights_are_announced(build):
     engine.abandon_loading()
 
 
+def test_an_idle_engine_with_kept_sequences_repacks_weights_only_if_they_moved(tiny_model):
+    model = load_causal_lm(tiny_model("qwen2", max_position_embeddings=256))
+    engine, turn = EmbeddedRollout(model, paged=False), first_turn()
+    wanted = next_turn(turn, generate(engine, turn))
+    packed = engine._forward._decoder
+    assert packed is not None
+    generate(engine, wanted[:1])
+    assert engine._forward._decoder is packed
+    for weight in model.parameters():
+        weight.data = weight.data * 1.1
+    other = [replace(request, request_id=99, prompt_ids=[5, 6, 7], keep=False) for request in wanted[:1]]
+    require_equal(generate(engine, other), generate(EmbeddedRollout(model, paged=False), other))
+    assert engine._forward._decoder is not packed
+
+
 def test_an_error_in_a_step_drops_kept_sequences(build, monkeypatch):
     engine, turn = build(), first_turn()
     wanted = next_turn(turn, generate(engine, turn))

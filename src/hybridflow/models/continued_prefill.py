@@ -1,19 +1,23 @@
 """Attention plans of prompts whose first tokens have keys and values already: only the others are computed."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from hybridflow.kernels.paged_attention import append_to_pages, paged_attention
+from hybridflow.kernels.paged_attention import append_to_pages
 from hybridflow.models.attention import pytorch_attention
+from hybridflow.models.attention_backend import AttentionCase, supports_flash
 from hybridflow.models.kv_cache import KVCache, NewRows
 from hybridflow.models.paged_kv_cache import PAGE_SIZE, PagedKVCache
-from hybridflow.models.varlen import MAX_PADDED, PackedLayout, padded, unpadded
+from hybridflow.models.varlen import MAX_PADDED, PackedLayout, padded, unpadded, upload, varlen_attention
 
-READ_POSITIONS = 2**20
-"""Maximal number of places in pages that one call of attention reads, as PyTorch copies them."""
+COPIED_BYTES = 2**28
+"""Maximal memory of the keys and values that one call of attention copies out of their pages; one sequence is copied
+whole."""
 
 
 class ContinuedPlan:
@@ -60,44 +64,112 @@ class _Batch:
 
     @classmethod
     def of(cls, rows: Tensor, lengths: Sequence[int], counts: Sequence[int], device: torch.device) -> "_Batch":
-        starts = torch.tensor([length - count for length, count in zip(lengths, counts, strict=True)], device=device)
-        last = starts[:, None] + torch.arange(max(counts), device=device)  # the last key that a query sees
-        seen = torch.arange(max(lengths), device=device) <= last[:, :, None]
         first, end = int(rows[0]), int(rows[-1]) + 1
         one_each = end - first == len(rows)
-        return cls(
-            slice(first, end) if one_each else rows, max(lengths), PackedLayout.of(counts, device), seen[:, None]
-        )
-
-
-def _parts(lengths: Sequence[int], counts: Sequence[int]) -> Iterator[slice]:
-    """Yield consecutive sequences for which a padded batch has at most MAX_PADDED times their pairs of tokens."""
-    first = pairs = 0
-    for i, (length, count) in enumerate(zip(lengths, counts, strict=True)):
-        part = slice(first, i + 1)
-        if (i + 1 - first) * max(lengths[part]) * max(counts[part]) > MAX_PADDED * (pairs + length * count):
-            yield slice(first, i)
-            first, pairs = i, 0
-        pairs += length * count
-    yield slice(first, len(lengths))
+        new, seen = PackedLayout.of(counts, device), _seen(lengths, counts, device)
+        return cls(slice(first, end) if one_each else rows, max(lengths), new, seen)
 
 
 class PagedContinuedPlan:
     """Causal attention of packed new tokens to all tokens before them in the pages of their sequence.
 
     Their keys and values are written first: those of token `tokens[i]` to slot `slots[i]`, (copies,) int64 each, as in
-    PagedPrefillPlan. `tables` (tokens, pages) int32 are the pages of each new token's sequence; `counts` (tokens,)
-    int64 is the number of tokens up to and including it.
+    PagedPrefillPlan. Sequence i has `lengths[i]` tokens in `pages[i]`, of which the last `counts[i]` are new, at least
+    one.
     """
 
-    def __init__(self, cache: PagedKVCache, tokens: Tensor, slots: Tensor, tables: Tensor, counts: Tensor) -> None:
-        self._cache, self._tokens, self._slots, self._tables, self._counts = cache, tokens, slots, tables, counts
-        self._size = max(1, READ_POSITIONS // (tables.shape[1] * PAGE_SIZE))
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        tokens: Tensor,
+        slots: Tensor,
+        pages: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        counts: Sequence[int],
+    ) -> None:
+        self._cache, self._tokens, self._slots = cache, tokens, slots
+        self._pages, self._lengths, self._counts = pages, lengths, counts
+        self._batches: list[_PagedBatch] = []  # made in the first layer
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Write the keys and values of one layer, and compute its attention."""
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         append_to_pages(key[self._tokens], value[self._tokens], keys, values, self._slots)
-        parts = zip(*(x.split(self._size) for x in (query, self._tables, self._counts)), strict=True)
-        return torch.cat([paged_attention(q, keys, values, table, count, scaling) for q, table, count in parts])[None]
+        self._batches = self._batches or list(self._split(query, key, value))
+        queries = query.split([len(batch.new.slots) for batch in self._batches])
+        outputs = []
+        for batch, q in zip(self._batches, queries, strict=True):
+            k, v = (x.flatten(0, 1)[batch.read] for x in (keys, values))
+            outputs.append(batch.attend(q, k, v, scaling))
+        return torch.cat(outputs)[None]
+
+    def _split(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator["_PagedBatch"]:
+        is_flash = supports_flash(AttentionCase.of(query, key, value))
+        bytes_per_token = sum(x[0].numel() * x.element_size() for x in (key, value))
+        most = max(1, COPIED_BYTES // bytes_per_token)
+        for part in _parts(self._lengths, self._counts, math.inf if is_flash else MAX_PADDED, most):
+            yield _PagedBatch.of(self._pages[part], self._lengths[part], self._counts[part], query.device, is_flash)
+
+
+@dataclass(frozen=True)
+class _PagedBatch:
+    """Sequences of one call of attention: their new and all tokens, the slots of these, and which keys queries see.
+
+    `seen` is None for flash attention, which needs no padding.
+    """
+
+    new: PackedLayout
+    whole: PackedLayout
+    read: Tensor
+    seen: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        pages: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        counts: Sequence[int],
+        device: torch.device,
+        is_flash: bool,
+    ) -> "_PagedBatch":
+        slots = [
+            (np.array(of_one)[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).ravel()[:length]
+            for of_one, length in zip(pages, lengths, strict=True)
+        ]
+        layouts = PackedLayout.of(counts, device), PackedLayout.of(lengths, device)
+        read = upload(np.concatenate(slots), device)
+        return cls(*layouts, read, None if is_flash else _seen(lengths, counts, device))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Compute attention of queries (new tokens, heads, dim) to keys and values (all tokens, kv_heads, dim)."""
+        if self.seen is None:
+            return varlen_attention(query, key, value, self.new, scaling, keys=self.whole)
+        key, value = (padded(x, self.whole) for x in (key, value))
+        return unpadded(pytorch_attention(padded(query, self.new), key, value, scaling, self.seen), self.new)
+
+
+def _seen(lengths: Sequence[int], counts: Sequence[int], device: torch.device) -> Tensor:
+    """Return which keys the new tokens of padded sequences see, (sequences, 1, most new tokens, longest) bool."""
+    starts = torch.tensor([length - count for length, count in zip(lengths, counts, strict=True)], device=device)
+    last = starts[:, None] + torch.arange(max(counts), device=device)  # the last key that a query sees
+    return (torch.arange(max(lengths), device=device) <= last[:, :, None])[:, None]
+
+
+def _parts(
+    lengths: Sequence[int], counts: Sequence[int], max_padded: float = MAX_PADDED, max_tokens: float = math.inf
+) -> Iterator[slice]:
+    """Yield consecutive sequences of at most `max_tokens` tokens, or a single one.
+
+    A padded batch of them has at most `max_padded` times their pairs of tokens.
+    """
+    first = pairs = tokens = 0
+    for i, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        part = slice(first, i + 1)
+        is_padded = (i + 1 - first) * max(lengths[part]) * max(counts[part]) > max_padded * (pairs + length * count)
+        if i > first and (is_padded or tokens + length > max_tokens):
+            yield slice(first, i)
+            first, pairs, tokens = i, 0, 0
+        pairs += length * count
+        tokens += length
+    yield slice(first, len(lengths))

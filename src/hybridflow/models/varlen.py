@@ -54,14 +54,17 @@ def upload(array: np.ndarray, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def varlen_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float) -> Tensor:
-    """Compute causal attention of packed sequences by flash attention, (tokens, heads, dim); see `supports_flash`."""
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float, keys: PackedLayout | None = None
+) -> Tensor:
+    """Compute causal attention of packed sequences by flash attention, (tokens, heads, dim); see `supports_flash`.
+
+    `keys`: the layout of the keys and values, if the queries are only the last tokens of each sequence.
+    """
     arguments: dict[str, Any] = {"enable_gqa": True} if TAKES_GROUPS else {}
-    starts, longest = layout.starts, layout.longest
-    causal = (-1, 0)  # keys left and right of the query: all, none
-    out = varlen_attn(
-        query, key, value, starts, starts, longest, longest, scale=scaling, window_size=causal, **arguments
-    )
+    keys, causal = keys or layout, (-1, 0)  # keys left and right of the query: all, none
+    places = (layout.starts, keys.starts, layout.longest, keys.longest)
+    out = varlen_attn(query, key, value, *places, scale=scaling, window_size=causal, **arguments)
     assert isinstance(out, Tensor)  # without auxiliary outputs
     return out
 

@@ -81,6 +81,7 @@ class EmbeddedRollout:
         self._finished: dict[tuple[int, int], Completion] = {}  # by request_id and index
         self._unfinished: dict[int, _Progress] = {}  # in the order of submission
         self._num_submitted = 0
+        self._idle_addresses: list[int] = []  # of the weights since the engine is idle with sequences kept
 
     def submit(self, request: Request) -> None:
         """Queue a request, see `RolloutEngine.submit`."""
@@ -132,6 +133,9 @@ class EmbeddedRollout:
         try:
             with naming_out_of_memory("generation", self.model.device, LESS_MEMORY, RolloutError):
                 self._running = self._running or self._new_decoding()
+                if self._idle_addresses and self._idle_addresses != self._addresses():
+                    self._use_new_weights()
+                self._idle_addresses = []
                 if self._pack_weights and not self._is_packed and not self._is_paged():
                     self._forward.pack_weights()
                     self._is_packed = True
@@ -194,10 +198,7 @@ class EmbeddedRollout:
         for name, parameter in self.model.named_parameters():
             parameter.data = self._loaded[name].detach().to(parameter)
         self._loading, self._loaded = None, {}
-        self._forward.drop_packed_weights()  # of the old ones
-        self._is_packed = False
-        if self._running:
-            self._running.use_new_weights()
+        self._use_new_weights()
         self.version = version
 
     @torch.no_grad()
@@ -311,14 +312,23 @@ class EmbeddedRollout:
 
     def _free(self) -> None:
         """Free the memory of running sequences; forget requests that wait for pages although they are complete."""
-        if self._running and self._kept:
-            self._running.use_new_weights()  # their addresses may change while the engine is idle
-        else:
-            self._running = None
         self._waiting = deque(request for request in self._waiting if request.request_id in self._unfinished)
+        if self._running and self._kept:  # which no change of the weights outlives
+            self._idle_addresses = self._addresses()
+            return
+        self._running = None
         self._forward.drop_packed_weights()
         self._is_packed = False
         free_cached_memory()
+
+    def _addresses(self) -> list[int]:
+        return [weight.data_ptr() for weight in self.model.parameters()]
+
+    def _use_new_weights(self) -> None:
+        self._forward.drop_packed_weights()  # of the old ones
+        self._is_packed = False
+        if self._running:
+            self._running.use_new_weights()
 
     def _restart_requests(self) -> None:
         """Stop all sequences after an error and queue every unfinished request again.

@@ -18,9 +18,10 @@ from hybridflow.models import Forward
 from hybridflow.models.continued_prefill import PagedContinuedPlan
 from hybridflow.models.kv_cache import PrefillPlan
 from hybridflow.models.paged_kv_cache import PAGE_SIZE, PagedKVCache, PagedPrefillPlan, PageTable, pages_of
+from hybridflow.models.varlen import upload
 from hybridflow.rollout.base import Completion, Request
 from hybridflow.rollout.decoding_batch import split_by_tokens
-from hybridflow.rollout.decoding_state import NO_TOKEN, DecodingState, StepShape, decode_step, padded_rows
+from hybridflow.rollout.decoding_state import NO_TOKEN, DecodingState, StepShape, decode_step
 from hybridflow.rollout.kept_sequences import KeptSequences
 from hybridflow.rollout.requests import not_finite
 from hybridflow.rollout.row_sampling import SamplingKinds
@@ -88,13 +89,16 @@ class PagedDecoding:
         if is_after_read:
             self._is_full = self._extend_tables(waiting)
         admitted: list[tuple[int, RunningRow]] = []
+        num_growing = sum(row.grows for row in self._rows if row)
         while not self._is_full and waiting and waiting[0].group_size <= room:
-            if not self._has_pages(waiting):
+            if not self._has_pages(waiting, num_growing):
                 self._is_full = True
                 break
             request = waiting.popleft()
             room -= request.group_size
-            admitted += self._reserve(request)
+            reserved = self._reserve(request)
+            num_growing += sum(row.grows for _, row in reserved)
+            admitted += reserved
         if admitted:
             self._start(admitted)
         if admitted or is_after_read:
@@ -194,7 +198,7 @@ class PagedDecoding:
         assert self._cache is not None
         return self._cache.table
 
-    def _has_pages(self, waiting: deque[Request]) -> bool:
+    def _has_pages(self, waiting: deque[Request], num_growing: int) -> bool:
         """Return whether the next request fits and leaves a free page for each running row that grows.
 
         Kept sequences are freed for it, except the one that it continues. Raises RolloutConfigError if it never fits.
@@ -203,11 +207,10 @@ class PagedDecoding:
         if not self._rows and (self._cache is None or most_pages(request) > self._pages.count):
             self._allocate(waiting)
         needed = shared_pages(request) + request.group_size * first_pages(request, self._read_every)
-        growing = sum(row.missing_pages(row.remaining) > 0 for row in self._rows if row)
         if most_pages(request) > self._pages.count:
             return False
         own = self._kept.find(request.prompt_ids)
-        while needed + growing - len(own.storage if own else []) > self._pages.num_free:
+        while needed + num_growing - len(own.storage if own else []) > self._pages.num_free:
             if not self._kept.drop_oldest(but=own):
                 return False
         return True
@@ -390,12 +393,10 @@ class PagedDecoding:
         ids = np.concatenate([np.array(part.tokens[part.start :]) for part in parts])
         positions = np.concatenate([np.arange(part.start, len(part.tokens)) for part in parts])
         columns = (ids, positions, np.concatenate(tokens), np.concatenate(slots))
-        ids, positions, tokens, slots = (torch.from_numpy(column).to(self._device) for column in columns)
+        ids, positions, tokens, slots = (upload(column, self._device) for column in columns)
         if parts[0].start:
-            pages = [part.rows[0][0].pages[: pages_of(len(part.tokens))] for part in parts]
-            table = padded_rows(pages, _power_of_two(max(map(len, pages))))  # few widths: each compiles a kernel
-            tables = torch.from_numpy(table.repeat(lengths, axis=0)).to(self._device, torch.int32)
-            plan = PagedContinuedPlan(self._cache, tokens, slots, tables, positions + 1)
+            pages = [part.rows[0][0].pages for part in parts]
+            plan = PagedContinuedPlan(self._cache, tokens, slots, pages, [len(part.tokens) for part in parts], lengths)
         else:
             plan = PagedPrefillPlan(self._cache, lengths, tokens, slots)
         with generation_kernels():

@@ -37,6 +37,11 @@ class RunningRow:
         length = len(self.request.prompt_ids) - 1 + len(self.tokens)
         return max(0, pages_of(length + min(num_steps, self.remaining)) - len(self.pages))
 
+    @property
+    def grows(self) -> bool:
+        """Whether the row has fewer pages than it needs at its limit."""
+        return self.missing_pages(self.remaining) > 0
+
     def extend(self, tokens: list[int], log_probs: list[float], versions: Sequence[int]) -> None:
         """Add emitted tokens."""
         self.tokens += tokens
