@@ -4,9 +4,10 @@ import asyncio
 import itertools
 import queue
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from hybridflow.environments.playing import PlayedEpisode, Player
@@ -76,8 +77,8 @@ class _Episodes:
     def play(self) -> list[PlayedEpisode]:
         """Play all episodes."""
         try:
-            for number, start in enumerate(self._starts):
-                self._turns.start(number, start.player.begin(start.row), self._num_steps)
+            firsts = {number: start.player.begin(start.row) for number, start in enumerate(self._starts)}
+            self._turns.start(firsts, self._num_steps)
             begun = self._turns.wait(self._turns.oldest())  # all: the responses to one prompt run as one group
             self._submit(begun)
             while self._turns or self._engine.has_unfinished():
@@ -113,11 +114,13 @@ class _Episodes:
     def _submit(self, results: Sequence[tuple[int, Any]]) -> None:
         """Go on with episodes in their order: with a turn, or with their end."""
         contexts: dict[int, list[int]] = {}
+        ends: dict[int, Coroutine[Any, Any, PlayedEpisode]] = {}
         for number, context in sorted(results, key=lambda each: each[0]):
             if context is None:
-                self._ends.start(number, self._starts[number].player.finish(), self._num_steps)
+                ends[number] = self._starts[number].player.finish()
             else:
                 contexts[number] = context
+        self._ends.start(ends, self._num_steps)
         requests = [self._request(numbers, contexts[numbers[0]]) for numbers in self._groups(contexts)]
         for request in sorted(requests, key=longest_first):
             self._engine.submit(request)
@@ -158,9 +161,11 @@ class _Episodes:
         )
 
     def _take_finished(self) -> None:
+        turns: dict[int, Coroutine[Any, Any, list[int] | None]] = {}
         for completion in self._engine.finished():
             number = self._running[completion.request_id][completion.index]
-            self._turns.start(number, _take(self._starts[number].player, completion), self._num_steps)
+            turns[number] = _take(self._starts[number].player, completion)
+        self._turns.start(turns, self._num_steps)
 
 
 def _take(player: Player, completion: Completion) -> Coroutine[Any, Any, list[int] | None]:
@@ -193,44 +198,71 @@ class _Tasks:
     """Coroutines of episodes on an event loop in another thread, and what they have returned."""
 
     def __init__(self, loop: _Loop) -> None:
-        self._loop, self._done = loop, queue.SimpleQueue[int]()
-        self._running: dict[int, tuple[int, Any]] = {}  # by episode: the step at its start, and its future
+        self._loop = loop
+        self._running: dict[int, int] = {}  # by episode: the step at its start
+        self._tasks: dict[int, asyncio.Task[Any]] = {}  # the same, those that have begun; for the loop
+        self._queue = queue.SimpleQueue[tuple[int, asyncio.Task[Any]]]()
+        self._done: dict[int, asyncio.Task[Any]] = {}  # taken from the queue
 
     def __bool__(self) -> bool:
         """Return whether some have not been returned."""
         return bool(self._running)
 
-    def start(self, number: int, coroutine: Coroutine[Any, Any, Any], step: int) -> None:
-        """Run a coroutine of an episode, which has no other one."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop.loop)
-        self._running[number] = step, future
-        future.add_done_callback(lambda _: self._done.put(number))
+    def start(self, coroutines: Mapping[int, Coroutine[Any, Any, Any]], step: int) -> None:
+        """Run coroutines by episode, which has no other one. The loop is woken once for all."""
+        if coroutines:
+            self._running.update(dict.fromkeys(coroutines, step))
+            self._loop.loop.call_soon_threadsafe(self._begin, coroutines)
 
     def oldest(self, started_before: int | None = None) -> list[int]:
         """Return the episodes whose coroutines were started up to a step, in the order of steps and numbers."""
-        started = sorted((step, number) for number, (step, _) in self._running.items())
+        started = sorted((step, number) for number, step in self._running.items())
         return [number for step, number in started if started_before is None or step <= started_before]
 
     def wait(self, numbers: Sequence[int]) -> list[tuple[int, Any]]:
         """Wait for the coroutines of these episodes and return what they returned. Raises what one raised."""
-        while not all(self._running[number][1].done() for number in numbers):
-            self._wait_for_one()
-        return [(number, self._running.pop(number)[1].result()) for number in numbers]
+        self._wait(lambda: all(number in self._done for number in numbers))
+        return [(number, self._pop(number)) for number in numbers]
 
     def some(self, count: int) -> list[tuple[int, Any]]:
         """Wait until `count` coroutines have returned, if so many run; return what all that have done returned."""
-        while self._running and sum(future.done() for _, future in self._running.values()) < count:
-            self._wait_for_one()
-        return self.wait([number for number, (_, future) in self._running.items() if future.done()])
+        self._wait(lambda: len(self._done) >= min(count, len(self._running)))
+        return [(number, self._pop(number)) for number in list(self._done)]
 
     def cancel(self) -> None:
         """Cancel what runs."""
-        for _, future in self._running.values():
-            future.cancel()
+        self._loop.loop.call_soon_threadsafe(self._cancel)
 
-    def _wait_for_one(self) -> None:
-        try:
-            self._done.get(timeout=WAIT_S)
-        except queue.Empty:
-            self._loop.require_running()
-        note_progress()
+    def _begin(self, coroutines: Mapping[int, Coroutine[Any, Any, Any]]) -> None:
+        for number, coroutine in coroutines.items():
+            self._tasks[number] = task = self._loop.loop.create_task(coroutine)
+            task.add_done_callback(partial(self._end, number))
+
+    def _end(self, number: int, task: "asyncio.Task[Any]") -> None:
+        if not task.cancelled():
+            task.exception()  # asyncio need not report it: who waits will
+        del self._tasks[number]
+        self._queue.put((number, task))
+
+    def _cancel(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+
+    def _pop(self, number: int) -> Any:
+        del self._running[number]
+        return self._done.pop(number).result()
+
+    def _wait(self, is_enough: Callable[[], bool]) -> None:
+        """Take what coroutines return until it is enough, and what else has returned by then."""
+        while True:
+            while not self._queue.empty():
+                number, task = self._queue.get()
+                self._done[number] = task
+            if is_enough():
+                return
+            try:
+                number, task = self._queue.get(timeout=WAIT_S)
+                self._done[number] = task
+            except queue.Empty:
+                self._loop.require_running()
+            note_progress()

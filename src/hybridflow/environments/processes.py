@@ -72,7 +72,7 @@ class EnvironmentPool:
         self.loop = asyncio.new_event_loop()
         self._limits, self._names = limits, list(classes)
         self._closures = {each.name: each for each in closures}
-        self._thread = threading.Thread(target=self.loop.run_forever, name="environments", daemon=True)
+        self._thread = threading.Thread(target=_serve, args=[self.loop], name="environments", daemon=True)
         self._thread.start()
         self._processes: list[_Process | None] = [None] * num_processes
         self._starting = [asyncio.Lock() for _ in range(num_processes)]
@@ -339,6 +339,12 @@ class _Process(FramedProcess):
             self.ready.exception()  # it is known, also if no start waits for it
 
 
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    """Run an event loop until it is stopped, which may be after `_end` if user code blocks it, and close it."""
+    loop.run_forever()
+    loop.close()
+
+
 def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, processes: "list[_Process | None]") -> None:
     """End all, also where the garbage collector calls it: in any thread, which may hold locks that others wait for."""
 
@@ -358,5 +364,3 @@ def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, processes: "
         if not process.is_ended:
             process.kill()  # in this thread, since an interpreter that ends starts no others
     processes.clear()
-    if not thread.is_alive():
-        loop.close()

@@ -38,6 +38,8 @@ class ContinuedPlan:
         self._batches = [
             _Batch.of(own_row[part], lengths[part], counts[part], device) for part in _parts(lengths, counts)
         ]
+        # Attention reads them with a weight of 0, so they must not be NaN.
+        self._unwritten = [torch.cat(x) for x in zip(*(batch.unwritten for batch in self._batches), strict=True)]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Write the keys and values of one layer, and compute its attention."""
@@ -45,6 +47,8 @@ class ContinuedPlan:
         keys, values, new = self._cache.keys[layer], self._cache.values[layer], self._new
         for rows, x in ((keys, key), (values, value)):
             rows.transpose(1, 2)[new.rows, self._positions] = x[new.tokens]
+            if len(self._unwritten[0]):
+                rows.transpose(1, 2)[*self._unwritten] = 0
         queries = query.split([len(batch.new.slots) for batch in self._batches])
         outputs = []
         for batch, q in zip(self._batches, queries, strict=True):
@@ -55,19 +59,27 @@ class ContinuedPlan:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Sequences that are computed as a padded batch: their rows and new tokens, and which keys these see."""
+    """Sequences that are computed as a padded batch: their rows and new tokens, and which keys these see.
+
+    `unwritten`: rows and places after the ends of sequences, up to the longest one.
+    """
 
     rows: slice | Tensor
     longest: int
     new: PackedLayout
     seen: Tensor
+    unwritten: tuple[Tensor, Tensor]
 
     @classmethod
     def of(cls, rows: Tensor, lengths: Sequence[int], counts: Sequence[int], device: torch.device) -> "_Batch":
         first, end = int(rows[0]), int(rows[-1]) + 1
         one_each = end - first == len(rows)
         new, seen = PackedLayout.of(counts, device), _seen(lengths, counts, device)
-        return cls(slice(first, end) if one_each else rows, max(lengths), new, seen)
+        after = torch.arange(max(lengths), device=device) >= torch.tensor(lengths, device=device)[:, None]
+        sequences, places = after.nonzero(as_tuple=True)
+        return cls(
+            slice(first, end) if one_each else rows, max(lengths), new, seen, unwritten=(rows[sequences], places)
+        )
 
 
 class PagedContinuedPlan:

@@ -57,27 +57,19 @@ class KVCache:
     ) -> None:
         """Add one row for each entry of `source`, the index of its sequence in `known`.
 
-        The row counts the `lengths` of its whole sequence; the tokens that are not known are zeros, for a ContinuedPlan
-        to write. See `append`.
+        The row counts the `lengths` of its whole sequence; a ContinuedPlan writes the tokens that are not known. See
+        `append`.
         """
-        first, longest = len(self.lengths), max(lengths)
+        first = len(self.lengths)
         self._add(torch.tensor(lengths, device=source.device)[source], known[0], capacity, room)
         for row, i in enumerate(source.tolist(), first):
             for storage, old in ((self.keys, known[i].keys), (self.values, known[i].values)):
                 for x, of_layer in zip(storage, old, strict=True):
                     x[row, :, : len(of_layer)] = of_layer.transpose(0, 1)
-                    x[row, :, len(of_layer) : longest] = 0  # attention reads them, with a weight of 0
 
     def extend(self, first: int, lengths: Sequence[int], capacity: int, room: int = 0) -> None:
-        """Let rows from `first` on have these lengths; their further tokens are zeros, for a ContinuedPlan to write.
-
-        See `append`.
-        """
+        """Let rows from `first` on have these lengths; a ContinuedPlan writes their further tokens. See `append`."""
         self._add(self.lengths[:0], KeysValues(*self._storage), capacity, room)
-        known, longest = self.lengths[first : first + len(lengths)].tolist(), max(lengths)
-        for x in (*self.keys, *self.values):
-            for row, count in enumerate(known, first):
-                x[row, :, count:longest] = 0  # attention reads them, with a weight of 0
         self.lengths[first : first + len(lengths)] = torch.tensor(lengths, device=self.lengths.device)
 
     def row(self, row: int, length: int) -> KeysValues:
