@@ -26,6 +26,9 @@ from hybridflow.runtime import uniform
 COMPACT_BELOW = 0.9
 """Finished rows are removed when the share of running rows falls below this value."""
 
+COMPACT_PARKED_BELOW = 0.75
+"""The same while a row stays for a later turn: it moves as well, and must move back if the turn comes soon."""
+
 PREFILL_TOKENS = 16384
 """Maximal number of prompt tokens in one forward pass; a longer prompt has a pass to itself."""
 
@@ -273,7 +276,8 @@ class DecodingBatch:
                 self._kept.add(computed, parked, parked.release)
         self._is_running[ended] = False
         self.num_running -= len(done)
-        if self.num_running < COMPACT_BELOW * len(self._names):
+        has_parked = self._parked.num_below(len(self._names)) > 0
+        if self.num_running < (COMPACT_PARKED_BELOW if has_parked else COMPACT_BELOW) * len(self._names):
             self._remove_finished()
         return done
 
