@@ -121,7 +121,7 @@ class RolloutEngine(Protocol):
         ...
 
     def forget_kept(self) -> None:
-        """Free what `Request.keep` has kept, as do errors, lack of memory, `retract`, `sleep` and loads of weights."""
+        """Free what `Request.keep` has kept, before weights change in place; loads, `sleep` and errors free it too."""
         ...
 
     def start_loading(self, shapes: Mapping[str, Size]) -> None:
