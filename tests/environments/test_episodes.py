@@ -20,7 +20,7 @@ from hybridflow.environments import (
     Player,
     play_episodes,
 )
-from hybridflow.errors import RolloutError
+from hybridflow.errors import EnvironmentConfigError, RolloutError
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate
 
 TOKENIZER = chat_tokenizer("qwen2_5")
@@ -138,3 +138,33 @@ def test_episodes_of_a_group_go_on_while_others_of_it_still_run(model, loop):
     first = [each.rows[0].turns.count(0) for each in played]
     assert len(set(first)) > 3
     assert all(each.episode.ended in ("turns", "tokens") for each in played)
+
+
+class Closes(Talk):
+    """Ends the loop on which it runs, as sys.exit() in a task does."""
+
+    async def step(self, turn):
+        asyncio.get_running_loop().stop()
+        await asyncio.sleep(60)
+
+
+def test_a_loop_that_ends_among_episodes_is_an_error_and_leaves_the_engine_idle(model):
+    loop = asyncio.new_event_loop()
+
+    def serve():
+        loop.run_forever()
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0.1))
+        loop.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    engine, starts = EmbeddedRollout(model), [EpisodeStart(player_of(Closes(0)), {"prompt": "question"}, (7, 0))]
+    with pytest.raises((EnvironmentConfigError, RolloutError), match="pool"):
+        play_episodes(engine, starts, SAMPLING, loop)
+    thread.join()
+    assert not engine.has_unfinished()
+    with pytest.raises(EnvironmentConfigError, match="the event loop of the environments has ended"):
+        play_episodes(engine, starts_of(lambda i: 0, 1), SAMPLING, loop)
+    assert not engine.has_unfinished()

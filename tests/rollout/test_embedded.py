@@ -226,7 +226,7 @@ BREAKABLE = [
     *((EmbeddedRollout, name) for name in ("_admit", "_finish")),
     *(
         (DecodingBatch, name)
-        for name in ("admit", "_logits_after", "_next_logits", "_require_finite", "_finish", "_remove_finished")
+        for name in ("admit", "_logits_after", "_next_logits", "_require_finite", "_finish", "remove_finished")
     ),
     *((KVCache, name) for name in ("append", "_grown", "keep")),
     (torch.Tensor, "scatter_"),

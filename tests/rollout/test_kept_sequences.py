@@ -1,6 +1,7 @@
 """Kept keys and values on the embedded engine: what is reused, with which results, and when it is dropped."""
 
 from dataclasses import replace
+from operator import attrgetter
 
 import pytest
 import torch
@@ -216,6 +217,22 @@ def test_an_idle_engine_with_kept_sequences_repacks_weights_only_if_they_moved(t
     other = [replace(request, request_id=99, prompt_ids=[5, 6, 7], keep=False) for request in wanted[:1]]
     require_equal(generate(engine, other), generate(EmbeddedRollout(model, paged=False), other))
     assert engine._forward._decoder is not packed
+
+
+def test_forgotten_sequences_let_weights_change_in_place(tiny_model):
+    model = load_causal_lm(tiny_model("qwen2", max_position_embeddings=256))
+    engine, turn = EmbeddedRollout(model, paged=False), first_turn()
+    wanted = next_turn(turn, generate(engine, turn), keep=False)
+    for request in wanted:
+        engine.submit(request)
+    engine.forget_kept()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight *= 1.1
+    while engine.has_unfinished():
+        engine.step()
+    found, expected = engine.finished(), generate(EmbeddedRollout(model, paged=False), wanted)
+    require_equal(*(sorted(each, key=attrgetter("request_id")) for each in (found, expected)))
 
 
 def test_an_error_in_a_step_drops_kept_sequences(build, monkeypatch):

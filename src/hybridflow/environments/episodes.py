@@ -179,12 +179,23 @@ class _Loop:
         self.loop, self._limit_s = loop, limit_s
         self._asked: float | None = None
 
+    def call(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call a function on the loop. Raises EnvironmentConfigError if the loop has ended."""
+        try:
+            self.loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError as error:
+            raise EnvironmentConfigError(
+                "the event loop of the environments has ended while episodes were played: their pool was closed, or an "
+                "environment in this process ended it, as sys.exit() in a task does; close the pool after the episodes."
+            ) from error
+
     def require_running(self) -> None:
-        """Raise EnvironmentConfigError if something has blocked the loop for too long."""
-        if self._asked is None:
+        """Raise EnvironmentConfigError if the loop has ended, or something has blocked it for too long."""
+        asked = self._asked
+        if asked is None:
             self._asked = time.monotonic()
-            self.loop.call_soon_threadsafe(self._hear)
-        elif self._limit_s is not None and time.monotonic() - self._asked > self._limit_s:
+            self.call(self._hear)
+        elif self._limit_s is not None and time.monotonic() - asked > self._limit_s:
             raise EnvironmentConfigError(
                 f"an episode has not gone on for {self._limit_s:g} s: the chat template of model.path does not end for "
                 "its messages. `hybridflow check-template` shows whether a template serves episodes."
@@ -212,7 +223,12 @@ class _Tasks:
         """Run coroutines by episode, which has no other one. The loop is woken once for all."""
         if coroutines:
             self._running.update(dict.fromkeys(coroutines, step))
-            self._loop.loop.call_soon_threadsafe(self._begin, coroutines)
+            try:
+                self._loop.call(self._begin, coroutines)
+            except EnvironmentConfigError:
+                for coroutine in coroutines.values():
+                    coroutine.close()
+                raise
 
     def oldest(self, started_before: int | None = None) -> list[int]:
         """Return the episodes whose coroutines were started up to a step, in the order of steps and numbers."""
@@ -230,8 +246,9 @@ class _Tasks:
         return [(number, self._pop(number)) for number in list(self._done)]
 
     def cancel(self) -> None:
-        """Cancel what runs."""
-        self._loop.loop.call_soon_threadsafe(self._cancel)
+        """Cancel what runs, unless the loop has ended."""
+        with suppress(EnvironmentConfigError):
+            self._loop.call(self._cancel)
 
     def _begin(self, coroutines: Mapping[int, Coroutine[Any, Any, Any]]) -> None:
         for number, coroutine in coroutines.items():
@@ -250,7 +267,12 @@ class _Tasks:
 
     def _pop(self, number: int) -> Any:
         del self._running[number]
-        return self._done.pop(number).result()
+        try:
+            return self._done.pop(number).result()
+        except asyncio.CancelledError as error:
+            raise RolloutError(
+                "the pool of environments was closed while episodes were played; close it later."
+            ) from error
 
     def _wait(self, is_enough: Callable[[], bool]) -> None:
         """Take what coroutines return until it is enough, and what else has returned by then."""

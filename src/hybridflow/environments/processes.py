@@ -341,8 +341,10 @@ class _Process(FramedProcess):
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
     """Run an event loop until it is stopped, which may be after `_end` if user code blocks it, and close it."""
-    loop.run_forever()
-    loop.close()
+    try:
+        loop.run_forever()
+    finally:  # SystemExit of user code in this process ends it
+        loop.close()
 
 
 def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, processes: "list[_Process | None]") -> None:
@@ -357,7 +359,8 @@ def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, processes: "
             await asyncio.wait(others, timeout=END_S)
         loop.stop()
 
-    asyncio.run_coroutine_threadsafe(end(), loop)
+    if not loop.is_closed():
+        asyncio.run_coroutine_threadsafe(end(), loop)
     if threading.current_thread() is not thread:
         thread.join(2 * END_S)  # user code in this process may block it
     for process in filter(None, processes):

@@ -19,6 +19,10 @@ COPIED_BYTES = 2**28
 """Maximal memory of the keys and values that one call of attention copies out of their pages; one sequence is copied
 whole."""
 
+MAX_PAIRS = 2**24
+"""Maximal number of pairs of tokens in one padded batch, whose mask has an entry for each; one sequence is computed
+whole."""
+
 
 class ContinuedPlan:
     """Causal attention of packed new tokens to all tokens before them in the cache row of their sequence.
@@ -118,9 +122,10 @@ class PagedContinuedPlan:
 
     def _split(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator["_PagedBatch"]:
         is_flash = supports_flash(AttentionCase.of(query, key, value))
-        bytes_per_token = sum(x[0].numel() * x.element_size() for x in (key, value))
+        copies = 1 if is_flash else MAX_PADDED * query.shape[1] // key.shape[1]  # padded, and one for each query head
+        bytes_per_token = copies * sum(x[0].numel() * x.element_size() for x in (key, value))
         most = max(1, COPIED_BYTES // bytes_per_token)
-        for part in _parts(self._lengths, self._counts, math.inf if is_flash else MAX_PADDED, most):
+        for part in _parts(self._lengths, self._counts, most, is_padded=not is_flash):
             yield _PagedBatch.of(self._pages[part], self._lengths[part], self._counts[part], query.device, is_flash)
 
 
@@ -169,19 +174,20 @@ def _seen(lengths: Sequence[int], counts: Sequence[int], device: torch.device) -
 
 
 def _parts(
-    lengths: Sequence[int], counts: Sequence[int], max_padded: float = MAX_PADDED, max_tokens: float = math.inf
+    lengths: Sequence[int], counts: Sequence[int], max_tokens: float = math.inf, *, is_padded: bool = True
 ) -> Iterator[slice]:
     """Yield consecutive sequences of at most `max_tokens` tokens, or a single one.
 
-    A padded batch of them has at most `max_padded` times their pairs of tokens.
+    If they are padded, they have at most MAX_PAIRS pairs of tokens, and at most MAX_PADDED times those without padding.
     """
-    first = pairs = tokens = 0
+    first = longest = most = pairs = tokens = 0
     for i, (length, count) in enumerate(zip(lengths, counts, strict=True)):
-        part = slice(first, i + 1)
-        is_padded = (i + 1 - first) * max(lengths[part]) * max(counts[part]) > max_padded * (pairs + length * count)
-        if i > first and (is_padded or tokens + length > max_tokens):
+        longest, most = max(longest, length), max(most, count)
+        computed = (i + 1 - first) * longest * most
+        is_wide = computed > min(MAX_PAIRS, MAX_PADDED * (pairs + length * count))
+        if i > first and ((is_padded and is_wide) or tokens + length > max_tokens):
             yield slice(first, i)
-            first, pairs, tokens = i, 0, 0
+            first, longest, most, pairs, tokens = i, length, count, 0, 0
         pairs += length * count
         tokens += length
     yield slice(first, len(lengths))

@@ -168,7 +168,7 @@ class DecodingBatch:
     def retract(self) -> None:
         """Compute the keys and values of the running rows again with the present weights; tokens stay."""
         if self.num_running < len(self._names):
-            self._remove_finished()
+            self.remove_finished()
         self._fresh_from = 0
         capacity, device = self._cache.capacity, self._counts.device
         self._cache = KVCache(device)
@@ -194,7 +194,7 @@ class DecodingBatch:
         self, requests: Sequence[Request], rows: Mapping[int, ParkedRow], capacity: int, room: int
     ) -> list[Request]:
         """Let requests go on in their parked rows, which follow the running ones then; return them in that order."""
-        self._remove_finished(list(rows.values()))
+        self.remove_finished(list(rows.values()))
         ordered = sorted(requests, key=lambda request: rows[request.request_id].row)
         first = len(self._names)
         for admitted in _passes(ordered, CONTINUED_TOKENS):
@@ -278,10 +278,10 @@ class DecodingBatch:
         self.num_running -= len(done)
         has_parked = self._parked.num_below(len(self._names)) > 0
         if self.num_running < (COMPACT_PARKED_BELOW if has_parked else COMPACT_BELOW) * len(self._names):
-            self._remove_finished()
+            self.remove_finished()
         return done
 
-    def _remove_finished(self, next_rows: Sequence[ParkedRow] = ()) -> None:
+    def remove_finished(self, next_rows: Sequence[ParkedRow] = ()) -> None:
         """Remove finished rows, so that running ones, then `next_rows`, then other parked ones follow each other.
 
         Rows from the end take the places of others, so that few rows move.

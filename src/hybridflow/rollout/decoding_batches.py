@@ -51,7 +51,7 @@ class DecodingBatches:
             room -= waiting.popleft().group_size
             if kept := self._kept.take(request.prompt_ids):
                 taken[request.request_id] = kept
-        self._limit_kept(running, admitted)
+        self._limit_kept(admitted)
         for sampling, requests in ((each, requests) for each, requests in admitted.items() if requests):
             batch = next((batch for batch in self._batches if batch.sampling == sampling), None)
             if batch is None:
@@ -66,7 +66,7 @@ class DecodingBatches:
         running = [batch for batch in self._batches if batch.num_running]
         done = self._without_empty([done for batch in running for done in batch.advance(version)])
         if len(self._kept) > num_kept:
-            self._limit_kept(self._running_rows(), {})
+            self._limit_kept({})
         return done
 
     def abort(self, request_id: int) -> list[Completion]:
@@ -87,13 +87,19 @@ class DecodingBatches:
     def _running_rows(self) -> dict[SamplingParams, Rows]:
         return {batch.sampling: (batch.num_rows, batch.capacity) for batch in self._batches}
 
-    def _limit_kept(self, running: Mapping[SamplingParams, Rows], new: Mapping[SamplingParams, list[Request]]) -> None:
-        """Drop the oldest kept sequences that do not fit beside the rows."""
+    def _limit_kept(self, new: Mapping[SamplingParams, list[Request]]) -> None:
+        """Drop the oldest kept sequences that do not fit beside the rows that run, once finished rows are removed."""
+        is_compact = False
         while self._kept:
             num_kept = sum(parked.rows.cache.capacity for parked in self._kept.storages)
-            if self._budget.holds(running, new, num_kept):
+            if self._budget.holds(self._running_rows(), new, num_kept):
                 return
-            self._kept.drop_oldest()
+            if is_compact:
+                self._kept.drop_oldest()
+                continue
+            for batch in self._batches:
+                batch.remove_finished()
+            is_compact = True
 
     def _without_empty(self, done: list[Completion]) -> list[Completion]:
         self._batches = [batch for batch in self._batches if batch.num_running or batch.num_parked]

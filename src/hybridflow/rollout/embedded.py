@@ -174,7 +174,7 @@ class EmbeddedRollout:
         """Free kept keys and values, see `RolloutEngine.forget_kept`."""
         if self._kept:
             self._kept.clear()
-            if not self._unfinished:
+            if not (self._running and self._running.num_running):
                 self._free()
 
     def start_loading(self, shapes: Mapping[str, torch.Size]) -> None:

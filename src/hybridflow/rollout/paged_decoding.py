@@ -89,7 +89,8 @@ class PagedDecoding:
         if is_after_read:
             self._is_full = self._extend_tables(waiting)
         admitted: list[tuple[int, RunningRow]] = []
-        num_growing = sum(row.grows for row in self._rows if row)
+        may_start = waiting and not self._is_full and waiting[0].group_size <= room
+        num_growing = sum(row.grows for row in self._rows if row) if may_start else 0
         while not self._is_full and waiting and waiting[0].group_size <= room:
             if not self._has_pages(waiting, num_growing):
                 self._is_full = True
