@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from support.arguments import parser_of, positive
 from support.environments import ROOT
+from support.errors import BenchmarkError
 from support.program import run
 from support.report import Row, print_rows, print_table
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -57,8 +58,11 @@ def main() -> None:
     parser.add_argument("--tool-ms", type=positive, default=50, metavar="MS", help="time of an answer (default: 50)")
     parser.add_argument("--width", type=positive, default=256, metavar="N", help="width of the model (default: 256)")
     parser.add_argument("--layers", type=positive, default=4, metavar="N", help="layers of the model (default: 4)")
-    parser.add_argument("--device", default="cpu", help="cpu, or cuda: in bfloat16 (default: cpu)")
+    devices = ("cpu", "cuda")
+    parser.add_argument("--device", choices=devices, default="cpu", help="cuda: in bfloat16 (default: cpu)")
     args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise BenchmarkError("--device cuda needs a GPU that PyTorch finds, and there is none; leave it out.")
     os.environ["TOOL_SECONDS"] = str(args.tool_ms / 1e3)
     set_num_threads(args.threads or count_physical_cores())
     use_kernels(True)

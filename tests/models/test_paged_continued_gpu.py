@@ -32,9 +32,10 @@ def test_new_tokens_see_all_tokens_before_them(gpu, monkeypatch, dtype, heads, k
     slots = [
         [of[n // PAGE_SIZE] * PAGE_SIZE + n % PAGE_SIZE for n in range(m)] for of, m in zip(pages, LENGTHS, strict=True)
     ]
+    for stored in (cache.keys[0], cache.values[0]):
+        stored.fill_(torch.nan)  # places without a token are not read
     for (_, key, value), of, count in zip(whole, slots, COUNTS, strict=True):
         for stored, x in ((cache.keys[0], key), (cache.values[0], value)):
-            stored.fill_(torch.nan) if of is slots[0] else None
             stored.flatten(0, 1)[of[:-count]] = x[:-count].to(gpu, dtype)
     new = [
         torch.cat([x[i][-count:] for x, count in zip(whole, COUNTS, strict=True)]).to(gpu, dtype).transpose(0, 1)[None]
