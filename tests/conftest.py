@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # tests need no network; those of the hub have a stand-in on loopback
 
+pytest_plugins = ["fixtures.canonical", "fixtures.lanes"]
+
 FIXTURES = Path(__file__).parent / "fixtures"
 CHECKED_PACKAGE = "hybridflow.algorithms"
 CHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"

@@ -28,12 +28,6 @@ def tiny() -> ModuleType:
     return tiny_run
 
 
-@pytest.fixture(scope="session")
-def task(tiny, tmp_path_factory) -> Path:
-    """Return a task directory: models, data, reward and the recipes `rl.toml`, `sft.toml` and `pairs.toml`."""
-    return tiny.write_task(tmp_path_factory.mktemp("task"))
-
-
 @dataclass(frozen=True)
 class Outcome:
     status: int
