@@ -25,7 +25,7 @@ INSTALL := -m pip install --quiet --no-compile
 # So it must be written, whatever the environment says: without it, each process compiles all modules that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup setup-vllm demo demo-control demo-tools rlhf learn chaos soak smoke test types fast-tests test-slow test-vllm test-browser test-gpu fix
+.PHONY: help setup setup-vllm demo demo-control demo-tools rlhf learn chaos soak smoke test types fast-tests test-runs test-vllm test-all test-gpu fix
 .PHONY: bench-balance bench-compiled_kernels bench-controller_scale bench-episodes bench-gpu bench-grpo_step bench-lag_kills
 .PHONY: bench-lag_learning bench-overlap bench-recovery bench-report bench-rewards bench-rollout bench-scheduling bench-slow_link bench-slow_reward bench-snapshot_size bench-trace_share bench-train_engine bench-uneven
 .PHONY: bench-transport bench-weight_sync
@@ -59,7 +59,7 @@ $(VLLM_STAMP): pyproject.toml
 demo: $(STAMP) ## a small model learns countdown by reinforcement learning, in minutes on a CPU
 	$(BIN)/python examples/countdown_demo.py
 
-demo-tools: $(STAMP) ## a small model learns to call a calculator and to play a text game, in minutes on a CPU
+demo-tools: $(STAMP) ## a small model learns to call a calculator, in minutes on a CPU; ARGS=--full: also a text game
 	$(BIN)/python examples/tools_demo.py $(ARGS)
 
 rlhf: $(STAMP) ## a reward model from preferences, PPO against it, and DPO, in two minutes on a CPU
@@ -71,10 +71,13 @@ learn: $(STAMP) ## every algorithm recipe learns a small task, three seeds each;
 demo-control: $(STAMP) ## supervised training instead, for as long as the demo's GRPO took
 	$(BIN)/python examples/countdown_demo.py --control
 
-# Two processes (tests/conftest.py): the tests of the control plane on Ray run one after another in one of them.
-PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+# Two processes (tests/conftest.py): the tests of the control plane on Ray run one after another in one of them. Of each
+# large family of similar cases they run a sample, drawn by the date: SAMPLE=20261127 repeats that of a day, SAMPLE=all is
+# all of them. `own_run`, `runs`, ... are the marks of tests (CONTRIBUTING.md).
+SAMPLE := date
+PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --sample $(SAMPLE)
 
-test: $(STAMP) ## the fast CPU checks: lint, format, types, layers, tests
+test: $(STAMP) ## lint, format, types, layers, and the tests that start no process
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports
@@ -84,22 +87,26 @@ types: $(STAMP)
 	$(BIN)/pyright
 
 fast-tests: $(STAMP)
-	$(BIN)/python $(PYTEST) -m 'not slow and not gpu and not vllm and not browser' $(ARGS)
+	$(BIN)/python $(PYTEST) -m 'not (runs or ray or browser or vllm or exhaustive or gpu)' $(ARGS)
+
+test-runs: $(STAMP) ## tests that read the canonical runs, use one Ray cluster, or start a process; with Chromium, its page
+	$(BIN)/python $(PYTEST) -m '(runs or ray or browser) and not (vllm or exhaustive or gpu)' $(ARGS)
+
+test-vllm: $(VLLM_STAMP) ## the tests of generation with vLLM, on its CPU build in a separate environment
+	$(VLLM_BIN)/python $(PYTEST) -m 'vllm and not exhaustive' $(ARGS)
+
+test-all: $(STAMP) $(VLLM_STAMP) $(TRITON_STAMP) ## everything that needs no GPU, all cases; writes a line into docs/test-all.md
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+	$(BIN)/python tests/everything.py $(ARGS)
 
 .triton: $(TRITON_STAMP) ## install Triton into .triton, for the test of its kernels without a GPU
 
 $(TRITON_STAMP): $(STAMP)
 	$(BIN)/python $(INSTALL) --no-deps --target .triton triton==$(TRITON)
 	touch $@
-
-test-slow: $(STAMP) $(TRITON_STAMP) ## the slow CPU tests: whole runs on Ray, killed processes, every layout of an engine, smoke runs
-	$(BIN)/python $(PYTEST) -m 'slow and not gpu and not vllm and not browser' $(ARGS)
-
-test-browser: $(STAMP) ## the page of a run in headless Chromium, which must be installed: apt-get install chromium
-	$(BIN)/python -m pytest -m browser $(ARGS) tests/browser
-
-test-vllm: $(VLLM_STAMP) ## the tests of generation with vLLM, on its CPU build in a separate environment
-	$(VLLM_BIN)/python $(PYTEST) -m vllm $(ARGS)
 
 # Files are named one by one, so that no test file that imports Ray is read. PART is a folder of tests/.
 GPU_TESTS := $(sort $(wildcard tests/*/test_gpu.py tests/*/test_*_gpu.py))
@@ -112,7 +119,7 @@ test-gpu: $(INSTALLED) ## the tests that need a GPU; PART=engines: those of one 
 	$(PROGRAM) -m pytest -m gpu --timeout 240 $(ARGS) $(CHOSEN)
 
 smoke: $(STAMP) ## every benchmark at tiny size without peers, two at a time; one alone: make bench-NAME ARGS=--smoke
-	$(BIN)/python -m pytest -n 2 --dist load -m slow tests/benchmarks $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist load -m 'exhaustive or runs' tests/benchmarks $(ARGS)
 
 bench-gpu: $(INSTALLED) ## one GPU: updates, generation, a GRPO step, memory; ARGS="--part mfu": one part
 	$(PROGRAM) benchmarks/gpu.py $(ARGS)
@@ -148,7 +155,7 @@ fix: $(STAMP) ## apply the automatic fixes of ruff
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench-rollout: $(STAMP) $(call peers,$(TRL_STAMP) $(VLLM_STAMP)) ## generation against transformers and vLLM; ARGS="--help" for more
+bench-rollout: $(STAMP) $(call peers,$(TRL_STAMP) $(VLLM_STAMP)) ## generation against transformers and vLLM; ARGS=--full: all workloads
 	$(BIN)/python benchmarks/rollout.py $(ARGS)
 
 bench-grpo_step: $(STAMP) $(call peers,$(TRL_STAMP)) ## one GRPO step against TRL; ARGS="--help" for more
@@ -163,7 +170,7 @@ bench-weight_sync: $(STAMP) $(call peers,$(VLLM_STAMP)) ## weight sync with each
 bench-transport: $(STAMP) $(call peers,$(VERL_STAMP)) ## batches between processes against verl; ARGS="--help" for more
 	$(BIN)/python benchmarks/transport.py $(ARGS)
 
-bench-overlap: $(STAMP) ## the time of a step with trainer.stream and each trainer.lag, on emulated devices; ARGS="--help" for more
+bench-overlap: $(STAMP) ## the time of a step with trainer.stream and trainer.lag, on emulated devices; ARGS=--full: all rows
 	$(BIN)/python benchmarks/overlap.py $(ARGS)
 
 bench-scheduling: $(STAMP) ## prompts assigned to engines by past lengths, on simulated engines; ARGS="--help" for more

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 
-from support.arguments import parser_of, positive
+from support.arguments import parser_of, positive, print_skipped
 from support.errors import BenchmarkError
 from support.models import MODELS, write_config, write_tokenizer
 from support.program import run
@@ -77,7 +77,9 @@ async def score(solution_str, **_):
     return float(len(solution_str) // 2 % 2)
 """
 OBJECT_STORE_BYTES = 2**29
-SMOKE = {"devices": (2,), "steps": 10, "longest": 8}
+SMOKE = {"devices": (2,), "steps": 10, "longest": 8, "schedules": tuple(SCHEDULES)}
+SHORT = {"devices": (4,), "schedules": ("sync", "streamed", "lag_1", "in_flight_retract")}
+FULL = {"devices": (4, 8, 16), "schedules": tuple(SCHEDULES)}
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,8 @@ def print_limits(args: argparse.Namespace) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__, None, smoke=SMOKE)
+    skipped = f"8 and 16 devices, {', '.join(name for name in SCHEDULES if name not in SHORT['schedules'])}"
+    parser = parser_of(__doc__, None, smoke=SMOKE, full=FULL, skipped=skipped)
     parser.add_argument("--steps", type=positive, default=16, metavar="N", help="steps of a run (default: 16)")
     parser.add_argument("--rounds", type=positive, default=1, metavar="N", help="runs of each row (default: 1)")
     parser.add_argument("--limits", action="store_true", help="calculate the times from the lengths alone; run nothing")
@@ -147,12 +150,14 @@ def arguments() -> argparse.Namespace:
         "--longest", type=positive, default=LONGEST, metavar="N", help=f"tokens of a response (default: {LONGEST})"
     )
     parser.add_argument(
-        "--devices", type=positive, nargs="+", default=(4, 8, 16), metavar="N", help="devices (default: 4 8 16)"
+        "--devices", type=positive, nargs="+", default=SHORT["devices"], metavar="N", help="devices (default: 4)"
     )
     parser.add_argument(
-        "--schedules", choices=SCHEDULES, nargs="+", default=tuple(SCHEDULES), metavar="NAME", help="rows, sync first"
+        "--schedules", choices=SCHEDULES, nargs="+", default=SHORT["schedules"], metavar="NAME", help="rows, sync first"
     )
-    return parser.parse_args()
+    args = parser.parse_args()
+    print_skipped(args)
+    return args
 
 
 def lag_of(name: str) -> int:

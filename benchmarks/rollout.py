@@ -5,8 +5,8 @@ workloads (exact lengths, sampled at temperature 1 from the whole vocabulary, no
   long_tail  the same model and prompts, responses of median 32, one in ten 256
   100M       model of 100M parameters, 64 prompts of 20 tokens, 32 new tokens each
 
-Every side computes each workload in bfloat16 and in float32; the faster dtype of each is compared. With five repeats it
-takes some 15 minutes on two idle cores, most of it transformers on the long tail.
+Every side computes each workload in bfloat16 and in float32; the faster dtype of each is compared. The default is
+`small` with three repeats; --full, with five repeats, takes over 20 minutes, most of it transformers on the long tail.
 """
 
 import tempfile
@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
-from support.arguments import names_in, parser_of
+from support.arguments import names_in, parser_of, print_skipped
 from support.environments import python_of
 from support.limits import PEAK_SIZES, Peaks, generation_flops
 from support.models import write_model
@@ -35,14 +35,16 @@ MAKE_TARGET = "bench-rollout"
 
 def main() -> None:
     tiny = {"repeats": 1, "only": "tiny", "peers": (), "dtypes": DTYPES[:1], "peak_sizes": (64,)}
-    parser = parser_of(__doc__, smoke=tiny)
-    parser.add_argument("--only", choices=WORKLOADS, help="this workload alone (default: all)")
+    full = {"repeats": 5, "only": None}
+    parser = parser_of(__doc__, 3, smoke=tiny, full=full, skipped="the workloads long_tail and 100M, and two repeats")
+    parser.add_argument("--only", choices=WORKLOADS, default="small", help="this workload alone (default: small)")
     parser.add_argument(
         "--peers", type=names_in(PEERS), default=PEERS, metavar="A,B", help=f"peers (default: {','.join(PEERS)})"
     )
     parser.add_argument("--backend-only", action="store_true", help="our vLLM backend alone, against vLLM")
     parser.set_defaults(dtypes=DTYPES, peak_sizes=PEAK_SIZES)
     args = parser.parse_args()
+    print_skipped(args)
     peers = ("vllm",) if args.backend_only else args.peers
     for peer in peers:
         python_of(peer, MAKE_TARGET)  # a missing environment is reported before the measurements

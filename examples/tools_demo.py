@@ -1,8 +1,8 @@
 """`make demo-tools`: a small model with random weights learns to call a calculator, and to play a text game.
 
 random weights --SFT--> warm start: mostly answers a product at once --+--GRPO with a calculator--> calls it
-+--GRPO without, as long--> the comparison
-+--GRPO in a maze--> finds the way
+and with --full also:                                                  +--GRPO without, as long--> the comparison
+                                                                       +--GRPO in a maze--> finds the way
 """
 
 import time
@@ -75,9 +75,9 @@ def reinforce(recipe: str, *overrides: str) -> tuple[list[dict[str, Any]], float
     return read_jsonl(Path(config.trainer.run_dir) / "metrics.jsonl"), seconds
 
 
-def last_accuracy(rows: list[dict[str, Any]]) -> float:
-    """Return the accuracy on held-out problems at the end of a run."""
-    return next(row["val/accuracy"] for row in reversed(rows) if "val/accuracy" in row)
+def accuracies(rows: list[dict[str, Any]]) -> list[float]:
+    """Return the accuracies on held-out problems, from the warm start to the end of a run."""
+    return [row["val/accuracy"] for row in rows if "val/accuracy" in row]
 
 
 def show_turns(run: str) -> None:
@@ -99,31 +99,53 @@ def main() -> None:
     parser.add_argument(
         "--conversations", type=int, default=CONVERSATIONS, metavar="N", help="conversations of the warm start"
     )
+    parser.add_argument("--full", action="store_true", help="also the comparison without the calculator, and the maze")
     args = parser.parse_args()
     make_everything(args.conversations)
     warm_start(args.sft)
     with_tools, seconds = reinforce("tools_calculator", *args.grpo)
     show_turns("calculator")
-    seconds_per_step = seconds / with_tools[-1]["step"]
-    single, single_seconds = _as_long(seconds, seconds_per_step, args.grpo)
-    maze, _ = reinforce("tools_maze", *args.grpo)
+    draw("calculator", with_tools)
+    if args.full:
+        compare(seconds, seconds / with_tools[-1]["step"], args.grpo)
+        play(args.grpo)
+    else:
+        console.print("skipped: the comparison without the calculator, and the maze; ARGS=--full runs them")
+    problems = load_config(RECIPES / "tools_calculator.toml", args.grpo).validation.max_samples
+    before, after = accuracies(with_tools)[0], accuracies(with_tools)[-1]
+    console.print(
+        f"demo-tools: accuracy {before:.3f} -> {after:.3f} "
+        f"on {problems or HELD_OUT} held-out problems in {time.perf_counter() - START:.0f} s",
+        soft_wrap=True,
+    )
+
+
+def draw(name: str, rows: list[dict[str, Any]]) -> None:
+    """Draw the rewards of a run."""
+    plot_curves(rows, ["critic/score/mean", "val/score/mean"], RUN / f"{name}.png", title=name)
+    console.print(f"curves: {RUN}/{name}.png", soft_wrap=True)
+
+
+def compare(seconds: float, seconds_per_step: float, overrides: list[str]) -> None:
+    """Train without the calculator for as long as with it."""
+    single, single_seconds = _as_long(seconds, seconds_per_step, overrides)
+    draw("single", single)
+    console.print(
+        f"without the calculator, trained for {single_seconds:.0f} s (with it {seconds:.0f} s): "
+        f"accuracy {accuracies(single)[-1]:.3f}"
+    )
+
+
+def play(overrides: list[str]) -> None:
+    """Train in the maze."""
+    maze, _ = reinforce("tools_maze", *overrides)
     show_turns("maze")
-    for name, rows in (("calculator", with_tools), ("single", single), ("maze", maze)):
-        plot_curves(rows, ["critic/score/mean", "val/score/mean"], RUN / f"{name}.png", title=name)
-    console.print(f"curves: {RUN}/calculator.png, single.png and maze.png", soft_wrap=True)
+    draw("maze", maze)
     reached = [row["reward/reached/mean"] for row in maze if "reward/reached/mean" in row]
     few = max(1, len(reached) // 10)
     console.print(
         f"maze: reached the goal in {sum(reached[:few]) / few:.2f} of the games at the start, "
         f"{sum(reached[-few:]) / few:.2f} at the end"
-    )
-    problems = load_config(RECIPES / "tools_calculator.toml", args.grpo).validation.max_samples
-    num_problems = problems or HELD_OUT
-    console.print(f"without the calculator it was trained for {single_seconds:.0f} s, with it for {seconds:.0f} s")
-    console.print(
-        f"demo-tools: accuracy {last_accuracy(single):.3f} -> {last_accuracy(with_tools):.3f} "
-        f"on {num_problems} held-out problems in {time.perf_counter() - START:.0f} s",
-        soft_wrap=True,
     )
 
 

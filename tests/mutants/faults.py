@@ -40,7 +40,9 @@ class Fault:
         head = b"\n".join([*lines[: self.line - 1], lines[self.line - 1][: self.column]])
         tail = b"\n".join([lines[self.end_line - 1][self.end_column :], *lines[self.end_line :]])
         if f"{head.decode()}{self.before}{tail.decode()}" != text:
-            raise ValueError(f"{self.path}:{self.line} is not {self.before!r}: the fault was drawn for another version.")
+            raise ValueError(
+                f"{self.path}:{self.line} is not {self.before!r}: the fault was drawn for another version."
+            )
         return f"{head.decode()}{expression}{tail.decode()}"
 
     def as_dict(self) -> dict[str, str | int]:
