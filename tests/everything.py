@@ -1,7 +1,7 @@
 """Runs every test that needs no GPU, with all cases, and writes one line into docs/test-all.md (`make test-all`).
 
-    python tests/everything.py             # as long as it takes; exit status 1 if a test failed
-    python tests/everything.py --check     # warn if the last line is old, or of a commit that is not an ancestor
+python tests/everything.py             # as long as it takes; exit status 1 if a test failed
+python tests/everything.py --check     # warn if the last line is old, or of a commit that is not an ancestor
 """
 
 import argparse
