@@ -97,7 +97,7 @@ def read_record(log: Path) -> tuple[dict[int, set[str]], dict[str, float]]:
                 interval["pid"] == one["pid"] or one["pid"] not in own
             ):
                 reached[one["hit"]] |= users[interval["fixture"]] if "fixture" in interval else {interval["test"]}
-    failed = {one["of"].split("@")[0] for one in records if one.get("outcome") in ("failed", "skipped")}
+    failed = {one["of"] for one in records if one.get("outcome") in ("failed", "skipped")}
     seconds = {one["test"]: one["end"] - one["start"] for one in tests if one["test"] not in failed}
     return {number: found & seconds.keys() for number, found in reached.items()}, seconds
 

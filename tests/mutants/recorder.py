@@ -53,7 +53,7 @@ else:
     def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         """Record when the test runs, and the fixtures that it uses."""
         names = [f"{one.baseid}::{name}" for name, ones in item._fixtureinfo.name2fixturedefs.items() for one in ones]  # type: ignore[attr-defined]
-        return (yield from _during(item.nodeid, {"test": item.nodeid, "fixtures": names}))
+        return (yield from _during(item.nodeid, {"test": _without_group(item.nodeid), "fixtures": names}))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(fixturedef: Any) -> Iterator[None]:
@@ -66,4 +66,8 @@ else:
     def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         """Record the outcome; with xdist the process that distributes the tests hears of them as well."""
         if report.when == "call" or report.outcome != "passed":
-            _write({"outcome": report.outcome, "of": report.nodeid, "duration": report.duration})
+            _write({"outcome": report.outcome, "of": _without_group(report.nodeid)})
+
+    def _without_group(nodeid: str) -> str:
+        """Return the id that pytest accepts: xdist appends the name of a group."""
+        return nodeid.rpartition("@")[0] if os.environ.get("PYTEST_XDIST_WORKER") else nodeid

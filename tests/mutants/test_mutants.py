@@ -75,7 +75,7 @@ def test_a_record_joins_hits_and_tests_by_process_and_time(tmp_path):
         {"hit": 1, "pid": 1, "time": 8.0},
         {"hit": 2, "pid": 9, "time": 20.5},  # another process: every test that runs then
         {"hit": 3, "pid": 2, "time": 40.5},
-        {"outcome": "failed", "of": "d", "duration": 1.0},
+        {"outcome": "failed", "of": "d"},
     ]
     (tmp_path / "record.jsonl").write_text("\n".join(map(json.dumps, records)))
     reached, seconds = read_record(tmp_path / "record.jsonl")
