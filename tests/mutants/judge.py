@@ -150,7 +150,7 @@ def _run(venv: Path, out: Path, part: list[str]) -> str | None:
     long = len(part) > 60
     command = [venv / "bin/python", "-m", "pytest", "-x", "-q", "-m", "", "--timeout=180", f"@{out / 'tests.txt'}"]
     ended = subprocess.run(
-        command + (["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"] if long else ["-p", "no:xdist"]),
+        command + (["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"] if long else ["-n", "0"]),
         cwd=venv.parent, capture_output=True, text=True, check=False, timeout=3600,
     )  # fmt: skip
     if ended.returncode == 0:
