@@ -62,6 +62,7 @@ def test_faults_of_the_source_are_drawn_by_their_seed():
     for fault in first:
         ast.parse(fault.replace((SOURCE / fault.path).read_text(), fault.after))
     assert {fault.path.split("/")[0] for fault in draw_faults(SOURCE, count=3, seed=1, only=("hub",))} == {"hub"}
+    assert len(draw_faults(SOURCE, count=60, seed=1, only=("algorithms",))) == 60  # more than its files
 
 
 def test_a_record_joins_hits_and_tests_by_process_and_time(tmp_path):
