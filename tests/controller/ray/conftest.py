@@ -1,0 +1,53 @@
+"""Helpers of the tests on a cluster: waiting, processes in /proc, and scripts with a cluster of their own."""
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from fixtures.forked import ForkServer
+
+
+def is_gone(pid: int) -> bool:
+    """Return whether a process has exited, also if nobody has waited for it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+@pytest.fixture(scope="session")
+def wait_until() -> Callable[..., None]:
+    """Return `wait_until(condition)`, which fails if the condition is not true within 100 seconds."""
+
+    def wait(condition: Callable[[], object], timeout_s: float = 100.0) -> None:
+        end = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+    return wait
+
+
+@pytest.fixture(scope="session")
+def wait_until_gone(wait_until: Callable[..., None]) -> Callable[[Iterable[int]], None]:
+    """Return `wait_until_gone(pids)`, which waits until these processes have exited."""
+    return lambda pids: wait_until(lambda: all(map(is_gone, pids)))
+
+
+@pytest.fixture(scope="session")
+def run_script(fork_server: "ForkServer") -> Callable[..., str]:
+    """Return `run_script(script, timeout_s, **environment)`, which returns what a script and its Ray print."""
+
+    def run(script: str, timeout_s: float = 300.0, **environment: str) -> str:
+        process = fork_server.start(["-c", script], environment={**os.environ, **environment}, merge_streams=True)
+        try:
+            return process.communicate(timeout=timeout_s)[0]
+        finally:
+            process.discard()
+
+    return run
