@@ -16,6 +16,9 @@ VALID = {
     "gae_advantages": {"token_level_rewards": GOOD, "values": GOOD, "response_mask": MASK}
     | {"gamma": 1.0, "lam": 1.0, "whiten_advantages": False},
     "grpo_advantages": {"scores": ONE, "group_ids": IDS, "norm_by_std": True},
+    "gpg_advantages": {"scores": ONE, "group_ids": IDS, "norm_by_std": True},
+    "kl_cov_policy_loss": {"log_probs": GOOD, "old_log_probs": GOOD, "advantages": GOOD, "response_mask": MASK}
+    | {"selected_tokens": MASK},
     "kl_loss": {"log_probs": GOOD, "ref_log_probs": GOOD, "response_mask": MASK, "kl_estimator": "k1"},
     "apply_kl_penalty": {"token_level_scores": GOOD, "old_log_probs": GOOD, "ref_log_probs": GOOD}
     | {"response_mask": MASK, "kl_coef": 0.1, "kl_estimator": "k1"},
@@ -86,6 +89,8 @@ def test_arguments_of_the_table_are_valid_unless_changed(name):
         ("masked_mean", {"mask": MASK[:, :2]}, r"masked_mean: mask has shape \(2, 2\), but values has shape \(2, 3\)"),
         ("masked_mean", {"mask": GOOD}, r"torch\.float32; it must be torch\.bool"),
         ("masked_mean", {"values": MASK.long()}, r"torch\.int64; it must be floating point"),
+        ("kl_cov_policy_loss", {"penalty_coef": -1}, "penalty_coef=-1"),
+        ("gpg_advantages", {"epsilon": -1}, "epsilon=-1"),
         ("select_kl_cov", {"selected_share": 1.5}, r"selected_share=1\.5"),
         ("select_clip_cov", {"selected_share": -0.5}, r"selected_share=-0\.5"),
         ("entropy_from_logits", {"temperature": 0.0}, "temperature=0.0"),
