@@ -130,10 +130,7 @@ class Unknown:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (
-            DataProto.from_dict(non_tensors={"o": [1, {"k": Unknown()}]}),
-            r"non_tensor_batch\['o'\]\[1\]\['k'\] is a .*Unknown, which cannot be saved",
-        ),
+        (DataProto.from_dict(non_tensors={"o": [1, {"k": Unknown()}]}), r"non_tensor_batch\['o'\]\[1\]\['k'\] is a"),
         (DataProto(meta_info={"f": print}), r"meta_info\['f'\]"),
         (DataProto.from_dict({"x": torch.zeros(1, dtype=torch.complex64)}), r"batch\['x'\] is torch.complex64"),
         (DataProto.from_dict(non_tensors={"d": np.array(["2020-01-01"], dtype="M8[D]")}), "datetime64"),

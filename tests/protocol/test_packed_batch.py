@@ -365,10 +365,7 @@ def test_reading_a_column_does_not_unpickle_the_others():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda: DataProto.from_dict(non_tensors={"locals": [lambda: 1]}),
-            "'locals' cannot be sent to another process",
-        ),
+        (lambda: DataProto.from_dict(non_tensors={"locals": [lambda: 1]}), "'locals' cannot be sent to another"),
         (lambda: DataProto(meta_info={"f": lambda: 1}), "'meta_info' cannot be sent to another process"),
     ],
 )
