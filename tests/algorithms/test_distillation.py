@@ -1,4 +1,3 @@
-import inspect
 import math
 from itertools import pairwise
 
@@ -7,30 +6,13 @@ import torch
 
 from hybridflow.algorithms import (
     candidate_log_probs_from_logits,
-    distillation_advantages,
-    no_advantages,
     teacher_kl,
     top_log_probs_from_logits,
 )
-from hybridflow.errors import AlgorithmError
 
 
 def logs(*probs):
     return torch.tensor([[probs]], dtype=torch.float64).log()
-
-
-def test_an_advantage_is_teacher_minus_policy_log_prob():
-    advantages, returns = distillation_advantages(
-        old_log_probs=torch.tensor([[-1.0, -2.0, float("nan")]]),
-        teacher_log_probs=torch.tensor([[-0.5, -3.0, float("nan")]]),
-        response_mask=torch.tensor([[True, True, False]]),
-    )
-    assert advantages.tolist() == [[0.5, -1.0, 0.0]]
-    assert returns.tolist() == advantages.tolist()
-
-
-def test_no_advantages_are_zeros():
-    assert no_advantages(response_mask=torch.tensor([[True, False]]))[0].tolist() == [[0.0, 0.0]]
 
 
 def test_kl_over_candidates_and_the_rest_by_hand():
@@ -89,10 +71,3 @@ def test_candidates_with_all_probability_stay_finite(dtype):
         (grad,) = torch.autograd.grad(kl.sum(), policy)
         assert torch.isfinite(kl).all()
         assert torch.isfinite(grad).all()
-
-
-def test_an_unknown_direction_is_rejected():
-    with pytest.raises(AlgorithmError, match="not one of reverse_kl, forward_kl"):
-        inspect.unwrap(teacher_kl)(
-            candidate_log_probs=logs(0.5), teacher_candidate_log_probs=logs(0.5), direction="jsd"
-        )

@@ -41,13 +41,18 @@ def test_an_entry_is_parsed_and_written_back():
 @pytest.mark.parametrize(
     ("entry", "reason"),
     [
-        ("", "expected 'STEP: KIND WORKER in PHASE', as in '3: kill actor_rollout/0 in backward'"),
-        ("kill actor_rollout/0 in backward", "expected 'STEP: KIND WORKER in PHASE'"),
-        ("3 kill actor_rollout/0 in backward", "expected 'STEP: KIND WORKER in PHASE'"),
-        ("-3: kill actor_rollout/0 in backward", "expected 'STEP: KIND WORKER in PHASE'"),
-        ("3: kill actor_rollout/0 at backward", "expected 'STEP: KIND WORKER in PHASE'"),
-        ("3: kill actor_rollout/0 in backward now", "expected 'STEP: KIND WORKER in PHASE'"),
-        ("9999999999: kill driver in step", "expected 'STEP: KIND WORKER in PHASE'"),
+        *(
+            (entry, "expected 'STEP: KIND WORKER in PHASE', as in '3: kill actor_rollout/0 in backward'")
+            for entry in (
+                "",
+                "kill actor_rollout/0 in backward",
+                "3 kill actor_rollout/0 in backward",
+                "-3: kill actor_rollout/0 in backward",
+                "3: kill actor_rollout/0 at backward",
+                "3: kill actor_rollout/0 in backward now",
+                "9999999999: kill driver in step",
+            )
+        ),
         ("0: kill driver in step", "expected a step from 1, got 0"),
         ("1: kil actor_rollout/0 in backward", "'kil' is not a kind"),
         ("1: kill actor_rollout/0 in backwards", "'backwards' is not a phase"),

@@ -39,16 +39,13 @@ def test_values_are_toml(value, text):
     assert tomllib.loads(f"x = {text}")["x"] == ("none" if value is None else [*value] if text[0] == "[" else value)
 
 
-def test_the_reference_is_a_recipe_of_all_defaults(tmp_path):
-    path = tmp_path / "reference.toml"
-    path.write_text(reference_text())
-    assert load_config(path) == Config()
-
-
-def test_the_reference_shows_description_type_and_default():
+def test_the_reference_is_a_recipe_of_all_defaults_with_descriptions(tmp_path):
+    text = reference_text()
+    (tmp_path / "reference.toml").write_text(text)
+    assert load_config(tmp_path / "reference.toml") == Config()
     assert (
         "# Sample among the fewest most likely tokens whose total probability reaches top_p; 1: all tokens.\n"
-        "# number > 0 and <= 1\ntop_p = 1.0\n" in reference_text()
+        "# number > 0 and <= 1\ntop_p = 1.0\n" in text
     )
 
 

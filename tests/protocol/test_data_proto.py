@@ -1,350 +1,590 @@
+"""Batches: construction, what results share, meta_info and errors; test_operations.py has random sequences."""
+
 import copy
+import pickle
+from collections import OrderedDict, defaultdict
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 
 from hybridflow.errors import BatchError, FieldError
-from hybridflow.protocol import DataProto, DataProtoItem
+from hybridflow.protocol import (
+    DataProto,
+    DataProtoConfig,
+    DataProtoFuture,
+    DataProtoItem,
+    pad_dataproto_to_divisor,
+    unpad_dataproto,
+)
+from hybridflow.protocol.handle import HeldBatch
+
+T = torch.tensor
+NAN = float("nan")
 
 
-def wrong(value: Any) -> Any:
-    """Return a value of a type that the signature does not allow, without a type error."""
-    return value
-
-
-def batch_of_three() -> DataProto:
+def three() -> DataProto:
     return DataProto.from_dict(
-        tensors={"input_ids": torch.tensor([[1, 2], [3, 4], [5, 6]]), "scores": torch.tensor([0.5, 1.5, 2.5])},
-        non_tensors={"raw_prompts": ["a", "b", "c"]},
-        meta_info={"epoch": 7},
+        {"ids": T([[1, 2], [3, 4], [5, 6]]), "scores": T([0.5, 1.5, 2.5])}, {"texts": ["a", "b", "c"]}, {"epoch": 7}
     )
 
 
+def numbered(num_rows: int, **options: Any) -> DataProto:
+    rows = torch.arange(num_rows)
+    return DataProto.from_dict({"x": rows, "row_ids": rows.clone()}, {"o": np.arange(num_rows)}, **options)
+
+
+def x_of(parts: Any) -> list[list[int]]:
+    return [part.batch["x"].tolist() for part in parts]
+
+
+def names(data: DataProto) -> tuple[list[str], list[str], dict]:
+    return [] if data.batch is None else list(data.batch.keys()), list(data.non_tensor_batch), data.meta_info
+
+
+def single(value: Any) -> DataProto:
+    return DataProto.from_single_dict({"a": value})
+
+
+# Construction
+
+
 def test_from_dict_takes_tensors_arrays_and_lists():
-    data = batch_of_three()
+    data = three()
     assert len(data) == 3
     assert data.batch.batch_size == torch.Size([3])
-    assert data.non_tensor_batch["raw_prompts"].dtype == object
-    assert data.meta_info == {"epoch": 7}
-
-
-def test_list_of_lists_becomes_one_entry_per_row():
-    data = DataProto.from_dict(non_tensors={"pairs": [[1, 2], [3, 4], [5, 6]]})
-    assert data.non_tensor_batch["pairs"].shape == (3,)
-    assert data.non_tensor_batch["pairs"][1] == [3, 4]
-
-
-def test_from_single_dict_sorts_by_type():
-    data = DataProto.from_single_dict({"a": torch.zeros(2, 3), "b": np.array(["x", "y"], dtype=object)}, {"k": 1})
-    assert list(data.batch.keys()) == ["a"]
-    assert list(data.non_tensor_batch) == ["b"]
-    assert data.meta_info == {"k": 1}
-    with pytest.raises(FieldError, match="'c': 'list'"):
-        DataProto.from_single_dict({"c": [1, 2]})
+    assert data.non_tensor_batch["texts"].dtype == object
+    pairs = DataProto.from_dict(non_tensors={"pairs": [[1, 2], [3, 4], [5, 6]]}).non_tensor_batch["pairs"]
+    assert (pairs.shape, pairs[1]) == ((3,), [3, 4])
+    sorted_by_type = DataProto.from_single_dict({"a": torch.zeros(2, 3), "b": np.array(["x", "y"], object)}, {"k": 1})
+    assert names(sorted_by_type) == (["a"], ["b"], {"k": 1})
 
 
 def test_batch_may_lack_tensors_arrays_or_all_columns():
-    assert len(DataProto()) == 0
-    assert len(DataProto(meta_info={"metrics": {"loss": 1.0}})) == 0
+    assert len(DataProto(None, None, None)) == len(DataProto(meta_info={"metrics": {"loss": 1.0}})) == 0
     only_arrays = DataProto.from_dict(non_tensors={"x": np.arange(4)})
     assert only_arrays.batch is None
     assert [len(part) for part in only_arrays.chunk(2)] == [2, 2]
     assert only_arrays.repeat(2).non_tensor_batch["x"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    only_tensors = DataProto.from_dict({"x": torch.arange(4)})
-    assert only_tensors.select_idxs([3, 0]).batch["x"].tolist() == [3, 0]
     assert [len(part) for part in DataProto(meta_info={"k": 1}).chunk(2)] == [0, 0]
+    assert len(DataProto(meta_info={"k": 1}).to("cpu")) == 0
+    assert len(three().select([], [])) == len(three()[0:0].split(2)) + 2 == 3
+    assert names(three().pop()) == ([], [], {})
 
 
-def test_unequal_numbers_of_rows_raise_with_columns_and_shapes():
-    with pytest.raises(BatchError, match=r"x \(3, 1\).*y \(2,\)"):
-        DataProto.from_dict({"x": torch.zeros(3, 1)}, {"y": np.zeros(2)})
-    with pytest.raises(BatchError, match=r"'x': \(3,\), 'y': \(2,\)"):
-        DataProto.from_dict({"x": torch.zeros(3), "y": torch.zeros(2)})
-    with pytest.raises(BatchError, match="same number of rows"):
-        DataProto.from_dict(non_tensors={"x": [1, 2], "y": [1]})
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (
+            lambda: DataProto.from_dict({"x": torch.zeros(3, 1)}, {"y": np.zeros(2)}),
+            BatchError,
+            r"x \(3, 1\).*y \(2,\)",
+        ),
+        (
+            lambda: DataProto.from_dict({"x": torch.zeros(3), "y": torch.zeros(2)}),
+            BatchError,
+            r"'x': \(3,\), 'y': \(2,",
+        ),
+        (lambda: DataProto.from_dict(non_tensors={"x": [1, 2], "y": [1]}), BatchError, r"x \(2,\), y \(1,\)"),
+        (lambda: DataProto(TensorDict({"x": torch.zeros(2, 3)}, [2, 3])), BatchError, "exactly one batch dimension"),
+        (lambda: DataProto(TensorDict({"x": torch.zeros(2, 3)}, [])), BatchError, "exactly one batch dimension"),
+        (lambda: DataProto.from_dict({"x": torch.zeros(2)}, num_batch_dims=2), BatchError, "num_batch_dims=2"),
+        (lambda: DataProto({"x": torch.zeros(2)}), BatchError, r"use DataProto\.from_dict"),
+        (lambda: DataProto(non_tensor_batch={"x": [1, 2]}), FieldError, r"non_tensor_batch\['x'\] is a list"),
+        (lambda: DataProto(non_tensor_batch={"x": np.array(3)}), FieldError, "no dimension"),
+        (lambda: DataProto(non_tensor_batch={3: np.zeros(3)}), FieldError, "the name of a column must be a str"),
+        (lambda: DataProto.from_dict(non_tensors={"n": np.ma.array([1], mask=[True])}), FieldError, "masked array"),
+        (lambda: DataProto.from_dict({"x": T(3)}), FieldError, "0-dimensional tensor"),
+        (lambda: DataProto.from_dict({"x": [1, 2]}), FieldError, r"tensors\['x'\] is a list"),
+        (
+            lambda: DataProto.from_dict({"x": torch.zeros(2)}, {"x": np.zeros(2)}),
+            FieldError,
+            "both batch and non_tensor",
+        ),
+        (lambda: DataProto(meta_info=[1]), BatchError, "must be dicts"),
+        (lambda: DataProto.from_dict({"x": torch.zeros(2, 2).to_sparse()}), FieldError, "nested, sparse or quantized"),
+        (lambda: DataProto(TensorDict({"x": TensorDict({}, [2])}, [2])), FieldError, r"batch\['x'\] is a TensorDict"),
+        (lambda: single([1, 2]), FieldError, "'a': 'list'"),
+    ],
+)
+def test_malformed_column_is_named_in_the_error(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
 
 
-def test_batch_needs_exactly_one_batch_dimension():
-    with pytest.raises(BatchError, match="exactly one batch dimension"):
-        DataProto(TensorDict({"x": torch.zeros(2, 3)}, batch_size=[2, 3]))
-    with pytest.raises(BatchError, match="exactly one batch dimension"):
-        DataProto(TensorDict({"x": torch.zeros(2, 3)}, batch_size=[]))
-    with pytest.raises(BatchError, match="num_batch_dims=2"):
-        DataProto.from_dict({"x": torch.zeros(2, 3)}, num_batch_dims=2)
+OPERATIONS = {
+    "constructor": lambda data: DataProto(data.batch, data.non_tensor_batch, data.meta_info),
+    "item": lambda data: data[0],
+    "slice": lambda data: data[0:2],
+    "select_idxs": lambda data: data[[0, 1]],
+    "select": lambda data: data.select(),
+    "select deep": lambda data: data.select(deepcopy=True),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "rename": lambda data: data.rename("x", "y"),
+    "union": lambda data: data.union(DataProto()),
+    "union of empty": lambda data: DataProto().union(data),
+    "concat": lambda data: DataProto.concat([data]),
+    "chunk": lambda data: data.chunk(2)[1],
+    "split": lambda data: data.split(1)[0],
+    "repeat": lambda data: data.repeat(1),
+    "sample_level_repeat": lambda data: data.sample_level_repeat([1, 1]),
+    "reorder": lambda data: data.reorder([1, 0]),
+    "to": lambda data: data.to("cpu"),
+    "make_iterator": lambda data: next(data.make_iterator(1, 1)),
+    "shuffled iterator": lambda data: next(data.make_iterator(1, 1, seed=3)),
+    "pad": lambda data: pad_dataproto_to_divisor(data, 2)[0],
+    "unpad": lambda data: unpad_dataproto(data, 0),
+    "future": lambda data: DataProtoFuture(DataProto.concat, [HeldBatch(data)]).get(),
+    "tensordict": lambda data: DataProto.from_tensordict(data.to_tensordict()),
+}
 
 
-def test_malformed_column_is_named_in_the_error():
-    with pytest.raises(BatchError, match=r"use DataProto\.from_dict"):
-        DataProto(wrong({"x": torch.zeros(2)}))
-    with pytest.raises(FieldError, match=r"non_tensor_batch\['x'\] is a list"):
-        DataProto(non_tensor_batch=wrong({"x": [1, 2]}))
-    with pytest.raises(FieldError, match="no dimension"):
-        DataProto(non_tensor_batch={"x": np.array(3)})
-    with pytest.raises(FieldError, match="0-dimensional tensor"):
-        DataProto.from_dict({"x": torch.tensor(3)})
-    with pytest.raises(FieldError, match=r"tensors\['x'\] is a list"):
-        DataProto.from_dict(wrong({"x": [1, 2]}))
-    with pytest.raises(FieldError, match="both batch and non_tensor_batch"):
-        DataProto.from_dict({"x": torch.zeros(2)}, {"x": np.zeros(2)})
-    with pytest.raises(BatchError, match="must be dicts"):
-        DataProto(meta_info=wrong([1]))
-    with pytest.raises(FieldError, match="nested, sparse or quantized"):
-        DataProto.from_dict({"x": torch.zeros(2, 2).to_sparse()})
-    with pytest.raises(FieldError, match=r"batch\['x'\] is a TensorDict"):
-        DataProto(TensorDict({"x": TensorDict({"y": torch.zeros(2)}, [2])}, [2]))
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_results_never_share_meta_info_or_dicts(name):
+    meta_info = {"list": [1], "dict": {"deep": [1]}, "tuple": ([1],)}
+    data = DataProto.from_dict({"x": torch.arange(2)}, {"o": ["a", "b"]}, copy.deepcopy(meta_info), auto_padding=True)
+    result = OPERATIONS[name](data)
+    assert name in ("constructor", "item", "tensordict") or result.is_padding_enabled()
+    result.meta_info["new"] = 1
+    for inner in (result.meta_info["list"], result.meta_info["dict"]["deep"], result.meta_info["tuple"][0]):
+        inner.append(2)
+    result.non_tensor_batch["more"] = np.zeros(len(result.non_tensor_batch["o"]) if name != "item" else 1)
+    result.batch["z"] = torch.zeros(result.batch.batch_size)
+    assert names(data) == (["x"], ["o"], meta_info)
 
 
 @pytest.mark.parametrize(
     "operation",
     [
-        lambda data: data[0],
-        lambda data: data[0:2],
-        lambda data: data[[0, 1]],
-        lambda data: data.select(),
-        lambda data: data.pop("input_ids"),
-        lambda data: data.rename("input_ids", "ids"),
-        lambda data: data.union(DataProto.from_dict({"new": torch.zeros(3)})),
-        lambda data: DataProto.concat([data, data]),
-        lambda data: data.chunk(1),
-        lambda data: data.split(2),
-        lambda data: data.repeat(2),
-        lambda data: data.sample_level_repeat([1, 1, 1]),
-        lambda data: data.reorder([2, 1, 0]),
-        lambda data: data.to("cpu"),
-        lambda data: list(data.make_iterator(3, 1)),
+        *(OPERATIONS[name] for name in OPERATIONS if name != "future"),
+        lambda data: data.pop("x"),
         lambda data: data.padding(1),
-        lambda data: data.to_tensordict(),
-        lambda data: copy.copy(data),
         lambda data: data.__reduce_ex__(5),
+        lambda data: data.check_consistency(),
     ],
 )
 def test_every_operation_rejects_an_inconsistent_batch(operation):
-    data = batch_of_three()
-    data.non_tensor_batch["raw_prompts"] = np.array(["a", "b", "c", "d"], dtype=object)
-    with pytest.raises(BatchError, match="same number of rows"):
+    data = DataProto.from_dict({"x": torch.arange(2)}, {"o": ["a", "b"]})
+    data.non_tensor_batch["late"] = np.zeros(5)
+    with pytest.raises(BatchError, match=r"same number of rows.*late \(5,\)"):
         operation(data)
 
 
-def test_check_consistency_detects_later_changes_of_the_batch():
-    data = batch_of_three()
-    data.check_consistency()
-    data.non_tensor_batch["late"] = np.zeros(5)
-    with pytest.raises(BatchError, match=r"late \(5,\)"):
-        data.check_consistency()
+def test_from_dict_pop_and_chunks_share_no_dicts_either():
+    tensors, non_tensors, meta_info = {"x": torch.arange(2)}, {"o": ["a", "b"]}, {"k": [1]}
+    data = DataProto.from_dict(tensors, non_tensors, meta_info)
+    data.meta_info["k"].append(2)
+    data.batch["y"] = torch.zeros(2)
+    assert (list(tensors), non_tensors, meta_info) == (["x"], {"o": ["a", "b"]}, {"k": [1]})
+    first, second = data.chunk(2)
+    first.meta_info["k"].append(3)
+    inner = data.meta_info["k"]
+    data.pop(meta_info_keys="k").meta_info["k"].append(4)
+    assert second.meta_info["k"] == inner == [1, 2]
 
 
-def test_integer_index_returns_an_item_without_batch_dimension():
-    item = batch_of_three()[1]
+def test_contents_are_views_copies_or_deep_copies():
+    data = DataProto.from_dict({"x": torch.arange(4)}, {"o": [[1], [2], [3], [4]]}, {"a": np.zeros(2)})
+    start = data.batch["x"].data_ptr()
+    for view, row in ((data[1:3], 1), (data.select(), 0), (data.chunk(2)[1], 2), (data.split(3)[1], 3), (data[::2], 0)):
+        assert view.batch["x"].data_ptr() == start + 8 * row
+    for copied in (data[[1, 2]], data.repeat(1), data.reorder([0, 1, 2, 3]), DataProto.concat([data, data])):
+        copied.batch["x"].fill_(9)
+        copied.non_tensor_batch["o"][:] = None
+    for deep in (data.select(deepcopy=True), copy.deepcopy(data)):
+        deep.batch["x"].fill_(9)
+        deep.non_tensor_batch["o"][0].append(9)
+        deep.meta_info["a"][0] = 9
+    assert data.batch["x"].tolist() == [0, 1, 2, 3]
+    assert data.non_tensor_batch["o"].tolist() == [[1], [2], [3], [4]]
+    assert data.meta_info["a"].tolist() == [0, 0]
+
+
+# Rows
+
+
+@pytest.mark.parametrize("index", [1, -2, np.int64(1), np.array(1), T(1)])
+def test_one_integer_of_any_kind_gives_an_item_without_batch_dimension(index):
+    item = three()[index]
     assert isinstance(item, DataProtoItem)
-    assert item.batch["input_ids"].tolist() == [3, 4]
-    assert item.batch["scores"].item() == 1.5
-    assert item.non_tensor_batch == {"raw_prompts": "b"}
-    assert item.meta_info == {"epoch": 7}
+    assert (item.batch["ids"].tolist(), item.batch["scores"].item()) == ([3, 4], 1.5)
+    assert (item.non_tensor_batch, item.meta_info) == ({"texts": "b"}, {"epoch": 7})
+    assert [item.non_tensor_batch["texts"] for item in three()] == ["a", "b", "c"]
 
 
-def test_iterating_yields_every_row_as_an_item():
-    assert [item.non_tensor_batch["raw_prompts"] for item in batch_of_three()] == ["a", "b", "c"]
+@pytest.mark.parametrize(
+    "index", [[3, 1], (3, 1), [-1, -3], np.array([3, 1], np.uint8), T([3, 1]).int(), range(3, 0, -2)]
+)
+def test_rows_are_returned_in_the_requested_order(index):
+    columns = {
+        "t": torch.arange(8).reshape(2, 4).T,
+        "b": T([True, False, True, False]),
+        "h": T([1.0, 2.0, 3.0, 4.0], dtype=torch.bfloat16),
+        "empty": torch.zeros(4, 0),
+    }
+    chosen = DataProto.from_dict(columns, {"o": np.arange(4)})[index]
+    assert {name: column.tolist() for name, column in chosen.batch.items()} == {
+        "t": [[3, 7], [1, 5]], "b": [False, False], "h": [4.0, 2.0], "empty": [[], []]
+    }  # fmt: skip
+    assert chosen.non_tensor_batch["o"].tolist() == [3, 1]
 
 
-def test_select_keeps_all_columns_of_a_kind_that_is_not_named():
-    data = batch_of_three().select(batch_keys=["scores"])
-    assert list(data.batch.keys()) == ["scores"]
-    assert list(data.non_tensor_batch) == ["raw_prompts"]
-    assert data.meta_info == {"epoch": 7}
-    data = batch_of_three().select("scores", [], [])
-    assert list(data.batch.keys()) == ["scores"]
-    assert data.non_tensor_batch == {}
-    assert data.meta_info == {}
+@pytest.mark.parametrize("mask", [[False, True, False, True], np.arange(4) % 2 == 1, torch.arange(4) % 2 == 1])
+def test_a_bool_mask_keeps_the_true_rows(mask):
+    assert numbered(4)[mask].batch["x"].tolist() == [1, 3]
 
 
-def test_select_of_no_tensors_keeps_the_number_of_rows():
-    assert len(batch_of_three().select([], [])) == 3
+@pytest.mark.parametrize("index", [[], (), np.zeros(0, np.int64), torch.zeros(0).long(), slice(3, 1)])
+def test_empty_index_returns_no_rows(index):
+    data = DataProto.from_dict({"x": torch.zeros(4, 3, dtype=torch.bfloat16)}, {"o": list("abcd")})
+    assert (len(data[index]), data[index].batch["x"].shape) == (0, (0, 3))
+    assert data[index].non_tensor_batch["o"].shape == (0,)
 
 
-def test_missing_name_raises_with_the_available_names():
-    data = batch_of_three()
-    with pytest.raises(FieldError, match="batch has no 'values'; it has 'input_ids', 'scores'"):
-        data.select(batch_keys=["values", "scores"])
-    with pytest.raises(FieldError, match="non_tensor_batch has no 'x'"):
-        data.select(non_tensor_batch_keys="x")
-    with pytest.raises(FieldError, match="meta_info has no 'x'"):
-        data.select(meta_info_keys=["x"])
+@pytest.mark.parametrize(
+    ("attempt", "message"),
+    [
+        *((lambda data, i=i: data[i], "not in a batch of 3 rows; valid are -3 to 2") for i in (3, -4, [0, 3], T([9]))),
+        *(
+            (lambda data, index=index: data[index], "rows must be selected by an int, a slice, a list")
+            for index in ("x", None, True, 1.0, [0.5], [[0], [1]], [[0], [1, 2]], {1}, T([0.5]), T([[0]]), (0, "x"))
+        ),
+        (lambda data: data["x"], r"got 'x' \(a column is data.batch\[name\]"),
+        (lambda data: data[[True, False]], "it has 2, the batch has 3 rows"),
+        *((lambda data, part=part: data[part], "slice") for part in (slice("a"), slice(0, 2, 0), slice(0.5, 2))),
+        *(
+            (lambda data, order=order: data.reorder(order), "each of the 3 rows exactly once")
+            for order in ([0, 1], [0, 0, 1])
+        ),
+        *(
+            (lambda data, times=times: data.sample_level_repeat(times), "one integer >= 0 for each of the 3 rows")
+            for times in ([1, 1], [1, 1, -1], [1.0, 1.0, 1.0], 2)
+        ),
+        (lambda data: data.repeat(-1), "repeat_times=-1"),
+        (lambda data: data.chunk(2), "3 rows do not make 2 equal parts"),
+        (lambda data: data.chunk(0), "chunks=0 is invalid: must be at least 1"),
+        (lambda data: data.chunk(2.0), r"chunks=2\.0 is invalid: must be an integer"),
+        (lambda data: data.split(0), "split_size"),
+        (lambda data: pad_dataproto_to_divisor(data, 0), "size_divisor=0"),
+        (lambda data: unpad_dataproto(data, 4), "pad_size=4 is invalid: the batch has only 3 rows"),
+        (lambda data: unpad_dataproto(data, -1), "pad_size=-1"),
+        (lambda data: data.padding(1, "middle"), "valid are 'first' and 'last'"),
+        (lambda data: data[0:0].padding(1), "no row to copy"),
+        (lambda data: data.padding(-1), "padding_size=-1"),
+        (lambda data: data.make_iterator(0, 1), "mini_batch_size=0"),
+        (lambda data: data.make_iterator(3, -1), "epochs=-1"),
+        (lambda data: data.make_iterator(3, 1, "x"), "seed='x' is invalid: must be an integer"),
+        (lambda data: data.make_iterator(3, 1, None, {"num_workers": 2}), r"\['num_workers'\]; valid are"),
+        (lambda data: data.make_iterator(3, 1, None, {"shuffle": True}), "needs a seed"),
+        (lambda data: data.make_iterator(2, 1), "mini_batch_size=2 does not divide the 3 rows"),
+    ],
+)
+def test_rows_that_do_not_exist_are_an_error(attempt, message):
+    with pytest.raises(BatchError, match=message):
+        attempt(three())
 
 
-def test_select_shares_tensors_unless_deepcopy():
-    data = DataProto.from_dict({"x": torch.zeros(2)}, {"o": [[1], [2]]}, {"a": np.zeros(2)})
-    data.select().batch["x"][0] = 1
-    assert data.batch["x"].tolist() == [1, 0]
-    deep = data.select(deepcopy=True)
-    deep.batch["x"][1] = 5
-    deep.non_tensor_batch["o"][0].append(9)
-    deep.meta_info["a"][0] = 9
-    assert data.batch["x"].tolist() == [1, 0]
-    assert data.non_tensor_batch["o"][0] == [1]
-    assert data.meta_info["a"][0] == 0
+def test_row_index_error_is_an_index_error_that_can_be_pickled():
+    with pytest.raises(IndexError) as caught:
+        three()[0:0][0]
+    assert str(pickle.loads(pickle.dumps(caught.value))) == "row 0 is not in a batch of 0 rows; it is empty."
 
 
-def test_pop_removes_from_this_batch_and_returns_what_it_removed():
-    data = batch_of_three()
-    popped = data.pop("input_ids", ["raw_prompts"], "epoch")
-    assert popped.batch["input_ids"].tolist() == [[1, 2], [3, 4], [5, 6]]
-    assert popped.non_tensor_batch["raw_prompts"].tolist() == ["a", "b", "c"]
-    assert popped.meta_info == {"epoch": 7}
-    assert list(data.batch.keys()) == ["scores"]
-    assert data.non_tensor_batch == {}
-    assert data.meta_info == {}
-
-
-def test_pop_of_several_columns_and_of_the_last_one():
-    data = batch_of_three()
-    assert sorted(data.pop(["input_ids", "scores"]).batch.keys()) == ["input_ids", "scores"]
-    assert len(data) == 3
-    assert len(data.pop()) == 0
-
-
-def test_pop_of_a_missing_name_removes_nothing():
-    data = batch_of_three()
-    with pytest.raises(FieldError, match="'values'"):
-        data.pop(["input_ids"], None, ["values"])
-    assert sorted(data.batch.keys()) == ["input_ids", "scores"]
-
-
-def test_rename_of_tensors_and_arrays_keeps_order_and_contents():
-    data = batch_of_three().rename(["input_ids", "raw_prompts"], ["ids", "texts"])
-    assert list(data.batch.keys()) == ["ids", "scores"]
-    assert data.batch["ids"][0].tolist() == [1, 2]
-    assert data.non_tensor_batch["texts"].tolist() == ["a", "b", "c"]
-    assert list(batch_of_three().rename("scores", "points").batch.keys()) == ["input_ids", "points"]
-
-
-def test_rename_can_swap_two_columns():
-    data = DataProto.from_dict({"a": torch.tensor([1]), "b": torch.tensor([2])}).rename(["a", "b"], ["b", "a"])
-    assert (data.batch["a"].item(), data.batch["b"].item()) == (2, 1)
-
-
-def test_rename_rejects_missing_columns_and_unequal_lists():
-    with pytest.raises(FieldError, match="has no 'x'"):
-        batch_of_three().rename("x", "y")
-    with pytest.raises(FieldError, match="2 old names and 1 different new"):
-        batch_of_three().rename(["input_ids", "scores"], ["x", "x"])
-
-
-def test_chunk_returns_equal_views():
-    data = DataProto.from_dict({"x": torch.arange(6)}, {"o": list("abcdef")}, {"k": 1})
-    parts = data.chunk(3)
-    assert [part.batch["x"].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
-    assert [part.non_tensor_batch["o"].tolist() for part in parts] == [["a", "b"], ["c", "d"], ["e", "f"]]
-    assert all(part.meta_info == {"k": 1} for part in parts)
-    assert parts[1].batch["x"].data_ptr() == data.batch["x"].data_ptr() + 2 * 8
-
-
-def test_chunk_of_uneven_rows_needs_padding_enabled():
-    data = DataProto.from_dict({"x": torch.arange(5)}, {"o": np.arange(5)})
-    with pytest.raises(BatchError, match="5 rows do not make 2 equal parts"):
-        data.chunk(2)
-    with pytest.raises(BatchError, match="chunks=0 is invalid: must be at least 1"):
-        data.chunk(0)
-    with pytest.raises(BatchError, match=r"chunks=2\.0 is invalid: must be an integer"):
-        data.chunk(wrong(2.0))
-
-
-def test_split_by_size_has_a_shorter_last_part():
-    data = DataProto.from_dict({"x": torch.arange(5)}, {"o": np.arange(5)})
-    assert [part.batch["x"].tolist() for part in data.split(2)] == [[0, 1], [2, 3], [4]]
-    assert [len(part) for part in data.split(9)] == [5]
-    assert [len(part) for part in data[0:0].split(2)] == [0]
-    with pytest.raises(BatchError, match="split_size"):
-        data.split(0)
-
-
-def test_concat_is_the_inverse_of_chunk_and_split():
-    data = DataProto.from_dict({"x": torch.arange(6)}, {"o": np.arange(6)}, {"k": 1})
-    for parts in (data.chunk(3), data.split(4)):
-        whole = DataProto.concat(parts)
-        assert whole.batch["x"].tolist() == [0, 1, 2, 3, 4, 5]
-        assert whole.non_tensor_batch["o"].tolist() == [0, 1, 2, 3, 4, 5]
-        assert whole.meta_info == {"k": 1}
-
-
-def test_repeat_interleaves_or_tiles():
-    data = DataProto.from_dict({"x": torch.tensor([[1, 2], [3, 4]])}, {"o": ["a", "b"], "n": np.eye(2)})
-    beside = data.repeat(2, interleave=True)
-    assert beside.batch["x"].tolist() == [[1, 2], [1, 2], [3, 4], [3, 4]]
-    assert beside.non_tensor_batch["o"].tolist() == ["a", "a", "b", "b"]
-    assert beside.non_tensor_batch["n"].tolist() == [[1, 0], [1, 0], [0, 1], [0, 1]]
-    after = data.repeat(repeat_times=2, interleave=False)
-    assert after.batch["x"].tolist() == [[1, 2], [3, 4], [1, 2], [3, 4]]
-    assert after.non_tensor_batch["o"].tolist() == ["a", "b", "a", "b"]
-    assert after.non_tensor_batch["n"].tolist() == [[1, 0], [0, 1], [1, 0], [0, 1]]
-
-
-def test_repeat_zero_times_returns_no_rows():
-    data = DataProto.from_dict({"x": torch.zeros(2, 3)}, {"o": ["a", "b"]})
-    for interleave in (True, False):
-        empty = data.repeat(0, interleave)
-        assert len(empty) == 0
-        assert empty.batch["x"].shape == (0, 3)
-    with pytest.raises(BatchError, match="repeat_times=-1"):
-        data.repeat(-1)
-
-
-@pytest.mark.parametrize("times", [[2, 0, 1], (2, 0, 1), np.array([2, 0, 1]), torch.tensor([2, 0, 1])])
+@pytest.mark.parametrize("times", [[2, 0, 1], (2, 0, 1), np.array([2, 0, 1]), T([2, 0, 1])])
 def test_sample_level_repeat_takes_a_count_per_row(times):
-    data = batch_of_three().sample_level_repeat(times)
-    assert data.batch["scores"].tolist() == [0.5, 0.5, 2.5]
-    assert data.non_tensor_batch["raw_prompts"].tolist() == ["a", "a", "c"]
+    assert three().sample_level_repeat(times).non_tensor_batch["texts"].tolist() == ["a", "a", "c"]
 
 
-@pytest.mark.parametrize("times", [[1, 1], [1, 1, -1], [1.0, 1.0, 1.0], 2])
-def test_sample_level_repeat_rejects_invalid_counts(times):
-    with pytest.raises(BatchError, match="one integer >= 0 for each of the 3 rows"):
-        batch_of_three().sample_level_repeat(times)
+def test_repeat_of_wide_columns_interleaves_or_tiles():
+    data = DataProto.from_dict({"x": T([[1, 2], [3, 4]])}, {"n": np.eye(2)})
+    for interleave, order in ((True, [0, 0, 1, 1]), (False, [0, 1, 0, 1])):
+        repeated = data.repeat(repeat_times=2, interleave=interleave)
+        assert repeated.batch["x"].tolist() == [[[1, 2], [3, 4]][row] for row in order]
+        assert repeated.non_tensor_batch["n"].tolist() == [[[1, 0], [0, 1]][row] for row in order]
+        assert data.repeat(0, interleave).batch["x"].shape == (0, 2)
 
 
-def test_reorder_returns_the_rows_in_another_order():
-    data = batch_of_three()
-    turned = data.reorder(torch.tensor([2, 0, 1]))
-    assert turned.batch["scores"].tolist() == [2.5, 0.5, 1.5]
-    assert turned.non_tensor_batch["raw_prompts"].tolist() == ["c", "a", "b"]
-    assert data.batch["scores"].tolist() == [0.5, 1.5, 2.5]
+def test_uneven_chunks_are_allowed_with_padding_for_a_batch_or_for_all(monkeypatch):
+    assert x_of(numbered(5, auto_padding=True).chunk(4)) == [[0, 1], [2], [3], [4]]
+    assert DataProto.from_single_dict({"x": torch.zeros(1)}, auto_padding=True).is_padding_enabled()
+    assert not numbered(2).is_padding_enabled()
+    monkeypatch.setattr(DataProtoConfig, "auto_padding", True)
+    assert numbered(2).is_padding_enabled()
+    assert x_of(numbered(2).chunk(4)) == [[0], [1], [], []]
+    assert x_of(numbered(5)[1:].split(3)) == [[1, 2, 3], [4]]
 
 
-@pytest.mark.parametrize("indices", [[0, 1], [0, 0, 1]])
-def test_reorder_rejects_indices_that_drop_rows(indices):
-    with pytest.raises(BatchError, match="each of the 3 rows exactly once"):
-        batch_of_three().reorder(indices)
+def test_padding_copies_and_marks_the_first_rows_of_a_new_batch():
+    data = numbered(2, meta_info={"k": 1})
+    padded, pad_size = pad_dataproto_to_divisor(data, 7)
+    assert (pad_size, len(data)) == (5, 2)
+    assert padded.batch["x"].tolist() == padded.non_tensor_batch["o"].tolist() == [0, 1, 0, 1, 0, 1, 0]
+    assert padded.batch["row_ids"].tolist() == [0, 1, -1, -1, -1, -1, -1]
+    assert unpad_dataproto(padded, pad_size).batch["row_ids"].tolist() == [0, 1]
+    same, pad_size = pad_dataproto_to_divisor(data, 2)
+    assert (same is data, pad_size) == (False, 0)
+    handles = [HeldBatch(part) for part in padded.repeat(1).chunk(7)]
+    future = DataProtoFuture(DataProto.concat, handles, lambda batch: unpad_dataproto(batch, 5), num_rows=2)
+    assert future.get().batch["x"].tolist() == [0, 1]
 
 
-def test_to_moves_tensors_and_leaves_the_old_batch():
-    data = batch_of_three()
-    moved = data.to("cpu")
-    assert moved.batch.device == torch.device("cpu")
-    assert data.batch.device is None
-    assert moved.non_tensor_batch["raw_prompts"].tolist() == ["a", "b", "c"]
-    assert len(DataProto(meta_info={"k": 1}).to("cpu")) == 0
+def test_padding_appends_to_this_batch():
+    data = numbered(3)
+    data.padding(2)
+    assert data.batch["x"].tolist() == [0, 1, 2, 0, 0]
+    assert data.batch["row_ids"].tolist() == [0, 1, 2, -1, -1]
+    data.padding(padding_size=1, padding_candidate="last")
+    data.padding(0)
+    assert data.non_tensor_batch["o"].tolist() == [0, 1, 2, 0, 0, 0]
+    data = numbered(3)
+    data.padding(1, "last")
+    assert data.batch["x"].tolist() == [0, 1, 2, 2]
 
 
-def test_auto_padding_is_kept_by_operations():
-    data = DataProto.from_dict({"x": torch.arange(4)}, auto_padding=True)
-    results = [data[0:2], data[[1]], data.select(), data.rename("x", "y"), data.repeat(2), data.reorder([3, 2, 1, 0])]
-    results += [data.chunk(3)[0], data.split(3)[0], DataProto.concat([data, data]), data.to("cpu"), data.pop("x")]
-    results += [copy.copy(data), copy.deepcopy(data), data.union(DataProto(meta_info={"k": 1}))]
-    assert all(result.is_padding_enabled() for result in results)
+def test_mini_batches_keep_the_order_or_shuffle_all_columns_by_the_seed():
+    keep = {"shuffle": False}
+    assert x_of(numbered(4).make_iterator(mini_batch_size=2, epochs=2)) == [[0, 1], [2, 3], [0, 1], [2, 3]]
+    assert x_of(numbered(4).make_iterator(2, 1, seed=1, dataloader_kwargs=keep)) == [[0, 1], [2, 3]]
+    assert x_of(numbered(5).make_iterator(2, 1, dataloader_kwargs={"drop_last": False})) == [[0, 1], [2, 3], [4]]
+    assert x_of(numbered(5).make_iterator(2, 1, dataloader_kwargs={"drop_last": True})) == [[0, 1], [2, 3]]
+    assert x_of(numbered(0).make_iterator(2, 3, seed=1)) == x_of(numbered(4).make_iterator(2, 0)) == []
+    orders = [x_of(numbered(64).make_iterator(16, 2, seed=seed)) for seed in (1, 1, 2)]
+    assert orders[0] == orders[1] != orders[2]
+    first, second = list(chain(*orders[0][:4])), list(chain(*orders[0][4:]))
+    assert first != second
+    assert first != sorted(first) == sorted(second) == list(range(64))
+    for part in numbered(8, meta_info={"k": 1}).make_iterator(4, 1, seed=5):
+        assert part.batch["x"].tolist() == part.non_tensor_batch["o"].tolist()
+        assert part.meta_info == {"k": 1}
 
 
-def test_copy_and_deepcopy_keep_type_and_contents():
-    data = batch_of_three()
-    shallow, deep = copy.copy(data), copy.deepcopy(data)
-    assert shallow.batch["scores"].data_ptr() == data.batch["scores"].data_ptr()
-    assert deep.batch["scores"].data_ptr() != data.batch["scores"].data_ptr()
-    assert deep.non_tensor_batch["raw_prompts"].tolist() == ["a", "b", "c"]
+# Columns
 
 
-def test_repeat_once_is_a_copy():
-    data = DataProto.from_dict({"x": torch.zeros(2)}, {"a": np.zeros(2)})
-    once = data.repeat(1)
-    once.batch["x"][0] = once.non_tensor_batch["a"][0] = 1
-    assert float(data.batch["x"].sum()) == float(data.non_tensor_batch["a"].sum()) == 0
+def test_select_and_pop_by_kind():
+    assert names(three().select(batch_keys=["scores"])) == (["scores"], ["texts"], {"epoch": 7})
+    assert names(three().select("scores", [], [])) == (["scores"], [], {})
+    data = three()
+    popped = data.pop("ids", ["texts"], "epoch")
+    assert names(popped) == (["ids"], ["texts"], {"epoch": 7})
+    assert names(data) == (["scores"], [], {})
+    assert data.pop(["scores"]).batch["scores"].tolist() == [0.5, 1.5, 2.5]
+    assert len(data) == 3
+
+
+def test_rename_keeps_order_and_can_swap():
+    assert names(three().rename(["ids", "texts"], ["i", "t"]))[:2] == (["i", "scores"], ["t"])
+    swapped = three().rename(["ids", "scores"], ["scores", "ids"])
+    assert (swapped.batch["ids"][0].item(), swapped.batch["scores"].shape) == (0.5, (3, 2))
+
+
+@pytest.mark.parametrize(
+    ("attempt", "message"),
+    [
+        (lambda data: data.select(batch_keys=["values", "ids"]), "batch has no 'values'; it has 'ids', 'scores'"),
+        (lambda data: data.select(non_tensor_batch_keys="x"), "non_tensor_batch has no 'x'"),
+        (lambda data: data.select(meta_info_keys=["x"]), "meta_info has no 'x'"),
+        (lambda data: data.pop(["ids"], None, ["values"]), "'values'"),
+        (lambda data: data.rename("x", "y"), "has no 'x'"),
+        (lambda data: data.rename(["ids", "scores"], ["x", "x"]), "2 old names and 1 different new"),
+        (lambda data: data.rename("ids", "scores"), r"the batch already has \['scores'\]"),
+        (lambda data: data.rename("ids", "texts"), r"the batch already has \['texts'\]"),
+    ],
+)
+def test_a_column_that_does_not_exist_is_an_error_that_changes_nothing(attempt, message):
+    data = three()
+    with pytest.raises(FieldError, match=message):
+        attempt(data)
+    assert names(data) == (["ids", "scores"], ["texts"], {"epoch": 7})
+
+
+def with_itself(value: Any) -> list:
+    items = [value]
+    items.append(items)
+    return items
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: single(T([NAN, 1.0])),
+        lambda: single(T([NAN, 1.0], dtype=torch.bfloat16)),
+        lambda: single(T([complex(NAN, 1)])),
+        lambda: single(np.array([NAN, 1.0], dtype=np.float32)),
+        lambda: single(np.array(["NaT"], dtype="M8[s]")),
+        lambda: single(np.array(["x", "yy"])),
+        lambda: DataProto.from_dict(non_tensors={"x": [NAN, "text", np.float32("nan"), [1], {"k": "v"}]}),
+        lambda: DataProto.from_dict(non_tensors={"x": [{"deep": [NAN]}, np.array([NAN]), with_itself(1)]}),
+        lambda: DataProto(meta_info={"x": NAN, "y": [T(NAN)], "z": (1, {2})}),
+    ],
+)
+def test_equal_contents_unite_and_nan_equals_nan(make):
+    assert names(make().union(make()))[:2] == names(make())[:2]
+    DataProto.concat([make(), make()])
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "message"),
+    [
+        (T([1, 2, 3]), T([1, 5, 6]), "differ in 2 of 3 rows, first in row 1"),
+        (T([1.0, NAN]), T([NAN, NAN]), "differ in 1 of 2 rows, first in row 0"),
+        (T([1, 2]), T([1.0, 2.0]), "torch.int64 .2,. here, torch.float32 .2,. there"),
+        (torch.zeros(2, 3), torch.zeros(2, 4), r"\(2, 3\) here, torch.float32 \(2, 4\) there"),
+        (np.array([1, 2]), np.array([1, 3]), "differ in 1 of 2 rows"),
+        (torch.zeros(2), np.zeros(2), "'a' is in both"),
+        *[
+            ([mine, "x"], [theirs, "x"], "differ in 1 of 2 rows")
+            for mine, theirs in (
+                ([1], (1,)),
+                ([1], [1, 2]),
+                ({"a": 1}, {"b": 1}),
+                ({"a": 1}, {"a": 2}),
+                ({"a": 1}, 3),
+                (T(1), 1),
+                (np.zeros(1), [0.0]),
+                (with_itself(1), with_itself(2)),
+            )
+        ],
+    ],
+)
+def test_union_of_different_contents_shows_both_in_the_error(mine, theirs, message):
+    pair = [DataProto.from_dict(non_tensors={"a": x}) if isinstance(x, list) else single(x) for x in (mine, theirs)]
+    with pytest.raises(FieldError, match=message):
+        pair[0].union(pair[1])
+
+
+def test_union_needs_equal_numbers_of_rows_or_meta_info_alone():
+    data = single(torch.zeros(2))
+    for num_rows in (3, 0):
+        with pytest.raises(BatchError, match=f"this batch has 2 rows, the other has {num_rows}"):
+            data.union(DataProto.from_dict({"b": torch.zeros(num_rows)}))
+    for both in (data.union(DataProto(meta_info={"k": 1})), DataProto(meta_info={"k": 1}).union(data)):
+        assert (len(both), both.meta_info) == (2, {"k": 1})
+
+
+# meta_info
+
+
+def union(*meta_infos: dict) -> dict:
+    first, second = (DataProto(meta_info=meta_info) for meta_info in meta_infos)
+    return first.union(second).meta_info
+
+
+def concat(*meta_infos: dict) -> dict:
+    return DataProto.concat([DataProto(meta_info=meta_info) for meta_info in meta_infos]).meta_info
+
+
+def loss(value: Any, **more: Any) -> dict:
+    return {"metrics": {"loss": value, **more}}
+
+
+@pytest.mark.parametrize(
+    ("parts", "merged"),
+    [
+        ([loss(1.0, kl=[1, 2]), {"metrics": {"kl": 3, "loss": 2.0}}], loss([1.0, 2.0], kl=[1, 2, 3])),
+        ([loss(1.0)], loss([1.0])),
+        ([loss(1.0, kl=0.5), loss(2.0)], loss([1.0, 2.0], kl=[0.5])),
+        ([{}, loss(2.0)], loss([2.0])),
+        ([concat(loss(1.0), loss(2.0)), loss(3.0)], loss([1.0, 2.0, 3.0])),
+        ([{"k": 1}, {}], {"k": 1}),
+        ([{"metrics": None}, {}], {}),
+        ([{"metrics": {}}, {}], {"metrics": {}}),
+        ([{"a": 1, "b": (1, 2)}, {"a": 1, "b": (1, 2), "c": 3}], {"a": 1, "b": (1, 2), "c": 3}),
+    ],
+)
+def test_concat_merges_keys_and_makes_lists_of_metrics(parts, merged):
+    assert concat(*parts) == merged
+
+
+def test_union_joins_metrics_by_name():
+    assert union(loss(1.0), {"metrics": {"kl": 2.0}, "m": 2}) == loss(1.0, kl=2.0) | {"m": 2}
+    assert union(loss(1.0), {}) == loss(1.0)
+
+
+@pytest.mark.parametrize(
+    ("merge", "parts", "message"),
+    [
+        (concat, [loss(1.0), {"metrics": 2.0}], "of part 1 is a float"),
+        (concat, [{"a": 1}, {"a": 2}], "concat: 'a' is 1 in one batch and 2 in another"),
+        (concat, [{"a": [1, 2]}, {"a": [1, 3]}], "'a'"),
+        (union, [{"k": 1}, {"k": 2}], "union: 'k' is 1 in one batch and 2 in another"),
+        (union, [loss(1.0), loss(3.0)], r"union of metrics: 'loss' is 1\.0 in one batch and 3\.0"),
+        (union, [{"k": "x" * 70}, {"k": 2}], f"'k' is '{'x' * 56}... in one"),
+    ],
+)
+def test_different_values_of_a_key_are_an_error_that_shows_both(merge, parts, message):
+    with pytest.raises(BatchError, match=message):
+        merge(*parts)
+
+
+def test_copies_of_meta_info_keep_dict_types_and_share_other_values():
+    counts, array = defaultdict(list, {"x": [1]}), np.zeros(3)
+    data = DataProto(meta_info={"counts": counts, "ordered": OrderedDict(a=1), "array": array, "set": {1}})
+    assert isinstance(data.meta_info["counts"], defaultdict)
+    assert isinstance(data.meta_info["ordered"], OrderedDict)
+    assert data.meta_info["array"] is array
+    copied = data.select()
+    copied.meta_info["set"].add(2)
+    copied.meta_info["counts"]["x"].append(2)
+    assert (counts, data.meta_info["set"]) == ({"x": [1]}, {1})
+
+
+# Summary and TensorDict
+
+
+def test_get_data_info_has_one_line_per_field():
+    data = DataProto.from_dict(
+        {"input_ids": torch.zeros(3, 512, dtype=torch.int64), "scores": torch.zeros(3)},
+        {"raw_prompts": ["a", "b", "c"], "rewards": np.zeros(3, dtype=np.float32)},
+        {"dataset_name": "math", "metrics": {"loss": [1.0]}, "pair": (1, "a"), "none": [], "mixed": [1, "a"]},
+    )
+    assert data.get_data_info() == (
+        "batch\n"
+        "  input_ids: (3, 512) (torch.int64) cpu\n"
+        "  scores: (3,) (torch.float32) cpu\n"
+        "non_tensor_batch\n"
+        "  raw_prompts: ndarray(3,) (object)\n"
+        "  rewards: ndarray(3,) (float32)\n"
+        "meta_info\n"
+        "  dataset_name: str\n"
+        "  metrics: dict[str: list[float]]\n"
+        "  pair: tuple(int, str)\n"
+        "  none: list[...]\n"
+        "  mixed: list[int|str]"
+    )
+    assert repr(DataProto()) == "DataProto of 0 rows\nbatch\nnon_tensor_batch\nmeta_info"
+
+
+def test_batch_round_trips_through_a_tensordict():
+    columns = {"o": [[1, 2], {"k": None}], "n": np.array([1, 2], dtype=np.float32), "s": np.array(["a", "bb"])}
+    data = DataProto.from_dict({"x": torch.arange(2)}, columns, {"k": [1, {"m": 2}]})
+    for batch in (data, DataProto(), DataProto.from_dict(non_tensors={"o": ["a"]}, meta_info={"k": 1})):
+        back = DataProto.from_tensordict(batch.to_tensordict())
+        assert len(back) == len(batch)
+        assert back.union(batch).get_data_info() == back.get_data_info()
+    back = DataProto.from_tensordict(data.to_tensordict()[:1], {"k": 2})
+    assert (back.batch["x"].tolist(), back.non_tensor_batch["o"].tolist(), back.meta_info) == ([0], [[1, 2]], {"k": 2})
+    plain = DataProto.from_tensordict(TensorDict({"x": torch.zeros(2), "o": NonTensorStack("a", "b")}, [2]))
+    assert plain.non_tensor_batch["o"].tolist() == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: TensorDict({"x": torch.zeros(2, 3)}, [2, 3]), BatchError, "exactly one batch dimension"),
+        (lambda: {"x": torch.zeros(2)}, BatchError, "got dict"),
+        (lambda: TensorDict({"x": TensorDict({}, [2])}, [2]), FieldError, "nested"),
+        (
+            lambda: DataProto.from_dict({"x": torch.zeros(2)}, meta_info={"x": 1}).to_tensordict(),
+            FieldError,
+            r"\['x'\] are both columns and keys",
+        ),
+    ],
+)
+def test_invalid_tensordicts_are_errors(make, error, message):
+    with pytest.raises(error, match=message):
+        DataProto.from_tensordict(make())

@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from hybridflow.errors import BatchError
 from hybridflow.protocol import DataProto
@@ -71,24 +71,28 @@ def test_plain_values_keep_type_and_contents(value, tmp_path):
     assert type(loaded.meta_info["m"]) is type(value)
 
 
-def test_foreign_byte_order_is_loaded_as_native(tmp_path):
-    data = DataProto.from_dict(non_tensors={"n": np.array([1.0, 2.0], dtype=">f8")})
-    loaded = saved_and_loaded(data, tmp_path / "batch").non_tensor_batch["n"]
-    assert loaded.tolist() == [1.0, 2.0]
-    assert loaded.dtype == np.float64
-
-
-def test_tensors_inside_objects_are_saved(tmp_path):
+def test_byte_order_tensors_in_objects_and_absent_columns(tmp_path):
+    loaded = saved_and_loaded(DataProto.from_dict(non_tensors={"n": np.array([1.0, 2.0], dtype=">f8")}), tmp_path / "a")
+    assert (loaded.non_tensor_batch["n"].tolist(), loaded.non_tensor_batch["n"].dtype) == ([1.0, 2.0], np.float64)
     data = DataProto.from_dict(non_tensors={"o": [{"pixels": torch.arange(3)}]}, meta_info={"t": torch.tensor(1.5)})
-    loaded = saved_and_loaded(data, tmp_path / "batch")
+    loaded = saved_and_loaded(data, tmp_path / "a")
     assert loaded.non_tensor_batch["o"][0]["pixels"].tolist() == [0, 1, 2]
     assert loaded.meta_info["t"].item() == 1.5
-
-
-def test_batches_without_tensors_or_columns_round_trip(tmp_path):
     for data in (DataProto(), DataProto(meta_info={"k": 1}), DataProto.from_dict(non_tensors={"o": ["a"]})):
-        assert saved_and_loaded(data, tmp_path / "batch").get_data_info() == data.get_data_info()
-    assert len(saved_and_loaded(DataProto.from_dict({"x": torch.zeros(3)}).select([]), tmp_path / "batch")) == 3
+        assert saved_and_loaded(data, tmp_path / "a").get_data_info() == data.get_data_info()
+    assert len(saved_and_loaded(DataProto.from_dict({"x": torch.zeros(3)}).select([]), tmp_path / "a")) == 3
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (3, 0), (3, 0, 2)])
+def test_batches_of_zero_rows_or_elements_keep_shape_and_dtype(shape, tmp_path):
+    dtypes = (torch.int64, torch.float32, torch.bfloat16, torch.bool)
+    tensors = {str(dtype): torch.zeros(shape, dtype=dtype) for dtype in dtypes}
+    data = DataProto.from_dict(tensors, {"o": [None] * shape[0], "n": np.zeros(shape)})
+    for loaded in (saved_and_loaded(data, tmp_path / "batch"), pickle.loads(pickle.dumps(data))):
+        assert {name: (str(column.dtype), column.shape) for name, column in loaded.batch.items()} == {
+            name: (name, shape) for name in tensors
+        }
+        assert (loaded.non_tensor_batch["o"].shape, loaded.non_tensor_batch["n"].shape) == (shape[:1], shape)
 
 
 def test_columns_that_share_memory_are_saved_separately(tmp_path):
@@ -123,56 +127,24 @@ class Unknown:
     pass
 
 
-def test_unsavable_value_is_named_and_the_old_file_kept(tmp_path):
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (DataProto.from_dict(non_tensors={"o": [1, {"k": Unknown()}]}), r"non_tensor_batch\['o'\]\[1\]\['k'\] is a"),
+        (DataProto(meta_info={"f": print}), r"meta_info\['f'\]"),
+        (DataProto.from_dict({"x": torch.zeros(1, dtype=torch.complex64)}), r"batch\['x'\] is torch.complex64"),
+        (DataProto.from_dict(non_tensors={"d": np.array(["2020-01-01"], dtype="M8[D]")}), "datetime64"),
+    ],
+)
+def test_unsavable_value_is_named_and_the_old_file_kept(data, message, tmp_path):
     path = tmp_path / "batch"
     DataProto.from_dict({"x": torch.arange(3)}).save_to_disk(path)
-    with pytest.raises(BatchError, match=r"non_tensor_batch\['o'\]\[1\]\['k'\] is a .*Unknown, which cannot be saved"):
-        DataProto.from_dict(non_tensors={"o": [1, {"k": Unknown()}]}).save_to_disk(path)
-    with pytest.raises(BatchError, match=r"meta_info\['f'\]"):
-        DataProto(meta_info={"f": print}).save_to_disk(path)
-    with pytest.raises(BatchError, match=r"batch\['x'\] is torch.complex64"):
-        DataProto.from_dict({"x": torch.zeros(1, dtype=torch.complex64)}).save_to_disk(path)
-    with pytest.raises(BatchError, match="datetime64"):
-        DataProto.from_dict(non_tensors={"d": np.array(["2020-01-01"], dtype="datetime64[D]")}).save_to_disk(path)
-    assert DataProto.load_from_disk(path).batch["x"].tolist() == [0, 1, 2]
+    with pytest.raises(BatchError, match=message):
+        data.save_to_disk(path)
+    assert DataProto.load_from_disk(path).batch["x"].tolist() == load_file(path)["0"].tolist() == [0, 1, 2]
     assert [file.name for file in tmp_path.iterdir()] == ["batch"]
-
-
-def test_missing_directory_is_an_error(tmp_path):
     with pytest.raises(BatchError, match="could not be written"):
         DataProto().save_to_disk(tmp_path / "missing" / "batch")
-
-
-def test_missing_empty_truncated_and_foreign_files_are_errors(tmp_path):
-    path = tmp_path / "batch"
-    with pytest.raises(BatchError, match="batch: not a readable batch"):
-        DataProto.load_from_disk(path)
-    path.write_bytes(b"")
-    with pytest.raises(BatchError, match="not a readable batch"):
-        DataProto.load_from_disk(path)
-    DataProto.from_dict({"x": torch.arange(100)}).save_to_disk(path)
-    path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(BatchError, match="not a readable batch"):
-        DataProto.load_from_disk(path)
-    save_file({"weight": torch.zeros(2)}, path)
-    with pytest.raises(BatchError, match="not a saved DataProto"):
-        DataProto.load_from_disk(path)
-    with pytest.raises(BatchError, match="not a readable batch"):
-        DataProto.load_from_disk(tmp_path)
-
-
-def test_other_format_version_and_damaged_structure_are_errors(tmp_path):
-    path = tmp_path / "batch"
-    save_file(
-        {"structure": torch.zeros(2, dtype=torch.uint8)}, path, {"format": "hybridflow.DataProto", "version": "9"}
-    )
-    with pytest.raises(BatchError, match="format version 9; this release reads version 1"):
-        DataProto.load_from_disk(path)
-    for text in (b"{", b"{}", b"[]", b'{"num_rows": 2, "batch": [["x", "9"]], "non_tensor_batch": []}'):
-        structure = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        save_file({"structure": structure}, path, {"format": "hybridflow.DataProto", "version": "1"})
-        with pytest.raises(BatchError, match="damaged"):
-            DataProto.load_from_disk(path)
 
 
 class Exploding:
@@ -180,14 +152,31 @@ class Exploding:
         return (pytest.fail, ("code was executed on load",))
 
 
-def test_pickle_is_rejected_without_being_executed(tmp_path):
-    path = tmp_path / "batch"
-    path.write_bytes(pickle.dumps(Exploding()))
+def structure(text: bytes, version: str = "1", kind: str = "hybridflow.DataProto") -> bytes:
+    tensor = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return save({"structure": tensor}, {"format": kind, "version": version})
+
+
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [
+        (None, "batch: not a readable batch"),
+        (b"", "not a readable batch"),
+        (structure(b"{}")[:-1], "not a readable batch"),
+        (pickle.dumps(Exploding()), "not a readable batch"),
+        (save({"weight": torch.zeros(2)}), "not a saved DataProto"),
+        (structure(b"{}", version="9"), "format version 9; this release reads version 1"),
+        (structure(b"{}", kind="other"), "not a saved DataProto"),
+        *(
+            (structure(text), "damaged")
+            for text in (b"{", b"{}", b"[]", b'{"num_rows": 2, "batch": [["x", "9"]], "non_tensor_batch": []}')
+        ),
+    ],
+)
+def test_missing_damaged_and_foreign_files_are_errors(contents, message, tmp_path):
+    if contents is not None:
+        (tmp_path / "batch").write_bytes(contents)
+    with pytest.raises(BatchError, match=message):
+        DataProto.load_from_disk(tmp_path / "batch")
     with pytest.raises(BatchError, match="not a readable batch"):
-        DataProto.load_from_disk(path)
-
-
-def test_file_is_a_regular_safetensors_file(tmp_path):
-    path = tmp_path / "batch"
-    DataProto.from_dict({"x": torch.arange(3)}).save_to_disk(path)
-    assert load_file(path)["0"].tolist() == [0, 1, 2]
+        DataProto.load_from_disk(tmp_path)

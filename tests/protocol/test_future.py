@@ -1,4 +1,7 @@
+"""Futures: exact reads, results without a table, meta_info and errors; test_operations.py has random programs."""
+
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,19 +12,20 @@ from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.protocol.handle import HeldBatch, take
 
 
-class Stored(HeldBatch):
-    """A handle of local contents that counts its reads."""
+class Logged(HeldBatch):
+    """A handle that logs its reads: the columns and rows (None: all), or "get"."""
 
-    def __init__(self, contents):
+    def __init__(self, contents: Any):
         super().__init__(DataProto())
-        self.batch, self.num_reads = contents, 0
+        self.contents, self.log = contents, []
 
     def get(self):
-        self.num_reads += 1
-        return self.batch
+        self.log.append("get")
+        return self.contents
 
     def read(self, columns, rows, *, shared=False):
-        return take(self.get(), columns, rows)
+        self.log.append((columns, rows))
+        return take(self.contents, columns, rows)
 
 
 class Failed(HeldBatch):
@@ -35,177 +39,331 @@ class Failed(HeldBatch):
         return self.get()
 
 
-def handles(*parts: list[int], column: str = "x") -> list[Stored]:
-    return [Stored(DataProto.from_dict({column: torch.tensor(part)}, meta_info={"k": 1})) for part in parts]
-
-
-def future_of(*parts: list[int], column: str = "x", declared: bool = True) -> DataProtoFuture:
-    stored = handles(*parts, column=column)
-    if not declared:
-        return DataProtoFuture(DataProto.concat, stored)
+def future_of(*parts: DataProto) -> DataProtoFuture:
+    names = (*(() if parts[0].batch is None else parts[0].batch.keys()), *parts[0].non_tensor_batch)
     rows = [len(part) for part in parts]
-    return DataProtoFuture(DataProto.concat, stored, num_rows=sum(rows), columns=(column,), part_rows=rows)
+    return DataProtoFuture(DataProto.concat, [Logged(part) for part in parts], None, sum(rows), names, rows)
 
 
-def reads_of(future: DataProtoFuture) -> int:
-    return sum(handle.num_reads for handle in future.futures if isinstance(handle, Stored))
+def undeclared(*parts: Any) -> DataProtoFuture:
+    return DataProtoFuture(DataProto.concat, [Logged(part) for part in parts])
 
 
-def test_get_collects_then_dispatches():
-    future = DataProtoFuture(DataProto.concat, handles([1, 2], [3]), lambda data: data[1:])
-    assert future.get().batch["x"].tolist() == [2, 3]
+def log_of(future: DataProtoFuture) -> list:
+    return [entry for handle in future.handles() if isinstance(handle, Logged) for entry in handle.log]
+
+
+def xy(*rows: int, **meta_info: Any) -> DataProto:
+    values = torch.tensor(rows)
+    return DataProto.from_dict({"x": values, "y": -values}, meta_info=meta_info)
+
+
+def column(name: str, *values: int, **meta_info: Any) -> DataProto:
+    return DataProto.from_dict({name: torch.tensor(values)}, meta_info=meta_info)
+
+
+def x_of(future: Any) -> list[int]:
+    return future.get("x").batch["x"].tolist()
+
+
+# Reads
+
+
+def test_slice_reads_only_the_handles_of_its_rows_and_reorder_each_once():
+    future = future_of(xy(1, 2), xy(3, 4), xy(5, 6))
+    assert x_of(future.slice(1, 4)) == [2, 3, 4]
+    assert [handle.log for handle in future.futures] == [[(("x",), slice(1, 2))], [(("x",), None)], []]
+    future = future_of(xy(1, 2), xy(3, 4))
+    assert future.reorder([3, 0, 2, 1]).rename("y", "z").get("z").batch["z"].tolist() == [-4, -1, -3, -2]
+    assert [(columns, rows.tolist()) for columns, rows in log_of(future)] == [(("y",), [0, 1]), (("y",), [1, 0])]
+
+
+def test_concat_reads_a_renamed_column_by_its_stored_name():
+    first, second = future_of(xy(1, 2)), future_of(xy(3)).rename(["x", "y"], ["y", "x"])
+    both = DataProtoFuture.concat([first, second])
+    assert x_of(both) == [1, 2, -3]
+    assert both.rename("y", "z").slice(1).get().batch["z"].tolist() == [-2, 3]
+    assert [columns for columns, _ in log_of(both)] == [("x",), ("x", "y"), ("y",), ("y", "x")]
+    assert [columns for _, columns in both.narrow(("x",)).sources()] == [("x",), ("y",)]
+
+
+def test_padded_copies_are_read_from_the_original_rows_and_marked():
+    numbered = DataProto.from_dict({"row_ids": torch.tensor([7, 8]), "x": torch.tensor([1, 2])})
+    future = future_of(numbered, numbered).slice(0, 3).pad_to_divisor(5)
+    assert future.get().batch["row_ids"].tolist() == [7, 8, 7, -1, -1]
+    assert future.get().batch["x"].tolist() == [1, 2, 1, 1, 2]
+    assert future.slice(4, 5).get().batch["row_ids"].tolist() == [-1]
+    assert future.slice(0, 3).get().batch["row_ids"].tolist() == [7, 8, 7]
+    assert numbered.batch["row_ids"].tolist() == [7, 8]
+    assert future.narrow().narrow(None, slice(3, 5)).get().batch["row_ids"].tolist() == [-1, -1]
+
+
+def test_a_read_batch_is_not_shared():
+    future = future_of(xy(1, 2, k=1), xy(3, 4, k=1))
+    first = future.get()
+    first.batch["x"].zero_()
+    first.batch["new"] = torch.zeros(4)
+    first.meta_info["k"] = 2
+    assert x_of(future) == [1, 2, 3, 4]
+    assert list(future.get().batch.keys()) == ["x", "y"]
     assert future.get().meta_info == {"k": 1}
-
-
-def test_result_without_a_table_is_read_once_and_only_by_get():
-    stored = handles([1, 2], [3, 4])
-    future, undeclared = future_of([1, 2], [3, 4]), DataProtoFuture(DataProto.concat, stored)
-    derived = [*future.select(["x"], ()).rename("x", "y").repeat(2).chunk(4), DataProtoFuture.concat([future, future])]
-    assert reads_of(future) == 0
-    assert [handle.num_reads for handle in stored] == [0, 0]
-    for part in [undeclared, undeclared, *derived]:
-        part.get()
-    assert [handle.num_reads for handle in stored] == [1, 1]
-
-
-def test_chunks_are_the_parts_of_the_collected_batch():
-    chunks = future_of([1, 2, 3], [4]).chunk(2)
-    assert [chunk.get().batch["x"].tolist() for chunk in chunks] == [[1, 2], [3, 4]]
-    assert [len(chunk) for chunk in chunks] == [2, 2]
-
-
-def test_uneven_chunks_are_an_error():
-    with pytest.raises(BatchError, match=r"3 rows do not make 2 equal parts; pad_to_divisor\(2\) first"):
-        future_of([1, 2, 3]).chunk(2)
-
-
-def test_concat_takes_handles_and_futures():
-    assert DataProtoFuture.concat(handles([1], [2, 3])).get().batch["x"].tolist() == [1, 2, 3]
-    joined = DataProtoFuture.concat([future_of([1], [2]), future_of([3])])
-    assert joined.get().batch["x"].tolist() == [1, 2, 3]
-    assert len(joined) == 3
-    assert joined.columns == ("x",)
-    with pytest.raises(BatchError, match="at least one"):
-        DataProtoFuture.concat([])
-
-
-def test_select_rename_and_repeat_equal_those_of_the_batch():
-    data = DataProto.from_dict({"x": torch.tensor([1, 2]), "y": torch.zeros(2)}, {"o": ["a", "b"]}, {"k": 1, "m": 2})
-    future = DataProtoFuture(DataProto.concat, [Stored(data)], num_rows=2, columns=("x", "y", "o"), part_rows=[2])
-    result = future.select(["x"], ["o"], ["k"]).rename(["x", "o"], ["z", "p"]).repeat(2, interleave=False)
-    assert result.columns == ("z", "p")
-    assert len(result) == 4
-    batch = result.get()
-    assert batch.batch["z"].tolist() == [1, 2, 1, 2]
-    assert batch.non_tensor_batch["p"].tolist() == ["a", "b", "a", "b"]
-    assert batch.meta_info == {"k": 1}
-    assert result.get("p").non_tensor_batch["p"].tolist() == ["a", "b", "a", "b"]
 
 
 def test_get_of_columns_finds_tensors_and_arrays():
     data = DataProto.from_dict({"x": torch.tensor([1]), "y": torch.zeros(1)}, {"o": ["a"]}, {"k": 1})
-    future = DataProtoFuture(DataProto.concat, [Stored(data)])
-    part = future.get(["o", "x"])
-    assert list(part.batch.keys()) == ["x"]
-    assert list(part.non_tensor_batch) == ["o"]
-    assert part.meta_info == {"k": 1}
-    assert list(future.get("y").batch.keys()) == ["y"]
-    with pytest.raises(FieldError, match="the future has no 'z'; it has 'x', 'y', 'o'"):
-        future.get("z")
-
-
-def test_missing_column_of_a_declared_future_raises_before_reading():
-    future = future_of([1])
-    for attempt in (
-        lambda: future.get("z"), lambda: future.select("z"), lambda: future.rename("z", "w"),
-    ):  # fmt: skip
-        with pytest.raises(FieldError, match="has no 'z'; it has 'x'"):
-            attempt()
-    assert reads_of(future) == 0
-
-
-def test_union_of_disjoint_columns():
-    both = future_of([1, 2]).union(future_of([3, 4], column="y"))
-    assert len(both) == 2
-    assert both.columns == ("x", "y")
-    assert both.get().batch["x"].tolist() == [1, 2]
-    assert both.get().batch["y"].tolist() == [3, 4]
-
-
-def test_union_reads_only_the_handles_of_the_columns():
-    first, second = future_of([1, 2]), future_of([3, 4], column="y")
-    both = first.union(second)
-    chunk = both.rename("x", "w").repeat(2).chunk(2)[1]
-    assert chunk.get("w").batch["w"].tolist() == [2, 2]
-    assert reads_of(second) == 0
-    assert both.select("y", ()).get().batch["y"].tolist() == [3, 4]
-    assert reads_of(first) == reads_of(second) == 1
-
-
-def test_union_of_the_same_column_is_an_error():
-    with pytest.raises(FieldError, match=r"both futures have \['x'\]"):
-        future_of([1]).union(future_of([1]))
-    with pytest.raises(BatchError, match="this future has 1 rows, the other has 2"):
-        future_of([1]).union(future_of([1, 2], column="y"))
-
-
-def test_rename_onto_an_existing_column_is_an_error():
-    both = future_of([1]).union(future_of([2], column="y"))
-    with pytest.raises(FieldError, match="already has one of the new names"):
-        both.rename("x", "y")
-    swapped = both.rename(["x", "y"], ["y", "x"])
-    assert swapped.get("x").batch["x"].tolist() == [2]
-
-
-def test_len_is_the_declared_number_of_rows():
-    assert len(future_of([1, 2], [3])) == 3
-    undeclared = future_of([1, 2], declared=False)
-    assert undeclared
-    with pytest.raises(BatchError, match="not known before the future is read"):
-        len(undeclared)
-
-
-def test_undeclared_number_of_rows_is_an_error():
-    with pytest.raises(BatchError, match="declares 5 rows, but has 2"):
-        DataProtoFuture(DataProto.concat, handles([1, 2]), num_rows=5).get()
-
-
-def test_two_reads_of_a_future_do_not_share_dicts():
-    future = future_of([1, 2])
-    first = future.get()
-    first.meta_info["k"] = 2
-    first.batch["new"] = torch.zeros(2)
-    assert future.get().meta_info == {"k": 1}
-    assert list(future.get().batch.keys()) == ["x"]
+    for future in (future_of(data), undeclared(data)):
+        part = future.get(["o", "x"])
+        assert (list(part.batch.keys()), list(part.non_tensor_batch), part.meta_info) == (["x"], ["o"], {"k": 1})
+        assert list(future.get("y").batch.keys()) == ["y"]
+        with pytest.raises(FieldError, match="the future has no 'z'; it has 'x', 'y', 'o'"):
+            future.get("z")
 
 
 def test_an_error_of_the_call_reaches_every_reader():
-    failing, undeclared = Failed(), DataProtoFuture(DataProto.concat, [Failed()])
-    future = DataProtoFuture(DataProto.concat, [failing], num_rows=2, columns=("y",), part_rows=[2])
-    for part in (undeclared, future, future.chunk(2)[0], future.select("y", ()), future.union(future_of([1, 2]))):
+    failing = DataProtoFuture(DataProto.concat, [Failed()])
+    future = DataProtoFuture(DataProto.concat, [Failed()], None, 2, ("y",), [2])
+    for part in (failing, future, future.chunk(2)[0], future.select("y", ()), future.union(column("x", 1, 2))):
         with pytest.raises(WorkerError, match="out of memory"):
             part.get()
 
 
-def test_get_returns_other_results_unchanged():
-    future = DataProtoFuture(list, [Stored(1), Stored("two")])
-    assert future.get() == [1, "two"]
+# Results without a table
+
+
+def test_result_without_a_table_is_collected_dispatched_and_read_once():
+    future = DataProtoFuture(DataProto.concat, [Logged(xy(1, 2)), Logged(xy(3))], lambda data: data[1:])
+    assert future
+    for _ in range(2):
+        assert future.get().batch["x"].tolist() == [2, 3]
+    assert log_of(future) == ["get", "get"]
+    with pytest.raises(BatchError, match="not known before the future is read"):
+        len(future)
+    others = DataProtoFuture(list, [Logged(1), Logged("two")])
+    assert others.get() == [1, "two"]
     with pytest.raises(BatchError, match="returned a list"):
-        future.get("x")
+        others.get("x")
+
+
+def test_results_without_a_table_are_chunked_by_whole_shards():
+    first, second = undeclared(xy(1), xy(1, 1)), undeclared(xy(2), xy(2, 2))
+    both = DataProtoFuture.concat([first, second, Logged(xy(3))])
+    assert x_of(both) == [1, 1, 1, 2, 2, 2, 3]
+    with pytest.raises(BatchError, match=r"chunk\(2\) of 5 shards"):
+        both.chunk(2)
+    halves = DataProtoFuture.concat([first, second]).chunk(2)
+    assert [x_of(half) for half in halves] == [[1, 1, 1], [2, 2, 2]]
+    with pytest.raises(BatchError, match="some futures declare their columns and others do not"):
+        DataProtoFuture.concat([first, future_of(xy(1))])
+
+
+def test_operation_on_a_result_without_a_table_names_the_fix():
+    future = undeclared(xy(1, 2), xy(3, 4))
+    for attempt in (
+        lambda: future.slice(0, 1), lambda: future.reorder([0]), lambda: future.pad_to_divisor(2),
+        lambda: future.select(["x"]), lambda: future.select_columns("x"), lambda: future.rename("x", "z"),
+        lambda: future.union(xy(1, 2, 3, 4)), lambda: future_of(xy(1, 2)).union(future),
+        lambda: future.repeat(2), lambda: future.pop("x"), lambda: future.with_meta_info({"k": 1}),
+        lambda: future.chunk(4), lambda: future.narrow(("x",)), lambda: future.select_rows(np.array([0])),
+    ):  # fmt: skip
+        with pytest.raises(BatchError, match=r"known before it is read; declare writes=.* future.get\(\)"):
+            attempt()
+    assert future.narrow() is future
+    assert log_of(future) == []
 
 
 def test_pickled_future_drops_the_contents_it_has_read():
-    future = future_of([0], declared=False)
+    future = undeclared(xy(0))
     before = len(pickle.dumps(future))
     future._contents = DataProto.from_dict({"x": torch.zeros(100_000)})
     assert len(pickle.dumps(future)) == before
-    chunk = future_of([0]).rename("x", "y").select("y", ()).repeat(2).chunk(2)[1]
-    assert pickle.loads(pickle.dumps(chunk)).get("y").batch["y"].tolist() == [0]
-    union = future_of([1]).union(future_of([2], column="z"))
-    assert pickle.loads(pickle.dumps(union)).get().batch["z"].tolist() == [2]
 
 
-def test_union_keeps_non_tensor_columns():
-    texts = [Stored(DataProto.from_dict(non_tensors={"o": np.array(["a"])}))]
-    first = DataProtoFuture(DataProto.concat, texts, num_rows=1, columns=("o",), part_rows=[1])
-    assert first.union(future_of([1])).get().non_tensor_batch["o"].tolist() == ["a"]
+# Union, concat and columns
+
+
+def test_equal_rows_by_other_operations_are_the_same_column():
+    future = future_of(xy(1, 2), xy(3, 4))
+    for other in (
+        future.pad_to_divisor(3).slice(0, 4),
+        DataProtoFuture.concat([future.slice(0, 2), future.slice(2, 4)]),
+        future.reorder([3, 2, 1, 0]).reorder([3, 2, 1, 0]),
+        future.with_meta_info({"step": 1}),
+        future.select_columns("x"),
+    ):
+        assert x_of(future.union(other)) == [1, 2, 3, 4]
+    assert x_of(future.slice(1).union(future.slice(1))) == [2, 3, 4]
+    assert future.union(future.rename("y", "z")).columns == ("x", "y", "z")
+
+
+def test_union_of_other_shards_raises_before_reading():
+    future = future_of(xy(1, 2), xy(3, 4))
+    for other in (
+        future_of(xy(1, 2), xy(3, 4)),
+        future.reorder([3, 2, 1, 0]),
+        future.rename(["x", "y"], ["y", "x"]),
+        future.pad_to_divisor(3).slice(1, 5),
+        DataProtoFuture.concat([future.slice(2, 4), future.slice(0, 2)]),
+        xy(1, 2, 3, 4),
+    ):
+        with pytest.raises(FieldError, match=r"union: both futures have \['x', 'y'\]; select or rename first"):
+            future.union(other)
+    assert log_of(future) == []
+
+
+def test_select_of_one_kind_uses_the_glossary_for_the_other():
+    known = DataProto.from_dict({"scores": torch.zeros(2), "row_ids": torch.arange(2)}, {"finish_reasons": ["a", "b"]})
+    future = future_of(known)
+    assert future.select(["scores"]).columns == ("scores", "finish_reasons")
+    assert future.select(None, ["finish_reasons"]).columns == ("finish_reasons", "scores", "row_ids")
+    assert future.select(["scores"], ()).columns == ("scores",)
+    with pytest.raises(FieldError, match="whether 'y' is a tensor is not known before the future is read; pass"):
+        future_of(xy(1, 2)).select(["x"])
+
+
+def test_column_under_two_names_can_be_concatenated_and_sent():
+    future = future_of(xy(1, 2, o=object()))
+    doubled = future.union(future.rename("x", "z"))
+    assert doubled.get(["x", "z"]).batch["z"].tolist() == [1, 2]
+    other = future_of(DataProto.from_dict({name: torch.tensor([5]) for name in "xyz"}))
+    both = DataProtoFuture.concat([doubled, other])
+    assert both.get().batch["z"].tolist() == [1, 2, 5]
+    assert [columns for _, columns in both.narrow(("x", "z")).sources()] == [("x", "x"), ("x", "z")]
+
+
+@pytest.mark.parametrize("kind", [DataProtoFuture.of, future_of])
+def test_concat_of_renamed_futures_can_be_sent(kind):
+    p, q, r = (kind(column(name, start, start + 1)) for start, name in enumerate("pqr"))
+    inner = DataProtoFuture.concat([p.rename("p", "q"), q])
+    future = DataProtoFuture.concat([inner.rename("q", "x"), r.rename("r", "x")]).slice(1, 5).narrow()
+    assert x_of(pickle.loads(pickle.dumps(future))) == [1, 1, 2, 2]
+    both = DataProtoFuture.concat([p.rename("p", "x"), q.rename("q", "x")]).select_columns(["x"])
+    assert x_of(both.narrow()) == [0, 1, 1, 2]
+
+
+def test_narrow_keeps_the_fewer_columns_and_takes_an_open_slice():
+    for selected in (future_of(xy(1, 2)).select_columns(["x", "y"]), future_of(xy(1, 2)).select(["x", "y"], ())):
+        narrowed = selected.narrow(("x",), slice(None, 1))
+        assert list(narrowed.get().batch.keys()) == ["x"]
+        assert (len(narrowed), x_of(narrowed)) == (1, [1])
+
+
+def test_concat_of_local_batches_pads_with_their_pad_token():
+    parts = [DataProto.from_dict({"responses": torch.ones(1, n).long()}, meta_info={"pad_token_id": 7}) for n in (1, 3)]
+    joined = DataProtoFuture.concat([DataProtoFuture.of(part) for part in parts])
+    assert joined.get().batch["responses"].tolist() == [[1, 7, 7], [1, 1, 1]]
+
+
+def test_repr_shows_rows_and_columns():
+    future = DataProtoFuture.of(DataProto.from_dict({"x": torch.zeros(3)}))
+    assert repr(future.repeat(2)) == "DataProtoFuture of 6 rows: x"
+    assert repr(DataProtoFuture(list, [])) == "DataProtoFuture of an unknown number of rows: undeclared columns"
+
+
+# meta_info
+
+
+def test_meta_info_of_a_remote_part_is_read_with_its_columns():
+    other = column("z", 0, 0, temperature=0.5)
+    both = future_of(xy(1, 2)).union(future_of(other))
+    assert both.select_columns("x").get().meta_info == {}
+    assert both.get(["x", "z"]).meta_info == {"temperature": 0.5}
+    assert future_of(xy(1, 2)).union(other).select_columns("x").get().meta_info == {"temperature": 0.5}  # local
+
+
+def test_rows_of_a_future_have_the_meta_info_of_their_parts():
+    future = future_of(xy(1, 2, metrics={"loss": 1.0}), xy(3, 4, metrics={"loss": 2.0}))
+    assert future.slice(0, 2).get().meta_info == {"metrics": {"loss": [1.0]}}
+    assert future.slice(1, 3).get().meta_info == {"metrics": {"loss": [1.0, 2.0]}}
+    assert DataProtoFuture.of(xy(1, metrics={"loss": 1.0})).get().meta_info == {"metrics": {"loss": 1.0}}
+
+
+def test_a_batch_of_meta_info_alone_joins_a_future():
+    extra = DataProto(meta_info={"step": 1})
+    for future in (future_of(xy(1, 2)), future_of(DataProto.from_dict(non_tensors={"texts": ["a", "b"]}))):
+        assert future.union(extra).repeat(2).get([]).meta_info == future.union(extra).get().meta_info == {"step": 1}
+    with pytest.raises(BatchError, match="union: 'step' is 5 in one batch and 1 in another"):
+        future.with_meta_info({"step": 5}).union(extra)
+
+
+def test_with_meta_info_replaces_keys_of_the_shards():
+    future = future_of(xy(1, 2, step=1, seed=2)).with_meta_info({"step": 5})
+    assert future.get().meta_info == future.slice(0, 1).get("x").meta_info == {"step": 5, "seed": 2}
+    assert future.select(meta_info_keys=["step"]).get().meta_info == {"step": 5}
+    assert future.select(meta_info_keys=["seed"]).select(meta_info_keys=["step"]).get().meta_info == {}
+    future.slice(0, 1).meta_info["step"] = 6
+    future.rename("x", "z").meta_info["new"] = 1
+    assert future.meta_info == {"step": 5}
+
+
+def test_concat_keeps_each_parts_selection_of_meta_info():
+    def of(**meta_info):
+        return future_of(xy(1, 2, **meta_info))
+
+    for parts, expected in (
+        ([of(a=1, b=2, c=3).select(meta_info_keys=[key]) for key in ("a", "b")], {"a": 1, "b": 2}),
+        ([of(k=0).select(meta_info_keys=[]), of(k=5)], {"k": 5}),
+        ([of(k=0).with_meta_info({"k": 1}), of(k=0).with_meta_info({"k": 1, "j": 2})], {"k": 1, "j": 2}),
+    ):
+        assert DataProtoFuture.concat(parts).get().meta_info == expected
+
+
+def test_pop_removes_columns_and_keys_from_the_future():
+    future = future_of(xy(1, 2, of="shards")).with_meta_info({"step": 1, "seed": 2})
+    popped = future.pop(["x"], meta_info_keys=["step"])
+    assert (popped.columns, popped.get().meta_info) == (("x",), {"step": 1})
+    assert (future.columns, future.get().meta_info) == (("y",), {"of": "shards", "seed": 2})
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("attempt", "error", "message"),
+    [
+        (lambda future: future.get("w"), FieldError, "the future has no 'w'; it has 'x', 'y'"),
+        (lambda future: future.get(["x", "w"]), FieldError, "has no 'w'; it has 'x', 'y'"),
+        (lambda future: future.select(["w"]), FieldError, "has no 'w'; it has 'x', 'y'"),
+        (lambda future: future.select_columns(["x", "w"]), FieldError, "has no 'w'; it has 'x', 'y'"),
+        (lambda future: future.pop("w"), FieldError, "has no 'w'; it has 'x', 'y'"),
+        (lambda future: future.pop(meta_info_keys="k"), FieldError, "meta_info of the future has no 'k'"),
+        (lambda future: future.rename("w", "v"), FieldError, "has no 'w'; it has 'x', 'y'"),
+        (lambda future: future.rename("x", "z").get("x"), FieldError, "has no 'x'; it has 'z', 'y'"),
+        (lambda future: future.rename("x", "y"), FieldError, "already has one of the new names"),
+        (lambda future: future.rename(["x", "y"], "z"), FieldError, "2 old names and 1 different new names"),
+        (lambda future: future.union(column("z", 1, 2, 3)), BatchError, "this future has 4 rows, the other has 3"),
+        (lambda future: future.slice("a"), BatchError, r"slice\('a', None\): slice indices must be integers"),
+        (lambda future: future.reorder([0, 1, 2]), BatchError, "each of the 4 rows exactly once"),
+        (lambda future: future.reorder([0, 0, 1, 2]), BatchError, "each of the 4 rows exactly once"),
+        (lambda future: future.reorder([0, 1, 2, 4]), BatchError, "row 4 is not in a batch of 4 rows"),
+        (lambda future: future.chunk(0), BatchError, "must be at least"),
+        (lambda future: future.chunk(3), BatchError, r"4 rows do not make 3 equal parts; pad_to_divisor\(3\) first"),
+        (lambda future: future.repeat(-1), BatchError, "must be at least"),
+        (lambda future: future.pad_to_divisor(0), BatchError, "must be at least"),
+        (lambda future: DataProtoFuture.concat([]), BatchError, "at least one"),
+        (
+            lambda future: DataProtoFuture.concat([future, future.select_columns("x")]),
+            FieldError,
+            r"concat: one future has \('x', 'y'\), another has \('x',\); select the same",
+        ),
+    ],
+)
+def test_an_operation_that_is_not_valid_raises_before_reading(attempt, error, message):
+    future = future_of(xy(1, 2), xy(3, 4))
+    for part in (future, future.slice(0, 4)):
+        with pytest.raises(error, match=message):
+            attempt(part)
+    assert log_of(future) == []
+
+
+def test_another_number_of_rows_than_declared_is_an_error():
+    def declared(num_rows, part_rows):
+        return DataProtoFuture(
+            DataProto.concat, [Logged(xy(1, 2)), Logged(xy(3))], None, num_rows, ("x", "y"), part_rows
+        )
+
+    with pytest.raises(BatchError, match="the future declares 4 rows, but part 1 has 1"):
+        declared(4, [2, 2]).get()
+    with pytest.raises(BatchError, match="the future declares 1 rows, but has 0"):
+        declared(4, [2, 2]).slice(3).get()
+    with pytest.raises(BatchError, match="declares 5 rows, but has 3"):
+        declared(5, None).get()

@@ -39,7 +39,7 @@ def response_len(data: "DataProto") -> int | None:
     """Return the length of the response columns, or None if there are none or they hold one number per row."""
     for name, column in tensors_of(data.batch).items():
         shape = FIELDS[name].shape if name in FIELDS else ()
-        is_wide = column.ndim > 1 and (shape == RESPONSE or (shape == RESPONSE_OR_ROW and column.shape[1] > 1))
+        is_wide = column.ndim > 1 and (shape[:2] == RESPONSE or (shape == RESPONSE_OR_ROW and column.shape[1] > 1))
         if is_wide:
             return column.shape[1]
     widths = {
@@ -74,7 +74,9 @@ def _lengthened(data: "DataProto", longest: int, pad_token_id: int | None) -> "D
     for name, column in tensors.items():
         shape = FIELDS[name].shape if name in FIELDS else ()
         is_wide = column.ndim > 1
-        grows = is_wide and (shape in (RESPONSE, SEQUENCE) or (shape == RESPONSE_OR_ROW and column.shape[1] == mine))
+        grows = is_wide and (
+            shape[:2] == RESPONSE or shape == SEQUENCE or (shape == RESPONSE_OR_ROW and column.shape[1] == mine)
+        )
         width = [column.shape[1] + more, *column.shape[2:]] if grows else list(column.shape[1:])
         empty[name] = column.new_empty([0, *width])
     narrow = data.select(non_tensor_batch_keys=[], meta_info_keys=[])

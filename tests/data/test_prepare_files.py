@@ -1,0 +1,492 @@
+"""`hybridflow prepare` with files of rows: every row is kept, or dropped for a reason that is counted."""
+
+import argparse
+import json
+import re
+
+import pyarrow.parquet as pq
+import pytest
+
+from fixtures.row_files import SUFFIXES, rows_of, write_rows
+from hybridflow.cli import prepare
+from hybridflow.data import (
+    MATH_INSTRUCTION,
+    PreferenceDataset,
+    prepare_dapo,
+    prepare_gsm8k,
+    prepare_math,
+    prepare_table,
+    prepare_ultrafeedback,
+    prompt_row,
+    write_prompt_file,
+    write_sft_file,
+)
+from hybridflow.data.prepare.math import _boxed_answer
+from hybridflow.data.prepare.prompt_file import write_splits
+from hybridflow.errors import DataConfigError, DataError
+from hybridflow.rewards import math_reward
+from hybridflow.rewards.table import ANSWERS, table_reward
+
+STEPS = ' Let\'s think step by step and output the final answer after "####".'
+NO_BOX = r"no answer and no \boxed{...} in the solution"
+
+
+def messages(*texts: str) -> list[dict]:
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def gsm8k(n: int, **other) -> dict:
+    return {"question": f"{n} + 1?", "answer": f"It is\n#### {n + 1}", **other}
+
+
+def math(n: int, **other) -> dict:
+    return {"problem": f"{n} + 1?", "level": "1", "type": "Algebra", "solution": rf"\boxed{{{n + 1}}}", **other}
+
+
+def dapo(n: int, **other) -> dict:
+    truth = {"ground_truth": str(n + 1), "style": "rule-lighteval/MATH_v2"}
+    row = {"data_source": "math_dapo", "prompt": messages(f"{n} + 1?"), "ability": "MATH", "reward_model": truth}
+    return {**row, "extra_info": {"index": f"id-{n}"}, **other}
+
+
+def pair(n: int, chosen: str = "good", rejected: str = "bad", **other) -> dict:
+    sides = {"chosen": messages(f"{n} + 1?", chosen), "rejected": messages(f"{n} + 1?", rejected)}
+    return {"prompt": f"{n} + 1?", **sides, "score_chosen": 8.0, "score_rejected": 5.5, **other}
+
+
+def plain_pair(n: int, **other) -> dict:
+    return {
+        "prompt": f"{n} + 1?",
+        "chosen": "good",
+        "rejected": "bad",
+        "score_chosen": "8",
+        "score_rejected": "",
+    } | other
+
+
+def table(n: int, **other) -> dict:
+    return {"question": f"{n} + 1?", "result": str(n + 1), "level": "2", **other}
+
+
+def made(source: str, prompt: str, truth: str, **extra_info) -> dict:
+    return {
+        "data_source": source,
+        "prompt": messages(prompt),
+        "ability": "" if source == "sums" else "math",
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": {"split": "train", "index": 0, **extra_info},
+    }
+
+
+TABLE = {"prompt": "question", "answer": "result", "data_source": "sums"}
+PREPARE = {
+    "gsm8k": lambda train, out, test: prepare_gsm8k(train, test, out),
+    "math": lambda train, out, test: prepare_math(train, out, test_file=test),
+    "dapo": lambda train, out, test: prepare_dapo(train, out, test_file=test),
+    "ultrafeedback": lambda train, out, test: prepare_ultrafeedback(train, out, test_file=test),
+    "table": lambda train, out, test: prepare_table(train, out, test_file=test, **TABLE),
+}
+KINDS = {
+    "gsm8k": (gsm8k, SUFFIXES, made("openai/gsm8k", f"1 + 1?{STEPS}", "2", answer="It is\n#### 2", question="1 + 1?")),
+    "math": (
+        math,
+        SUFFIXES,
+        made(
+            "math", f"1 + 1? {MATH_INSTRUCTION}", "2", answer=r"\boxed{2}", question="1 + 1?", level="1", type="Algebra"
+        ),
+    ),
+    "dapo": (dapo, SUFFIXES[:2] + SUFFIXES[3:], made("math_dapo", "1 + 1?", "2", index="id-1") | {"ability": "MATH"}),
+    "ultrafeedback": (
+        pair,
+        SUFFIXES[:2] + SUFFIXES[3:],
+        {"prompt": messages("1 + 1?"), "chosen": "good", "rejected": "bad"},
+    ),
+    "table": (table, SUFFIXES, made("sums", "1 + 1?", "2", level="2")),
+}
+"""Task -> (its rows by number, the suffixes of files that can hold them, the first written row)."""
+
+
+@pytest.mark.parametrize(("task", "suffix"), [(task, suffix) for task, kind in KINDS.items() for suffix in kind[1]])
+def test_rows_of_every_suffix_become_the_same_rows(task, suffix, tmp_path):
+    row, _, expected = KINDS[task]
+    train, test = write_rows(tmp_path / f"a{suffix}", [row(1)]), write_rows(tmp_path / f"b{suffix}", [row(2)])
+    files = PREPARE[task](train, tmp_path / "out", test)
+    assert rows_of(files.train_file) == [expected]
+    (of_test,) = rows_of(files.test_file)
+    assert of_test["prompt"][0]["content"] == expected["prompt"][0]["content"].replace("1 + 1", "2 + 1")
+    assert of_test.get("extra_info", {"split": "test"})["split"] == "test"
+    assert (files.num_train, files.num_test, files.dropped) == (1, 1, {})
+
+
+DROPPED = {
+    "gsm8k": (gsm8k, [gsm8k(1), gsm8k(0, question=" ")], {"no prompt": 1}),
+    "math": (
+        math,
+        [math(1), math(2, solution=r"\boxed{9}"), math(0), math(5, problem=""), math(6, solution="six")],
+        {
+            "repeats an earlier row": 1,
+            "an earlier prompt with another answer": 1,
+            "the prompt is in the test set": 1,
+            "no prompt": 1,
+            NO_BOX: 1,
+        },
+    ),
+    "dapo": (
+        dapo,
+        [
+            dapo(1),
+            dapo(2, reward_model={"ground_truth": 9}),
+            dapo(5, prompt=""),
+            dapo(6, reward_model={"ground_truth": None}),
+        ],
+        {"repeats an earlier row": 1, "an earlier prompt with another answer": 1, "no prompt": 1, "no answer": 1},
+    ),
+    "ultrafeedback": (
+        pair,
+        [
+            *(pair(1), pair(5, "same", " same "), pair(6, ""), pair(7, "x", " "), pair(8, score_rejected=8), pair(0)),
+            *(plain_pair(9, prompt=" "), plain_pair(9, chosen=None), {**pair(9), "rejected": messages("other", "x")}),
+        ],
+        {
+            "repeats an earlier row": 1,
+            "the answers are equal": 1,
+            "an answer is empty": 3,
+            "the scores are equal": 1,
+            "the prompt is in the test set": 1,
+            "no prompt": 1,
+            "the prompts of the two answers differ": 1,
+        },
+    ),
+    "table": (
+        table,
+        [table(1), table(2, result="9"), table(0), table(5, question="  "), table(6, result=None)],
+        {
+            "repeats an earlier row": 1,
+            "an earlier prompt with another answer": 1,
+            "the prompt is in the test set": 1,
+            "no prompt": 1,
+            "no answer": 1,
+        },
+    ),
+}
+"""Task -> (its rows, further training rows, how many of these are dropped, by reason)."""
+
+
+def run(*arguments: object) -> int:
+    parser = argparse.ArgumentParser()
+    prepare.add_arguments(parser)
+    return prepare.run(parser.parse_args([str(argument) for argument in arguments]))
+
+
+@pytest.mark.parametrize("task", DROPPED)
+def test_the_report_names_rows_read_kept_and_dropped_of_each_file(task, tmp_path, capsys):
+    row, more, dropped = DROPPED[task]
+    train = write_rows(tmp_path / "train.jsonl", [*(row(n) for n in (1, 2, 3)), *more])
+    test = write_rows(tmp_path / "test.jsonl", [row(0)])
+    options = ("--data-source", "sums", "--prompt", "question", "--answer", "result") if task == "table" else ()
+    assert run(task, "--train-file", train, "--test-file", test, "--output-dir", tmp_path / "out", *options) == 0
+    output = capsys.readouterr().out
+    counts = re.findall(r"^(.*): read (\d+) rows, kept (\d+), dropped (\d+)$", output, re.MULTILINE)
+    kept = 4 if task == "gsm8k" else 3  # which may repeat a question
+    assert counts == [
+        (str(train), str(3 + len(more)), str(kept), str(sum(dropped.values()))),
+        (str(test), "1", "1", "0"),
+    ]
+    for name, number in (("train", kept), ("test", 1)):
+        written = tmp_path / "out" / f"{name}.parquet"
+        assert f"wrote {number} rows to {written}\n" in output
+        assert len(rows_of(written)) == number
+    reasons = re.findall(r"^  dropped (\d+) rows?: (.*)$", output, re.MULTILINE)
+    assert {reason: int(count) for count, reason in reasons} == dropped
+    first = rows_of(tmp_path / "out" / "train.parquet")[0]
+    assert f"the first prompt: {first['prompt'][0]['content']}\n" in output
+    if task == "ultrafeedback":
+        assert f"its chosen answer: {first['chosen']}\nits rejected answer: {first['rejected']}\n" in output
+
+
+def test_options_of_the_command_are_those_of_the_function(tmp_path, capsys):
+    sums = write_rows(tmp_path / "sums.csv", [table(n) for n in range(4)])
+    options = ("--test-size", 1, "--output-dir", tmp_path / "out")
+    named = ("--prompt", "question", "--answer", "result", "--data-source", "sums", "--system", "Add.")
+    assert run("table", "--train-file", sums, *named, "--instruction", "Now.", *options) == 0
+    row = rows_of(tmp_path / "out" / "train.parquet")[0]
+    assert row["prompt"][0] == {"role": "system", "content": "Add."}
+    assert row["prompt"][1]["content"].endswith("? Now.")
+    capsys.readouterr()
+    problems = write_rows(tmp_path / "math.jsonl", [math(n) for n in range(4)])
+    assert run("math", "--train-file", problems, "--instruction", "Use a box.", *options) == 0
+    row = rows_of(tmp_path / "out" / "train.parquet")[0]
+    assert row["prompt"][0]["content"] == f"{row['extra_info']['question']} Use a box."
+    ties = write_rows(tmp_path / "ties.jsonl", [pair(n, score_rejected=8) for n in range(4)])
+    with pytest.raises(DataError, match=r"all rows were dropped \(4: the scores are equal\)"):
+        run("ultrafeedback", "--train-file", ties, *options)
+    assert run("ultrafeedback", "--train-file", ties, "--keep-equal-scores", "--seed", 3, *options) == 0
+    assert len(rows_of(tmp_path / "out" / "train.parquet")) == 3
+
+
+def test_the_command_has_tasks_with_help_and_passes_errors_on(tmp_path, capsys):
+    with pytest.raises(DataError, match="no such file"):
+        run("gsm8k", "--train-file", "nowhere.jsonl", "--test-file", "nowhere.jsonl", "--output-dir", tmp_path)
+    with pytest.raises(SystemExit):
+        run()
+    assert "countdown|multiplication|gsm8k|math|dapo|ultrafeedback|table" in capsys.readouterr().err
+    for task in ("countdown", "multiplication", *DROPPED):
+        with pytest.raises(SystemExit) as stop:
+            run(task, "--help")
+        assert stop.value.code == 0
+    assert "(default: 20000)" in capsys.readouterr().out
+
+
+# Test rows
+
+
+def test_test_rows_are_drawn_by_the_seed_and_share_no_prompt(tmp_path):
+    source = write_rows(tmp_path / "rows.jsonl", [table(n) for n in range(12)])
+    splits = []
+    for i, seed in enumerate([0, 0, 1]):
+        files = prepare_table(source, tmp_path / str(i), test_size=4, seed=seed, **TABLE)
+        splits.append(
+            [[row["prompt"][0]["content"] for row in rows_of(p)] for p in (files.train_file, files.test_file)]
+        )
+        assert sorted([*splits[-1][0], *splits[-1][1]]) == sorted(f"{n} + 1?" for n in range(12))
+    assert splits[0] == splits[1] != splits[2]
+    pairs = [pair(n, "good", f"bad{i}") for n in range(3) for i in range(4)]
+    files = prepare_ultrafeedback(write_rows(tmp_path / "a.jsonl", pairs), tmp_path / "out", test_size=2)
+    train, test = (
+        {row["prompt"][0]["content"] for row in rows_of(path)} for path in (files.train_file, files.test_file)
+    )
+    assert train
+    assert not train & test
+    assert files.num_train + files.num_test == 12 - files.dropped["the prompt is in the test set"]
+
+
+@pytest.mark.parametrize("size", [0, 12, -1])
+def test_a_test_set_that_leaves_no_rows_is_an_error(tmp_path, size):
+    rows = write_rows(tmp_path / "rows.csv", [table(n) for n in range(12)])
+    with pytest.raises(DataConfigError, match=rf"test_size={size} is invalid for 12 rows; use 1 to 11 .--test-size"):
+        prepare_table(rows, tmp_path / "out", test_size=size, **TABLE)
+    one = write_rows(tmp_path / "a.jsonl", [math(1)])
+    with pytest.raises(DataConfigError, match=r"test_size=500 is invalid for 1 rows; use a test file"):
+        prepare_math(one, tmp_path / "out", test_size=500)
+    with pytest.raises(DataError, match=r"a.jsonl: each prompt is also in the test set; use a test file with other"):
+        prepare_math(one, tmp_path / "out", test_file=one)
+
+
+def test_a_parquet_file_is_read_in_parts_with_the_row_of_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("hybridflow.data.prepare.records.PARQUET_ROWS", 3)
+    files = prepare_dapo(write_rows(tmp_path / "a.parquet", [dapo(n) for n in range(8)]), tmp_path / "out", test_size=1)
+    assert files.sources[0].num_kept == 8
+    source = write_rows(tmp_path / "c.parquet", [*(dapo(n) for n in range(7)), dapo(8, data_source="")])
+    with pytest.raises(DataError, match=r"c.parquet: row 7: 'data_source' is empty; it chooses the reward function"):
+        prepare_dapo(source, tmp_path / "out", test_size=1)
+
+
+# Forms of rows
+
+
+def test_gsm8k_truths_lose_commas_and_a_line_separator_is_no_line_end(tmp_path):
+    rows = [gsm8k(1, question="one\u2028two", answer="#### -3.5"), gsm8k(2, answer="a lot\n#### $1,450")]
+    file = tmp_path / "odd.jsonl"
+    file.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows), encoding="utf-8")
+    first, second = rows_of(prepare_gsm8k(file, file, tmp_path / "out", instruction="").train_file)
+    assert first["prompt"][0]["content"] == "one\u2028two"
+    assert [row["reward_model"]["ground_truth"] for row in (first, second)] == ["-3.5", "1450"]
+
+
+def test_the_column_answer_of_math_is_the_ground_truth_where_it_has_a_value(tmp_path):
+    rows = [
+        {"problem": "a", "solution": r"\boxed{1}", "answer": "7", "subject": "Algebra", "level": 5},
+        {"problem": "b", "solution": r"\boxed{2}", "answer": " ", "subject": "Geometry", "level": 3},
+        {"problem": "c", "solution": None, "answer": 9, "subject": "Geometry", "level": 3},
+    ]
+    files = prepare_math(write_rows(tmp_path / "a.jsonl", rows), tmp_path / "out", test_size=1, instruction="")
+    found = {row["prompt"][0]["content"]: row for path in (files.train_file, files.test_file) for row in rows_of(path)}
+    truths = {text: row["reward_model"]["ground_truth"] for text, row in found.items()}
+    assert truths == {"a": "7", "b": "2", "c": "9"}
+    assert (found["a"]["extra_info"]["type"], found["a"]["extra_info"]["level"]) == ("Algebra", 5)
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer"),
+    [
+        (r"$\boxed{5}$", "5"),
+        (r"$\boxed{\{1, \frac{2}{3}\}}$ and $\boxed{\text{no", r"\{1, \frac{2}{3}\}"),
+        (r"$x = \boxed 5$.", "5"),
+        (r"so it is \boxed 5.", "5"),
+        (r"\[\boxed \frac{1}{2}\]", r"\frac{1}{2}"),
+        (r"\(\boxed\pi\)", r"\pi"),
+        (r"${\boxed 2.5}$", "2.5"),
+        (r"$\boxed  {x}$", "x"),
+        (r"\fbox{12}", "12"),
+        (r"$\fbox 12$", "12"),
+        (r"\fbox{1} or \boxed{2}", "2"),
+        (r"\boxed{1} or \fbox{2}", "2"),
+        *((text, "") for text in (r"\boxed{}", r"\boxed", r"\boxedup{3} and \framebox{4}", "five")),
+        *((text * 50_000, "") for text in (r"\boxed{", r"\boxed ")),  # in linear time
+    ],
+)
+def test_the_last_box_of_a_solution_is_its_answer(solution, answer):
+    found = _boxed_answer(solution)
+    assert found == answer or len(solution) > 1000
+
+
+@pytest.mark.parametrize("answer", [r"\frac{1}{2}", "5", "5.", r"\text{Evelyn}", "x^2 + 1", r"(-\infty, 2]"])
+def test_a_correct_answer_has_the_score_1_by_the_default_reward(tmp_path, answer):
+    row = {"problem": "Which?", "solution": rf"It is $\boxed{{{answer}}}$."}
+    files = prepare_math(
+        write_rows(tmp_path / "a.jsonl", [row]), tmp_path / "out", test_file=write_rows(tmp_path / "b.jsonl", [math(1)])
+    )
+    (made_row,) = rows_of(files.train_file)
+    source, truth = made_row["data_source"], made_row["reward_model"]["ground_truth"]
+    assert table_reward(source, rf"So \boxed{{{answer}}}", truth) == 1.0
+    assert table_reward(source, r"So \boxed{17}", truth) == math_reward("math", "no answer", truth) == 0.0
+    for text in ("1 and 2.\n\nAnswer: 34", "Answer: $34$", r"Answer: \boxed{34}"):
+        assert (table_reward("math_dapo", text, "34"), ANSWERS["math_dapo"](text)) == (1.0, "34")
+    assert table_reward("math_dapo", "It is 34.\n\nAnswer: 99", "34") == 0.0
+    texts = ("Answer: 1\nno, **Answer: 2**", "It is 3.\nAnswer:", "It is 3.")
+    assert [ANSWERS["math_dapo"](text) for text in texts] == ["2", None, None]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_pairs_may_be_plain_texts_or_answers_alone(tmp_path, suffix):
+    train = write_rows(tmp_path / f"a{suffix}", [plain_pair(1)])
+    turns = messages("1", "2", "3")
+    answers = [[{"role": "assistant", "content": text}] for text in ("good", "bad")]
+    alone = {"prompt": messages("hello", "hi", "spell"), "chosen": answers[0], "rejected": answers[1]}
+    test = write_rows(tmp_path / "b.jsonl", [alone, {"chosen": turns + answers[0], "rejected": turns + answers[1]}])
+    files = prepare_ultrafeedback(train, tmp_path / "out", test_file=test)
+    row = {"prompt": messages("1 + 1?"), "chosen": "good", "rejected": "bad"}
+    assert rows_of(files.train_file) == [row]
+    assert rows_of(files.test_file) == [{**row, "prompt": alone["prompt"]}, {**row, "prompt": turns}]
+
+
+@pytest.mark.parametrize("layout", ["policy", "reward_model"])
+def test_the_written_pairs_are_read_by_the_preference_dataset(tmp_path, char_tokenizer, layout):
+    source = write_rows(tmp_path / "a.jsonl", [pair(n) for n in range(3)])
+    files = prepare_ultrafeedback(source, tmp_path / "out", test_size=1)
+    dataset = PreferenceDataset(files.train_file, char_tokenizer(), 32, 32, layout=layout)
+    batch = dataset.collate(range(2)).batch
+    assert (len(dataset), dataset.num_dropped, batch["group_ids"].tolist()) == (2, 0, [0, 0, 1, 1])
+    if layout == "policy":
+        assert char_tokenizer().decode(batch["responses"][0], skip_special_tokens=True) == "good"
+
+
+def test_nested_columns_and_messages_of_a_table_are_read(tmp_path):
+    chat = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 1?"}]
+    train = write_rows(tmp_path / "a.jsonl", [{"prompt": chat, "reward_model": {"ground_truth": 2}}])
+    test = write_rows(tmp_path / "b.jsonl", [{"prompt": "2 + 2?", "reward_model": {"ground_truth": 4}}])
+    options = {"answer": "reward_model.ground_truth", "data_source": "sums", "instruction": "Now."}
+    (row,) = rows_of(prepare_table(train, tmp_path / "out", test_file=test, **options).train_file)
+    assert row["prompt"] == [chat[0], {"role": "user", "content": "1 + 1? Now."}]
+    assert row["reward_model"]["ground_truth"] == 2
+
+
+# Errors
+
+ANSWER_LAST = r"the last message of 'chosen' has the role 'user'; expected the answer of the 'assistant'"
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "rows", "message"),
+    [
+        # files
+        *(
+            (task, f"a{suffix}", None, r"no such file")
+            for task, suffix in (("gsm8k", ".jsonl"), ("table", ".csv"), ("dapo", ".parquet"))
+        ),
+        ("gsm8k", "a.txt", "question", "the suffix '.txt' is invalid: expected .jsonl, .json, .csv, .parquet"),
+        *(("math", f"a{suffix}", "", "the file has no rows") for suffix in (".jsonl", ".csv")),
+        ("dapo", "a.json", [], "a.json: the file has no rows"),
+        ("gsm8k", "a.jsonl", f'{json.dumps(gsm8k(1))}\n{{"question": "a', "line 2: is not JSON"),
+        ("gsm8k", "a.jsonl", "[1]", "line 1: is a list"),
+        ("gsm8k", "a.jsonl", b"\xff\xfe", "line 1: byte 0 is not UTF-8"),
+        ("table", "a.json", '{"question": "a"}', "holds a dict; expected a list of objects"),
+        ("math", "a.json", [math(1), "b"], r"a.json: row 1: is a str; expected an object"),
+        ("table", "a.json", "[", "is not JSON"),
+        ("table", "a.csv", "question,result\na,b,c\n", "row 0: has more fields; the first line has 2"),
+        ("table", "a.csv", "question,result\na\n", "row 0: has 1 fields; the first line has 2"),
+        ("table", "a.csv", 'question,result\n"a', "is not a CSV file in UTF-8"),
+        ("gsm8k", "a.parquet", "PAR1 and no more", "not a readable parquet file"),
+        # columns
+        ("gsm8k", "a.jsonl", [{"question": "a"}], "'answer' is missing; the row has question"),
+        ("gsm8k", "a.parquet", [{"question": "a"}], "row 0: 'answer' is missing; the row has question"),
+        ("gsm8k", "a.jsonl", [gsm8k(1, question=3)], "'question' must be a text, got 3"),
+        ("gsm8k", "a.jsonl", [gsm8k(1, answer="72")], "must end in '#### number'"),
+        ("gsm8k", "a.jsonl", [gsm8k(1, answer="#### many")], "must end in '#### number'"),
+        ("math", "a.jsonl", [{"problem": "a", "text": "b"}], "line 1: 'solution' is missing; the row has problem,"),
+        ("math", "a.jsonl", [math(1), math(2, problem=3)], "a.jsonl: line 2: 'problem' must be a text, got 3"),
+        ("math", "a.json", [math(1), math(2, solution=["b"])], r"row 1: 'solution' must be a text, got \['b'\]"),
+        ("math", "a.json", [math(1, answer=[5])], r"row 0: 'answer' must be a text or a number, got \[5\]"),
+        ("math", "a.jsonl", [math(1, solution="5")], r"a.jsonl: all rows were dropped \(1: no answer and no \\boxed"),
+        ("dapo", "a.json", [{"prompt": "a"}], "row 0: 'reward_model.ground_truth' is missing; the row has prompt"),
+        ("dapo", "a.json", [dapo(1), dapo(2, reward_model={})], "row 1: 'reward_model.ground_truth' is missing; the"),
+        ("dapo", "a.json", [{"prompt": "a", "reward_model": {"ground_truth": 1}}], "'data_source' is missing; the row"),
+        ("dapo", "a.json", [dapo(1, prompt=7)], "row 0: 'prompt' must be a text or a list of chat messages, got 7"),
+        ("dapo", "a.json", [dapo(1, prompt=[{"content": "a"}])], "row 0: message 0 of 'prompt' needs a role and a"),
+        ("dapo", "a.json", [dapo(1, reward_model={"ground_truth": [1]})], r"must be a text or a number, got \[1\]"),
+        ("dapo", "a.json", [dapo(1, data_source=3)], "row 0: 'data_source' must be a text, got 3"),
+        ("dapo", "a.json", [dapo(1, extra_info="id-1")], "row 0: 'extra_info' must be an object, got 'id-1'"),
+        ("ultrafeedback", "a.json", [{"prompt": "a", "chosen": "b"}], "row 0: 'rejected' is missing; the row has"),
+        ("ultrafeedback", "a.json", [{"chosen": "b", "rejected": "c"}], "row 0: 'prompt' is missing; the row has"),
+        ("ultrafeedback", "a.json", [pair(1), pair(2) | {"chosen": 3}], "row 1: 'chosen' must be a text or a list of"),
+        ("ultrafeedback", "a.json", [pair(1) | {"rejected": ["x"]}], "message 0 of 'rejected' needs a role and a"),
+        ("ultrafeedback", "a.json", [pair(1) | {"chosen": messages("a")}], ANSWER_LAST),
+        ("ultrafeedback", "a.json", [plain_pair(1, prompt=3)], "row 0: 'prompt' must be a text or a list of chat"),
+        ("ultrafeedback", "a.json", [pair(1, score_chosen="good")], "row 0: 'score_chosen' must be a number, got"),
+        ("ultrafeedback", "a.json", [pair(1, score_chosen=10**400)], "row 0: 'score_chosen' must be a number, got"),
+        ("ultrafeedback", "a.json", [pair(1, score_rejected=[1])], r"row 0: 'score_rejected' must be a number, got"),
+        ("ultrafeedback", "a.json", [pair(1, "b", "b")], r"a.json: all rows were dropped \(1: the answers are equal\)"),
+        ("table", "a.jsonl", [{"question": "a"}], r"a.jsonl: line 1: 'result' is missing; the row has question"),
+        ("table", "a.jsonl", [table(1, question=3)], "line 1: 'question' must be a text or a list of chat messages,"),
+        ("table", "a.jsonl", [table(1, question="")], r"a.jsonl: all rows were dropped \(1: no prompt\)"),
+    ],
+)
+def test_a_malformed_file_is_an_error_with_its_place(tmp_path, task, name, rows, message):
+    path = tmp_path / name
+    if isinstance(rows, list):
+        write_rows(path, rows)
+    elif rows is not None:
+        path.write_bytes(rows if isinstance(rows, bytes) else rows.encode())
+    test = write_rows(tmp_path / "test.jsonl", [KINDS[task][0](9)])
+    with pytest.raises(DataError, match=message) as error:
+        PREPARE[task](path, tmp_path / "out", test)
+    assert str(error.value).startswith(str(path))
+    assert not (tmp_path / "out").exists()
+
+
+# Writing
+
+
+def test_prompt_and_sft_files_hold_messages(tmp_path):
+    assert prompt_row(data_source="x", prompt="hi", ground_truth="1", split="train", index=0)["prompt"] == messages(
+        "hi"
+    )
+    chat = [{"role": "system", "content": "be brief"}, *messages("hi")]
+    assert prompt_row(data_source="x", prompt=chat, ground_truth="1", split="train", index=0)["prompt"] == chat
+    path = write_sft_file(tmp_path / "sft.parquet", [("2+2=", "4"), ("1+2=", "3")])
+    assert pq.read_table(path).to_pylist()[1] == {"prompt": messages("1+2="), "response": "3"}
+
+
+@pytest.mark.parametrize(
+    ("truths", "message"),
+    [
+        ([], "no rows to write"),
+        (["1", {"target": 1}], "one type per column"),
+        (["a\ud800"], r"rows\.parquet: .*'a.ud800' is not valid Unicode"),
+        ([{}], r"rows\.parquet: .*has no place for"),
+    ],
+)
+def test_rows_that_cannot_be_written_leave_the_files_as_they_were(tmp_path, truths, message):
+    def rows(*truths):
+        return [prompt_row(data_source="x", prompt="a", ground_truth=t, split="train", index=0) for t in truths]
+
+    with pytest.raises(DataError, match=message):
+        write_prompt_file(tmp_path / "rows.parquet", rows(*truths))
+    assert list(tmp_path.iterdir()) == []
+    write_splits(tmp_path, rows("1"), rows("1"))
+    before = (tmp_path / "train.parquet").read_bytes()
+    with pytest.raises(DataError, match=r"test\.parquet"):
+        write_splits(tmp_path, rows("1", "1"), rows("\ud800"))
+    assert (tmp_path / "train.parquet").read_bytes() == before
+    with pytest.raises(DataError, match="cannot be written"):
+        write_sft_file(tmp_path / "train.parquet" / "a.parquet", [("a", "b")])
