@@ -128,129 +128,139 @@ def children() -> set[str]:
         except (FileNotFoundError, ProcessLookupError):
             continue  # the thread has ended: its children belong to another one now
 
-    @pytest.fixture(autouse=True)
-    def leaves_nothing_behind(tmp_path, monkeypatch):
-        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-        files, others = open_files(), children()
-        yield
-        assert list(tmp_path.glob("hybridflow-code-*")) == []
-        assert open_files() <= files  # each by number and target: files of earlier tests may be closed meanwhile
-        assert children() <= others
 
-    @pytest.mark.parametrize(
-        ("program", "truth", "wanted"),
-        [
-            ("print(sum(map(int, input().split())))", SUM, ALL),
-            ("a, b = map(int, input().split())\nif __name__ == '__main__':\n    print(a + b, ' \\n\\n')", SUM, ALL),
-            ("input()\nprint(3)", SUM, HALF),
-            ("import sys\nprint(sum(map(int, sys.stdin.read().split())))\nsys.exit(0)", SUM, ALL),
-            ("def add(a, b):\n    return a + b\nif __name__ == '__main__':\n    input()", ADD, ALL),
-            ("def add(a, b):\n    return 3", ADD, HALF),
-            ("add = 1", ADD, NOTHING),
-            ("print('done')\nraise ValueError", PRINTS, NOTHING),
-            ("print('done')\nimport os\nos._exit(1)", PRINTS, NOTHING),
-            ("print('don')", PRINTS, NOTHING),
-            ("import numpy\nprint('done')", PRINTS, NOTHING),
-            (WRITES, PRINTS, ALL),
-            ("import threading\nt = threading.Thread(target=print, args=('done',))\nt.start()\nt.join()", PRINTS, ALL),
-            (
-                "import dataclasses, pickle\n@dataclasses.dataclass\nclass P:\n    x: int\n"
-                "y = pickle.loads(pickle.dumps(P(3)))",
-                {"tests": ["assert y == P(3)"]},
-                ALL,
-            ),
-            *((program, ADD, NO_PROGRAM) for program in ("def", "x = \x00", "\ud800", "(" * 10_000, "x = 1 +" * 2)),
-        ],
-    )
-    def test_a_program_scores_if_it_compiles_and_passes_all_tests(program, truth, wanted):
-        assert score(program, truth) == wanted
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    files, others = open_files(), children()
+    yield
+    assert list(tmp_path.glob("hybridflow-code-*")) == []
+    assert open_files() <= files  # each by number and target: files of earlier tests may be closed meanwhile
+    assert children() <= others
 
-    def test_the_standard_library_works_within_the_restrictions(monkeypatch):
-        monkeypatch.setenv("SECRET", "42")
-        assert score(STANDARD_LIBRARY, {"inputs": [""], "outputs": ["ok"]}) == ALL
 
-    def test_partial_credit_scores_the_share_and_max_tests_limits_the_tests():
-        assert score("input()\nprint(3)", SUM, partial_credit=True)["score"] == 0.5
-        assert score("input()\nprint(3)", SUM, max_tests=1) == ALL
-        truth = {"tests": ["assert f(1) == 1", "assert f(2) == 1", "assert f(3) == 1"]}
-        assert score("def f(x):\n    return x % 2", truth, partial_credit=True)["passed"] == 2 / 3  # goes on
+@pytest.mark.parametrize(
+    ("program", "truth", "wanted"),
+    [
+        ("print(sum(map(int, input().split())))", SUM, ALL),
+        ("a, b = map(int, input().split())\nif __name__ == '__main__':\n    print(a + b, ' \\n\\n')", SUM, ALL),
+        ("input()\nprint(3)", SUM, HALF),
+        ("import sys\nprint(sum(map(int, sys.stdin.read().split())))\nsys.exit(0)", SUM, ALL),
+        ("def add(a, b):\n    return a + b\nif __name__ == '__main__':\n    input()", ADD, ALL),
+        ("def add(a, b):\n    return 3", ADD, HALF),
+        ("add = 1", ADD, NOTHING),
+        ("print('done')\nraise ValueError", PRINTS, NOTHING),
+        ("print('done')\nimport os\nos._exit(1)", PRINTS, NOTHING),
+        ("print('don')", PRINTS, NOTHING),
+        ("import numpy\nprint('done')", PRINTS, NOTHING),
+        (WRITES, PRINTS, ALL),
+        ("import threading\nt = threading.Thread(target=print, args=('done',))\nt.start()\nt.join()", PRINTS, ALL),
+        (
+            "import dataclasses, pickle\n@dataclasses.dataclass\nclass P:\n    x: int\n"
+            "y = pickle.loads(pickle.dumps(P(3)))",
+            {"tests": ["assert y == P(3)"]},
+            ALL,
+        ),
+        *((program, ADD, NO_PROGRAM) for program in ("def", "x = \x00", "\ud800", "(" * 10_000, "x = 1 +" * 2)),
+    ],
+)
+def test_a_program_scores_if_it_compiles_and_passes_all_tests(program, truth, wanted):
+    assert score(program, truth) == wanted
 
-    def test_ground_truth_may_be_json_or_hold_arrays():
-        assert score("print(sum(map(int, input().split())))", json.dumps(SUM)) == ALL
-        arrays = {name: np.array(texts, dtype=object) for name, texts in SUM.items()}
-        assert score("print(sum(map(int, input().split())))", {**arrays, "tests": None}) == ALL
 
-    def test_code_reward_works_in_any_thread():
-        results = []
-        thread = threading.Thread(target=lambda: results.append(score("def add(a, b):\n    return a + b", ADD)))
-        thread.start()
-        thread.join()
-        assert results == [ALL]
+def test_the_standard_library_works_within_the_restrictions(monkeypatch):
+    monkeypatch.setenv("SECRET", "42")
+    assert score(STANDARD_LIBRARY, {"inputs": [""], "outputs": ["ok"]}) == ALL
 
-    @pytest.mark.parametrize(
-        "kind", ["statements", *(pytest.param(k, marks=pytest.mark.exhaustive) for k in ("input", "processor time"))]
-    )
-    def test_a_program_that_hangs_is_not_run_on_further_tests(kind, monkeypatch):
-        runs = []
-        monkeypatch.setattr(code_tests, "run_program", lambda *a, **k: runs.append(run_program(*a, **k)) or runs[-1])
-        numbers, program = (1, 1, 2, 1, 1, 1, 1, 1), "def f(x):\n    while x == 2:\n        pass\n    return x"
-        truth = {"tests": [f"assert f({n}) == {n}" for n in numbers]}
-        if kind == "input":
-            truth = {"inputs": [str(n) for n in numbers], "outputs": [str(n) for n in numbers]}
-            program += "\nprint(f(int(input())))"
-        if kind == "processor time":
-            program = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\n" + program
-        result = score(program, truth, timeout_s=2.0, partial_credit=True)
-        assert result == {"score": 0.25, "passed": 0.25, "compiled": 1.0}
-        assert [run.is_late for run in runs] == [False, False, True]
 
-    def test_tests_after_the_total_time_count_as_not_passed(monkeypatch):
-        now = [0.0]
-        monkeypatch.setattr(code_tests, "time", SimpleNamespace(monotonic=lambda: now[0]))
+def test_partial_credit_scores_the_share_and_max_tests_limits_the_tests():
+    assert score("input()\nprint(3)", SUM, partial_credit=True)["score"] == 0.5
+    assert score("input()\nprint(3)", SUM, max_tests=1) == ALL
+    truth = {"tests": ["assert f(1) == 1", "assert f(2) == 1", "assert f(3) == 1"]}
+    assert score("def f(x):\n    return x % 2", truth, partial_credit=True)["passed"] == 2 / 3  # goes on
 
-        def run(*arguments, **settings):
-            now[0] += 4.0
-            return SimpleNamespace(compiled=True, finished=True, is_late=False)
 
-        monkeypatch.setattr(code_tests, "run_program", run)
-        truth = {"tests": ["assert f(0) == 0"] * 4}
-        assert score("f = int", truth, total_timeout_s=8.0, partial_credit=True)["passed"] == 0.5
-        assert score("f = int", truth)["passed"] == 1.0
+def test_ground_truth_may_be_json_or_hold_arrays():
+    assert score("print(sum(map(int, input().split())))", json.dumps(SUM)) == ALL
+    arrays = {name: np.array(texts, dtype=object) for name, texts in SUM.items()}
+    assert score("print(sum(map(int, input().split())))", {**arrays, "tests": None}) == ALL
 
-    @pytest.mark.exhaustive
-    @pytest.mark.timeout(300)
-    def test_a_program_that_hangs_in_every_test_scores_within_the_reward_timeout():
-        solution = "```python\ndef f(x):\n    while True:\n        pass\n```"
-        truth = {"tests": [f"assert f({n}) == {n}" for n in range(15)]}
-        runner = RewardRunner("hybridflow.rewards:code_reward", num_processes=1, timeout_s=60.0, memory_bytes=0)
-        sample = {"data_source": "code", "solution_str": solution, "ground_truth": truth, "extra_info": {}}
-        (outcome,) = runner.run([(0, sample)])
-        runner.close()
-        assert (outcome.kind, outcome.result) == (None, NOTHING)
 
-    @pytest.mark.parametrize(
-        ("spoil", "message"),
-        [
-            (
-                "import marshal\ns = marshal.loads(bytes.fromhex(sys.argv[1])) | {'strict_filter': bytes(8)}\n"
-                "sys.argv[1] = marshal.dumps(s).hex()",
-                "the kernel rejects seccomp filters",
-            ),
-            (
-                "import marshal\ns = marshal.loads(bytes.fromhex(sys.argv[1])) | {'counting_filter': bytes(8)}\n"
-                "sys.argv[1] = marshal.dumps(s).hex()",
-                "the kernel rejects seccomp notifications",
-            ),
-            ("import code_limits\ncode_limits._libc.capset = lambda *a: 0", "drops all capabilities"),
-            ("import code_limits\ncode_limits._CREATE_RULESET = 9999", "Landlock"),
-            ("import sys\nsys.modules['ctypes'] = None", "ModuleNotFoundError"),
-            ("import os\nos._exit(1)", "did not start"),
-        ],
-    )
-    def test_no_program_runs_without_restrictions(tmp_path, monkeypatch, spoil, message):
-        folder = Path(code_runner.__file__).parent
-        script = tmp_path / "spoiled.py"
-        script.write_text(f"""
+def test_code_reward_works_in_any_thread():
+    results = []
+    thread = threading.Thread(target=lambda: results.append(score("def add(a, b):\n    return a + b", ADD)))
+    thread.start()
+    thread.join()
+    assert results == [ALL]
+
+
+@pytest.mark.parametrize(
+    "kind", ["statements", *(pytest.param(k, marks=pytest.mark.exhaustive) for k in ("input", "processor time"))]
+)
+def test_a_program_that_hangs_is_not_run_on_further_tests(kind, monkeypatch):
+    runs = []
+    monkeypatch.setattr(code_tests, "run_program", lambda *a, **k: runs.append(run_program(*a, **k)) or runs[-1])
+    numbers, program = (1, 1, 2, 1, 1, 1, 1, 1), "def f(x):\n    while x == 2:\n        pass\n    return x"
+    truth = {"tests": [f"assert f({n}) == {n}" for n in numbers]}
+    if kind == "input":
+        truth = {"inputs": [str(n) for n in numbers], "outputs": [str(n) for n in numbers]}
+        program += "\nprint(f(int(input())))"
+    if kind == "processor time":
+        program = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\n" + program
+    result = score(program, truth, timeout_s=2.0, partial_credit=True)
+    assert result == {"score": 0.25, "passed": 0.25, "compiled": 1.0}
+    assert [run.is_late for run in runs] == [False, False, True]
+
+
+def test_tests_after_the_total_time_count_as_not_passed(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(code_tests, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def run(*arguments, **settings):
+        now[0] += 4.0
+        return SimpleNamespace(compiled=True, finished=True, is_late=False)
+
+    monkeypatch.setattr(code_tests, "run_program", run)
+    truth = {"tests": ["assert f(0) == 0"] * 4}
+    assert score("f = int", truth, total_timeout_s=8.0, partial_credit=True)["passed"] == 0.5
+    assert score("f = int", truth)["passed"] == 1.0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
+def test_a_program_that_hangs_in_every_test_scores_within_the_reward_timeout():
+    solution = "```python\ndef f(x):\n    while True:\n        pass\n```"
+    truth = {"tests": [f"assert f({n}) == {n}" for n in range(15)]}
+    runner = RewardRunner("hybridflow.rewards:code_reward", num_processes=1, timeout_s=60.0, memory_bytes=0)
+    sample = {"data_source": "code", "solution_str": solution, "ground_truth": truth, "extra_info": {}}
+    (outcome,) = runner.run([(0, sample)])
+    runner.close()
+    assert (outcome.kind, outcome.result) == (None, NOTHING)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            "import marshal\ns = marshal.loads(bytes.fromhex(sys.argv[1])) | {'strict_filter': bytes(8)}\n"
+            "sys.argv[1] = marshal.dumps(s).hex()",
+            "the kernel rejects seccomp filters",
+        ),
+        (
+            "import marshal\ns = marshal.loads(bytes.fromhex(sys.argv[1])) | {'counting_filter': bytes(8)}\n"
+            "sys.argv[1] = marshal.dumps(s).hex()",
+            "the kernel rejects seccomp notifications",
+        ),
+        ("import code_limits\ncode_limits._libc.capset = lambda *a: 0", "drops all capabilities"),
+        ("import code_limits\ncode_limits._CREATE_RULESET = 9999", "Landlock"),
+        ("import sys\nsys.modules['ctypes'] = None", "ModuleNotFoundError"),
+        ("import os\nos._exit(1)", "did not start"),
+    ],
+)
+def test_no_program_runs_without_restrictions(tmp_path, monkeypatch, spoil, message):
+    folder = Path(code_runner.__file__).parent
+    script = tmp_path / "spoiled.py"
+    script.write_text(f"""
 import os, sys
 sys.path.insert(0, {str(folder)!r})
 {spoil}
@@ -258,11 +268,12 @@ import code_process
 code_process.__file__ = {str(folder / "code_process.py")!r}
 code_process.main()
 """)
-        monkeypatch.setattr(code_runner, "_SCRIPT", script)
-        with pytest.raises(RewardError, match=f"(?s)so no program was run.*{message}.*Linux 5.13"):
-            score(f"open({str(tmp_path / 'new')!r}, 'w')", ADD)
-        assert not (tmp_path / "new").exists()
+    monkeypatch.setattr(code_runner, "_SCRIPT", script)
+    with pytest.raises(RewardError, match=f"(?s)so no program was run.*{message}.*Linux 5.13"):
+        score(f"open({str(tmp_path / 'new')!r}, 'w')", ADD)
+    assert not (tmp_path / "new").exists()
 
-    def test_importing_the_reward_table_does_not_import_math_verify():
-        program = "import sys, hybridflow.rewards; sys.exit('math_verify' in sys.modules)"
-        subprocess.run([sys.executable, "-c", program], check=True)
+
+def test_importing_the_reward_table_does_not_import_math_verify():
+    program = "import sys, hybridflow.rewards; sys.exit('math_verify' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
