@@ -101,36 +101,17 @@ SENT = [
     # name, what the server sends before it closes, what the error says
     ("nothing", b"", BROKEN),
     ("zeros", bytes(1000), BROKEN),
-    ("HTTP/2", b"\x00\x00\x12\x04\x00\x00\x00\x00\x00", BROKEN),
-    ("a status of letters", b"HTTP/1.1 abc OK\r\n\r\n", BROKEN),
     ("a status of 999", reply("1.0", status="999 What"), r"status 999"),
-    ("only a status line", OK.encode(), BROKEN),
     ("a header without a colon", f"{OK}broken\r\n\r\n1.0".encode(), BROKEN),
-    ("a header with a NUL", f"{OK}X: a\0b\r\n\r\n1.0".encode(), BROKEN),
-    ("a negative length", f"{OK}Content-Length: -1\r\n\r\n1.0".encode(), BROKEN),
-    ("a length of letters", f"{OK}Content-Length: ten\r\n\r\n1.0".encode(), BROKEN),
-    ("two lengths", f"{OK}Content-Length: 3\r\nContent-Length: 4\r\n\r\n1.0".encode(), BROKEN),
     ("less than its length", f"{OK}Content-Length: 100\r\n\r\n1.0".encode(), BROKEN),
-    ("an unknown transfer encoding", f"{OK}Transfer-Encoding: magic\r\n\r\n1.0".encode(), BROKEN),
     ("a chunk of no number", f"{OK}Transfer-Encoding: chunked\r\n\r\nxyz\r\n1.0\r\n".encode(), BROKEN),
-    ("a chunk of 2**64 bytes", f"{OK}Transfer-Encoding: chunked\r\n\r\n{'f' * 17}\r\n1.0".encode(), BROKEN),
     ("chunks that end early", f"{OK}Transfer-Encoding: chunked\r\n\r\n3\r\n1.0\r\n".encode(), BROKEN),
     ("a header of 1 MB", f"{OK}X: {'a' * 2**20}\r\n\r\n1.0".encode(), BROKEN),
     ("a switch of protocols", b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\n\r\n", r"failed after 1 attempt"),
     ("deep nesting", reply("[" * 10**6), r"the reply is not JSON: '\[\[\["),
-    (
-        "infinity by its exponent",
-        reply('{"score": 1e999}'),
-        r"the scorer replied {'score': inf}; it must reply with a fi",
-    ),
-    ("an integer beyond float", reply('{"score": ' + "9" * 400 + "}"), r"the scorer replied {'score': 9999"),
+    ("infinity by its exponent", reply('{"score": 1e999}'), r"the scorer replied {'score': inf}; it must reply"),
     ("a number beyond float32", reply("1e39"), r"returned 1e\+39, which is not a finite number"),
     ("302 to no address", reply("", status="302 F", headers="Location: http://[\r\n"), r"status 302, a redirect to"),
-    (
-        "302 to a file",
-        reply("", status="302 F", headers="Location: file:///etc/passwd\r\n"),
-        r"status 302, a redirect to",
-    ),
     (
         "503 for ever",
         reply("", status="503 B", headers="Retry-After: 999999999\r\n"),
@@ -143,10 +124,8 @@ ENDLESS = [
     # name, sender, what the error says
     ("headers", endless(OK, f"X: {'a' * 1000}\r\n"), BROKEN),
     ("a header", endless(f"{OK}X: ", "a" * 1000), BROKEN),
-    ("a status line", endless("HTTP/1.1 200 ", "a" * 1000), BROKEN),
     ("interim replies", endless("", "HTTP/1.1 100 Continue\r\n\r\n" * 100), rf"{LATE}|{BROKEN}"),
     ("a body without length", endless(f"{OK}\r\n[", "1," * 500), LARGE),
-    ("a body of 2**60 bytes", endless(f"{OK}Content-Length: {2**60}\r\n\r\n[", "1," * 500), LARGE),
     ("chunks", endless(f"{OK}Transfer-Encoding: chunked\r\n\r\n", f"3e8\r\n{'1,' * 500}\r\n"), LARGE),
     ("a body of an error", endless("HTTP/1.1 400 Bad\r\n\r\n", "x" * 1000), r"status 400: 'x{200}'"),
 ]
@@ -154,10 +133,8 @@ ENDLESS = [
 SLOW = [
     # name, sender, what the error says
     ("never", endless("", ""), LATE),
-    ("a byte of the status now and then", endless("", "H"), LATE),
     ("a header now and then", endless(OK, "X: a\r\n"), LATE),
     ("a byte of the body now and then", endless(f"{OK}Content-Length: 9999\r\n\r\n", "1"), LATE),
-    ("a chunk now and then", endless(f"{OK}Transfer-Encoding: chunked\r\n\r\n", "1\r\n1\r\n"), LATE),
 ]
 
 
