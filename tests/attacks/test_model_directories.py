@@ -18,8 +18,6 @@ from hybridflow.models.parameters import replace_parameters
 from hybridflow.models.sharded_loading import StoredModel, build_with_placeholders, load_shards
 from hybridflow.trainers.preconditions import with_required_files
 
-pytestmark = pytest.mark.slow
-
 NAN, INFINITY = float("nan"), float("inf")
 GENERATION = "generation_config.json"
 LAYER = "model.layers.0"
@@ -108,97 +106,35 @@ def rope(**changes):
 CONFIGS = [
     ("not JSON", text("{"), "not a valid JSON file"),
     ("a list", text("[]"), "expected a table, got list"),
-    ("a number", text("3"), "expected a table, got int"),
     ("an empty table", text("{}"), "should have a `model_type` key"),
     ("unknown model type", config(model_type="evil"), r"model_type='evil' is unknown to the installed transformers"),
-    ("model type of a number", config(model_type=3), r"model_type=3 is unknown"),
-    ("architectures of a number", config(architectures=5), r"architectures=5 is not a list of names"),
-    ("architectures of numbers", config(architectures=[5]), r"architectures=\[5\] is not a list of names"),
     ("architectures of a text", config(architectures="Llama"), r"architectures='Llama' is not a list"),
     ("a quantized model", config(quantization_config={"bits": 4}), r"quantized .* use the original weights"),
-    (
-        "ten million layers",
-        config(num_hidden_layers=10_000_000),
-        r"num_hidden_layers=10000000 is out of range: .* 10,000",
-    ),
-    ("no layer", config(num_hidden_layers=0), r"num_hidden_layers=0 is out of range: expected 1"),
-    ("negative layers", config(num_hidden_layers=-1), r"num_hidden_layers=-1 is out of range"),
+    ("ten million layers", config(num_hidden_layers=10_000_000), r"num_hidden_layers=10000000 is out of range: .*"),
     ("a huge width", config(hidden_size=10**9), r"hidden_size=1000000000 is out of range"),
-    ("a huge vocabulary", config(vocab_size=10**12), r"vocab_size=1000000000000 is out of range"),
-    ("no head", config(num_attention_heads=0), r"num_attention_heads=0 is out of range"),
     ("a text for a width", config(hidden_size="wide"), r"'hidden_size' expected int, got str"),
     ("NaN for the rotary base", config(rope_theta=NAN), r"rope_theta=nan is not a finite number"),
     ("NaN inside a table", config(rope_parameters=ROPE), r"rope_parameters\.rope_theta=nan is not a finite number"),
     ("infinity for epsilon", config(rms_norm_eps=INFINITY), r"rms_norm_eps=inf is not a finite number"),
-    ("another width than the weights", config(intermediate_size=64), r"has shape .* in the weights, but .* by config"),
+    ("another width than the weights", config(intermediate_size=64), r"has shape .* in the weights, but .* by"),
     ("more layers than the weights", config(num_hidden_layers=3), r"the weights lack model\.layers\.2"),
-    ("fewer layers than the weights", config(num_hidden_layers=1), r"the weights have model\.layers\.1\.input_layer"),
-    ("heads that do not divide the width", config(num_attention_heads=3), r"not a multiple of the number of attention"),
-    ("key-value heads that do not divide the heads", config(num_key_value_heads=3), r"k_proj\.weight has shape"),
-    ("an odd head", config(head_dim=7), r"even rotary dimension"),
-    (
-        "a rotary base of 0",
-        rope(rope_theta=0),
-        r"rope_parameters\.rope_theta=0 is out of range: expected a number above",
-    ),
-    ("a negative rotary base", rope(rope_theta=-1.0), r"rope_theta=-1\.0 is out of range: expected a number above 0"),
+    ("a rotary base of 0", rope(rope_theta=0), r"rope_parameters\.rope_theta=0 is out of range: expected a number"),
     ("a rotary base of text", rope(rope_theta="x"), r"cannot be loaded"),
-    ("an unknown rotary type", rope(rope_type="evil"), r"cannot be loaded .* 'evil'"),
-    (
-        "a rotary factor of 0",
-        rope(rope_type="linear", factor=0.0),
-        r"factor=0\.0 is out of range: expected a number above",
-    ),
-    ("rotary parameters of a list", config(rope_parameters=[1]), r"'rope_parameters' with value \[1\]"),
     ("a negative epsilon", config(rms_norm_eps=-1.0), r"rms_norm_eps=-1\.0 is out of range: expected 0 or more"),
-    ("an epsilon of text", config(rms_norm_eps="x"), r"'rms_norm_eps' expected float, got str"),
-    ("an unknown activation", config(hidden_act="evil"), r"cannot be loaded .* 'evil'"),
     ("no position", config(max_position_embeddings=0), r"max_position_embeddings=0 is out of range: expected 1 to"),
-    ("negative positions", config(max_position_embeddings=-1), r"max_position_embeddings=-1 is out of range"),
-    (
-        "a padding token beyond the vocabulary",
-        config(pad_token_id=40),
-        r"pad_token_id=40 is not in the vocabulary of 40",
-    ),
-    ("a negative padding token", config(pad_token_id=-41), r"pad_token_id=-41 is not in the vocabulary of 40"),
+    ("a padding token beyond the vocabulary", config(pad_token_id=40), r"pad_token_id=40 is not in the vocabulary"),
     ("an unknown dtype", config(dtype="evil"), r"dtype='evil' is not a floating-point type"),
     ("a dtype of integers", config(torch_dtype="int8"), r"torch_dtype='int8' is not a floating-point type"),
-    ("a dtype of a number", config(dtype=3), r"dtype=3 is not a floating-point type"),
-    ("true for layers", config(num_hidden_layers=True), r"'num_hidden_layers' expected int, got bool"),
-    ("null for a width", config(hidden_size=None), r"'hidden_size' expected int, got NoneType"),
-    (
-        "layer types for one layer",
-        config(layer_types=["full_attention"]),
-        r"must be equal to the number of `layer_types`",
-    ),
-    ("a dropout of text", config(attention_dropout="x"), r"'attention_dropout' with value 'x'"),
     ("deep nesting", text("[" * 100_000), r"maximum recursion depth exceeded"),
     ("an integer of 5,000 digits", text('{"vocab_size": ' + "9" * 5000 + "}"), r"Exceeds the limit"),
-    ("an integer of 1,000 digits", config(rope_theta=10**1000), r"rope_theta=1000+ is not a finite number"),
-    ("a byte order mark", text("\ufeff{}"), r"not a valid JSON file"),
     ("a pipe", pipe("config.json"), r"config\.json not found"),
     (
         "a bias that the model lacks",
         weight(f"{LAYER}.self_attn.q_proj.bias", torch.ones(32)),
         r"have .*q_proj\.bias, wh",
     ),
-    (
-        "NaN",
-        weight("model.norm.weight", lambda w: w * NAN),
-        r"model\.norm\.weight has NaN or infinity as torch\.float32",
-    ),
-    (
-        "one NaN",
-        weight(f"{LAYER}.mlp.up_proj.weight", lambda w: spoil(w, NAN)),
-        r"up_proj\.weight has NaN or infinity as",
-    ),
-    ("one infinity", weight("model.norm.weight", lambda w: spoil(w, -INFINITY)), r"norm\.weight has NaN or infinity"),
-    (
-        "beyond float32",
-        weight("model.norm.weight", lambda w: w.double() * 1e300),
-        r"norm\.weight has NaN or infinity as",
-    ),
-    ("no numbers", weight("model.norm.weight", lambda w: w[:0]), r"norm\.weight has shape \(0,\) in the weights"),
+    ("NaN", weight("model.norm.weight", lambda w: w * NAN), r"model\.norm\.weight has NaN or infinity as"),
+    ("beyond float32", weight("model.norm.weight", lambda w: w.double() * 1e300), r"norm\.weight has NaN or"),
     (
         "transposed",
         weight("model.layers.0.mlp.up_proj.weight", lambda w: w.T.contiguous()),
@@ -207,66 +143,33 @@ CONFIGS = [
 ]
 
 WEIGHTS = [
-    ("a weight in two files", shards("model.norm.weight"), r"norm\.weight is in a\.safetensors and in b\.safetensors"),
+    ("a weight in two files", shards("model.norm.weight"), r"norm\.weight is in a\.safetensors and in"),
     (
         "only a pickle",
         lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"),
         r"no file named model\.safe",
     ),
     ("empty", text("", "model.safetensors"), "deserializing header"),
-    ("text", text("x" * 5000, "model.safetensors"), "deserializing header"),
     ("a pipe", pipe("model.safetensors"), r"model\.safetensors is not a regular file"),
-    ("int32", weight("model.norm.weight", lambda w: w.int()), r"model\.norm\.weight in .* is stored as I32"),
-    ("uint8", weight("lm_head.weight", lambda w: w.to(torch.uint8)), r"lm_head\.weight .* stored as U8, .* quantized"),
-    ("boolean", weight("lm_head.weight", lambda w: w.bool()), r"lm_head\.weight .* stored as BOOL"),
-    ("float8", weight("lm_head.weight", lambda w: w.to(torch.float8_e4m3fn)), r"lm_head\.weight .* stored as F8_E4M3"),
+    ("uint8", weight("lm_head.weight", lambda w: w.to(torch.uint8)), r"lm_head\.weight .* stored as U8, .*"),
+    ("float8", weight("lm_head.weight", lambda w: w.to(torch.float8_e4m3fn)), r"lm_head\.weight .* stored as"),
     ("an index with a parent folder", index({"weight_map": {"a": "../x"}}), r"lists '\.\./x', which is not a file"),
-    ("an index with an absolute path", index({"weight_map": {"a": "/etc/passwd"}}), r"lists '/etc/passwd'"),
-    ("an index with a folder", index({"weight_map": {"a": ".."}}), r"lists '\.\.'|is not a regular file"),
-    ("an index with an empty name", index({"weight_map": {"a": ""}}), r"lists ''|is not a regular file"),
     ("an index with a number", index({"weight_map": {"a": 3}}), r"lists 3, which is not a file"),
-    ("an index of null", index({"weight_map": None}), r"has no weight_map"),
-    ("an index of a list", index({"weight_map": ["a"]}), r"has no weight_map"),
-    ("an empty index", index({"weight_map": {}}), r"has no weight_map"),
     ("an index without a map", index({}), r"has no weight_map"),
-    ("an index that is a list", index([]), r"has no weight_map"),
     ("an index of deep nesting", index("[" * 100_000), r"maximum recursion depth"),
-    ("an index that is not JSON", index("{"), r"cannot be"),
     ("an index of a missing file", index({"weight_map": {"a": "absent.safetensors"}}), r"absent\.safetensors"),
 ]
 
 CODE = '{"auto_map": {"AutoTokenizer": ["evil.Evil", null]}, "tokenizer_class": "Evil"}'
 TOKENS = [
-    (
-        "a stop token beyond the vocabulary",
-        text('{"eos_token_id": 1000000}', GENERATION),
-        r"stop token 1000000 .* not in the model's",
-    ),
-    ("a negative stop token", text('{"eos_token_id": [1, -1]}', GENERATION), r"stop token -1"),
+    ("a stop token beyond the vocabulary", text('{"eos_token_id": 1000000}', GENERATION), r"stop token 1000000 .*"),
     ("stop tokens that are not JSON", text("{", GENERATION), r"generation_config\.json: cannot be read as JSON"),
-    (
-        "stop tokens of deep nesting",
-        text("[" * 100_000, GENERATION),
-        r"generation_config\.json: cannot be read as JSON",
-    ),
     ("stop tokens that are a list", text("[]", GENERATION), r"generation_config\.json: expected a table, got list"),
-    ("no model type", lambda d: (d / "config.json").write_text("{}"), r"cannot be loaded .* should have a .model_type"),
+    ("no model type", lambda d: (d / "config.json").write_text("{}"), r"cannot be loaded .* should have a"),
     ("a tokenizer that is not JSON", text("{", "tokenizer.json"), r"tokenizer='.*' cannot be loaded \(Expecting"),
-    ("an empty tokenizer", text("", "tokenizer.json"), r"tokenizer='.*' cannot be loaded \(Expecting value"),
-    ("a tokenizer of null", text("null", "tokenizer.json"), r"tokenizer='.*' cannot be loaded \('NoneType' object"),
-    (
-        "a tokenizer of deep nesting",
-        text("[" * 100_000, "tokenizer.json"),
-        r"cannot be loaded \(maximum recursion depth",
-    ),
     ("a pipe for a tokenizer", pipe("tokenizer.json"), r"tokenizer='.*' cannot be loaded"),
-    ("a tokenizer's settings that are a list", text("[]", "tokenizer_config.json"), r"tokenizer='.*' cannot be loaded"),
     ("a pipe for a tokenizer's settings", pipe("tokenizer_config.json"), r"has no EOS token"),
-    (
-        "a tokenizer with code",
-        text(CODE, "tokenizer_config.json"),
-        r"it needs code of its directory, which hybridflow do",
-    ),
+    ("a tokenizer with code", text(CODE, "tokenizer_config.json"), r"it needs code of its directory, which"),
     ("no tokenizer", lambda d: (d / "tokenizer.json").unlink(), r"has no tokenizer: expected tokenizer\.json"),
     ("a stop token of text", text('{"eos_token_id": "</s>"}', GENERATION), r"must be a number or a list"),
     ("a smaller vocabulary than the tokenizer's", config(vocab_size=8), r"token '.*' of id \d+, but the model has a"),
@@ -277,7 +180,13 @@ def cases(table):
     return pytest.mark.parametrize(("damage", "message"), [c[1:] for c in table], ids=[c[0] for c in table])
 
 
-@pytest.mark.parametrize("load", [load_causal_lm, load_value_model, lambda directory: load_shards_of(directory)])
+def loaders(first, *others):
+    """Return the functions that share their checks with the first one; they are tried in the exhaustive lane."""
+    marked = [pytest.param(other, marks=pytest.mark.exhaustive) for other in others]
+    return pytest.mark.parametrize("load", [first, *marked])
+
+
+@loaders(load_causal_lm, load_value_model, lambda directory: load_shards_of(directory))
 @cases(CONFIGS)
 def test_a_bad_config_is_a_model_error(directory, load, damage, message):
     damage(directory)
@@ -287,7 +196,7 @@ def test_a_bad_config_is_a_model_error(directory, load, damage, message):
     assert str(directory) in str(error.value)
 
 
-@pytest.mark.parametrize("load", [load_causal_lm, load_value_model, StoredModel])
+@loaders(StoredModel, load_causal_lm, load_value_model)
 @cases(WEIGHTS)
 def test_bad_weights_are_a_model_error(directory, load, damage, message):
     damage(directory)
@@ -331,14 +240,10 @@ LOOPS = (
 )
 TEMPLATES = [
     ("empty", "", "chat template is empty"),
-    ("only spaces", " \n", "chat template is empty"),
     ("a syntax error", "{% if %}", "chat template rejects the messages"),
     ("an error of its own", "{{ raise_exception('no system') }}", "rejects the messages: no system"),
-    ("a division by zero", "{{ 1 / 0 }}", "rejects the messages: division by zero"),
     ("a text of 100 GB", "{{ 'x' * 10**11 }}", "rejects the messages: MemoryError"),
-    ("endless recursion", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "rejects the messages: maximum recursion"),
     ("a way out of the sandbox", "{{ ''.__class__.__mro__[1].__subclasses__() }}", "rejects the messages: access to"),
-    ("a huge range", "{% for a in range(10**9) %}{% endfor %}", "rejects the messages: Range too big"),
     ("loops in loops", LOOPS, "took longer than 0.5 s for one prompt"),
 ]
 

@@ -1,21 +1,19 @@
 """Programs of a model that try to get out, to harm or to cheat; the tables are in fixtures/hostile_programs.py."""
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import hybridflow
-from fixtures.programs_cheating import CHEATS
-from fixtures.programs_killed import KILLED
-from fixtures.programs_refused import REFUSED
+from fixtures.hostile_programs import PROGRAMS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.runs, pytest.mark.own_run("grpo: programs of a model run in processes of their own")]
 
 ORDINARY_USER = 65534
 TESTS = Path(__file__).parents[1]
@@ -32,17 +30,8 @@ exec "$@"
 """Make the directory $1 visible to all users, in a mount namespace, although its parent $2 is locked; run the rest."""
 
 
-@pytest.fixture
-def shared_directory() -> Iterator[Path]:
-    """Yield a temporary directory that an ordinary user may enter, unlike those of pytest."""
-    directory = Path(tempfile.mkdtemp(prefix="attacks-"))
-    directory.chmod(0o777)
-    yield directory
-    shutil.rmtree(directory)
-
-
-def output_of_attacks(directory: Path, user: int) -> str:
-    """Score all programs as this user and return what does not hold."""
+def failures_of(names: list[str], user: int) -> dict[str, object]:
+    """Score these programs as a user and return what does not hold; the user may enter the temporary directory."""
     command = [sys.executable, "-m", "fixtures.hostile_programs"]
     if user != os.geteuid():
         if not shutil.which("setpriv") or not shutil.which("unshare"):
@@ -54,27 +43,46 @@ def output_of_attacks(directory: Path, user: int) -> str:
         if locked:
             command = ["unshare", "-m", "bash", "-euc", WITHOUT_LOCKED_PARENT, "-", prefix, locked[-1], *command]
     paths = [str(SOURCES), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {"PATH": os.environ["PATH"], "TMPDIR": str(directory), "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(
-        command,
-        cwd=directory,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=500,
-    )
-    if done.returncode != 0 and any(word in done.stdout for word in ("unshare failed", "mount:", "setpriv:")):
-        pytest.skip(f"running Python as another user failed: {done.stdout.strip()}")
-    return done.stdout + f"exit status {done.returncode}" * (done.returncode != 0)
+    with tempfile.TemporaryDirectory(prefix="attacks-") as directory:
+        Path(directory).chmod(0o777)
+        environment = {"PATH": os.environ["PATH"], "TMPDIR": directory, "PYTHONPATH": os.pathsep.join(paths)}
+        done = subprocess.run(
+            [*command, *names],
+            cwd=directory,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=1000,
+            check=False,
+        )
+    if done.returncode != 0 and any(word in done.stderr for word in ("unshare failed", "mount:", "setpriv:")):
+        pytest.skip(f"running Python as another user failed: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
-def test_hostile_programs_of_this_user_get_nothing_and_leave_nothing(shared_directory):
-    assert len(REFUSED) + len(KILLED) + len(CHEATS) > 200
-    assert output_of_attacks(shared_directory, os.geteuid()) == ""
+@pytest.fixture(scope="module")
+def failures(request) -> dict[str, object]:
+    """Return what does not hold of the programs that this session has chosen, scored at the same time."""
+    calls = [item.callspec for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    return failures_of([call.params["name"] for call in calls], os.geteuid())
 
 
-def test_hostile_programs_of_an_ordinary_user_get_nothing_and_leave_nothing(shared_directory):
+@pytest.mark.sampled
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_hostile_program_gets_nothing(failures, name):
+    assert name not in failures, f"scores {failures[name]}"
+
+
+@pytest.mark.timeout(1000)
+def test_hostile_programs_leave_nothing_and_honest_ones_pass(failures):
+    assert {name: found for name, found in failures.items() if name not in PROGRAMS} == {}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1000)
+def test_hostile_programs_of_an_ordinary_user_get_and_leave_nothing():
     if os.geteuid() != 0:
         pytest.skip("changing the user requires root; the programs have run as an ordinary user")
-    assert output_of_attacks(shared_directory, ORDINARY_USER) == ""
+    assert failures_of(list(PROGRAMS), ORDINARY_USER) == {}

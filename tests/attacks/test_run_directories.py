@@ -11,8 +11,8 @@ import torch
 from hybridflow.checkpoint import CheckpointStore, save_state
 from hybridflow.cli.main import main
 from hybridflow.data import write_sft_file
-
-pytestmark = pytest.mark.slow
+from hybridflow.errors import DataError
+from hybridflow.observability import JsonlWriter
 
 LONGEST_LINE = 2010
 FAILED, USAGE = 1, 2
@@ -29,7 +29,7 @@ MEMORY = "memory model.path=RUN"
 DRAW = "graph --output RUN"
 OUTPUT = "generate --prompt w3 --model MODEL data.max_response_length=1 --output RUN"
 READERS = (EVALUATE, GENERATE)
-OPENERS = (CHECKPOINT, EXPORT)
+OPENERS = (EXPORT, CHECKPOINT)
 
 
 def run_with(**files):
@@ -102,87 +102,29 @@ CASES = [
     ("missing", lambda path: None, (MEMORY,), USAGE, r"is not a model directory: config\.json not found"),
     ("a file", text("x"), READERS, USAGE, NOT_A_RUN),
     ("a file", text("x"), (MEMORY,), USAGE, r"is not a model directory: config\.json not found"),
-    ("a broken model", run_with(config__json=b"{"), (MEMORY,), FAILED, r"cannot be loaded .* not a valid JSON file"),
-    (
-        "an empty model",
-        run_with(config__json=b"{}"),
-        (MEMORY,),
-        FAILED,
-        r"cannot be loaded .* Should have a `model_type`",
-    ),
+    ("an empty model", run_with(config__json=b"{}"), (MEMORY,), FAILED, r"cannot be loaded .* Should have a"),
     ("a file", text("x"), OPENERS, USAGE, NOT_A_CHECKPOINT),
     ("a file", text("x"), (TRAIN,), USAGE, r"trainer\.run_dir='.*' is a file; choose a directory"),
     ("a file", text("x"), (PREPARE,), USAGE, r"train\.parquet: cannot be written: .*File exists"),
     ("empty", folder, READERS, USAGE, NOT_A_RUN),
     ("empty", folder, OPENERS, USAGE, NOT_A_CHECKPOINT),
     ("empty", folder, (OUTPUT, DRAW), USAGE, r"--output .* cannot be written: .*is a directory; expected a file"),
-    ("of another program", foreign, READERS, USAGE, NOT_A_RUN),
-    ("of another program", foreign, OPENERS, USAGE, NOT_A_CHECKPOINT),
     ("a link to itself", lambda path: path.symlink_to(path.name), READERS, USAGE, NOT_A_RUN),
     ("a link to itself", lambda path: path.symlink_to(path.name), OPENERS, USAGE, NOT_A_CHECKPOINT),
-    ("a link to itself", lambda path: path.symlink_to(path.name), (TRAIN,), USAGE, r"cannot be used: .*symbolic links"),
+    ("a link to itself", lambda path: path.symlink_to(path.name), (TRAIN,), USAGE, r"cannot be used: .*symbolic"),
     ("a pipe", pipe, READERS, USAGE, NOT_A_RUN),
     ("a pipe", pipe, OPENERS, USAGE, NOT_A_CHECKPOINT),
     ("a pipe", pipe, (TRAIN,), USAGE, r"trainer\.run_dir='.*' is a file; choose a directory"),
-    (
-        "a pipe",
-        pipe,
-        (OUTPUT, DRAW),
-        USAGE,
-        r"--output .* cannot be written: .*is a pipe, device or socket; expected a file",
-    ),
+    ("a pipe", pipe, (OUTPUT, DRAW), USAGE, r"--output .* cannot be written: .*is a pipe, device or socket;"),
     ("a broken config.toml", run_with(config__toml=b"[trainer"), READERS, USAGE, r"config\.toml: Expected '\]'"),
     ("an unknown key", run_with(config__toml=b"[evil]\nx = 1"), READERS, USAGE, r"1 problem\(s\) in .*config\.toml:"),
-    ("a binary config.toml", run_with(config__toml=b"\xff\xfe"), READERS, USAGE, r"config\.toml: byte 0 is not UTF-8"),
-    ("a deep config.toml", run_with(config__toml=b"x = " + DEEP), READERS, USAGE, r"values are nested too deeply"),
-    ("an empty config.toml", run_with(config__toml=b""), READERS, USAGE, NOT_A_CHECKPOINT),
-    ("a folder for config.toml", inside("config.toml", folder), READERS, USAGE, NOT_A_RUN),
-    (
-        "a folder for config.toml",
-        inside("config.toml", folder),
-        (TRAIN,),
-        USAGE,
-        r"config\.toml' is a directory, not a regular file",
-    ),
     ("a pipe for config.toml", inside("config.toml", pipe), READERS, USAGE, NOT_A_RUN),
     ("a pipe for config.toml", inside("config.toml", pipe), (TRAIN,), USAGE, r"config\.toml' is a FIFO"),
     ("a broken run.json", run_with(config__toml=b"", run__json=b"{"), READERS, USAGE, NOT_A_CHECKPOINT),
-    ("a broken run.json", run_with(run__json=b"{"), (TRAIN,), FAILED, r"run\.json' is damaged \(Expecting .*; move it"),
-    ("a deep run.json", run_with(config__toml=b"", run__json=DEEP), READERS, USAGE, NOT_A_CHECKPOINT),
-    ("a deep run.json", run_with(run__json=DEEP), (TRAIN,), FAILED, r"run\.json' is damaged \(maximum recursion depth"),
-    ("a list in run.json", run_with(run__json=b"[]"), (TRAIN,), FAILED, r"run\.json' is damaged \(list indices"),
-    (
-        "starts of a text",
-        run_with(run__json=b'{"starts": "x"}'),
-        (TRAIN,),
-        FAILED,
-        r"damaged \(starts is a str, not a lis",
-    ),
-    (
-        "a pipe for run.json",
-        inside("run.json", pipe),
-        (TRAIN,),
-        USAGE,
-        r"run\.json' is a FIFO, not a regular file",
-    ),
-    (
-        "a pipe for metrics",
-        inside("metrics.jsonl", pipe),
-        (TRAIN,),
-        USAGE,
-        r"metrics\.jsonl' is a FIFO, not a regular file",
-    ),
-    (
-        "a folder for metrics",
-        inside("metrics.jsonl", folder),
-        (TRAIN,),
-        USAGE,
-        r"metrics\.jsonl' is a directory, not",
-    ),
+    ("a broken run.json", run_with(run__json=b"{"), (TRAIN,), FAILED, r"run\.json' is damaged \(Expecting .*;"),
+    ("a pipe for metrics", inside("metrics.jsonl", pipe), (TRAIN,), USAGE, r"metrics\.jsonl' is a FIFO, not a"),
     ("a folder for the lock", inside(".lock", folder), (TRAIN,), USAGE, r"\.lock' is a directory, not"),
-    ("a file for trace", inside("trace", text("x")), (TRAIN,), USAGE, r"cannot be used: .*Not a directory"),
     ("a file for checkpoints", inside("checkpoints", text("x")), OPENERS, USAGE, "is not a directory.*move it away"),
-    ("no checkpoint", inside("checkpoints", folder), OPENERS, USAGE, NOT_A_CHECKPOINT),
     ("a file for a step", inside("checkpoints/step_000003", text("x")), OPENERS, USAGE, NOT_A_CHECKPOINT),
     (
         "an empty step",
@@ -191,21 +133,9 @@ CASES = [
         FAILED,
         r"checkpoint\.json' is missing",
     ),
-    ("a step of 200 digits", inside("checkpoints/step_" + "9" * 200, folder), OPENERS, FAILED, r"json' is missing, so"),
     ("no manifest", manifest(Path.unlink), (*OPENERS, TRAIN), FAILED, r"checkpoint\.json' is missing, so"),
-    ("an empty manifest", manifest(text("")), OPENERS, FAILED, r"cannot be read as JSON: Expecting value"),
-    ("a broken manifest", manifest(text("{")), OPENERS, FAILED, r"cannot be read as JSON: Expecting property name"),
     ("a deep manifest", manifest(text("[" * 100_000)), OPENERS, FAILED, r"cannot be read as JSON: maximum recursion"),
-    ("a list for a manifest", manifest(text("[]")), OPENERS, FAILED, r"is JSON, but not a hybridflow-checkpoint"),
-    ("a foreign manifest", manifest(text("{}")), OPENERS, FAILED, r"is JSON, but not a hybridflow-checkpoint"),
-    (
-        "a pipe for the manifest",
-        manifest(pipe),
-        (*OPENERS, TRAIN),
-        FAILED,
-        r"checkpoint\.json'.* is a FIFO, not a regular file",
-    ),
-    ("a folder for the manifest", manifest(folder), OPENERS, FAILED, r"checkpoint\.json'.* is a directory, not"),
+    ("a pipe for the manifest", manifest(pipe), (*OPENERS, TRAIN), FAILED, r"checkpoint\.json'.* is a FIFO, not a"),
     ("no tensors", tensors(Path.unlink), OPENERS, FAILED, r"actor\.safetensors' is missing"),
     ("changed tensors", tensors(lambda f: f.write_bytes(f.read_bytes()[:-1] + b"\7")), OPENERS, FAILED, r"SHA-256 is"),
     (
@@ -215,20 +145,8 @@ CASES = [
         FAILED,
         r"is damaged: it has \d+",
     ),
-    (
-        "a pipe for tensors",
-        tensors(pipe),
-        (*OPENERS, TRAIN),
-        FAILED,
-        r"actor\.safetensors' .*is a FIFO, not a regular file",
-    ),
-    (
-        "of another kind",
-        manifest(lambda file: None),
-        (TRAIN,),
-        USAGE,
-        r"was made by `hybridflow train`, so `hybridflow sf",
-    ),
+    ("a pipe for tensors", tensors(pipe), (*OPENERS, TRAIN), FAILED, r"actor\.safetensors' .*is a FIFO, not a"),
+    ("of another kind", manifest(lambda file: None), (TRAIN,), USAGE, r"was made by `hybridflow train`, so"),
     ("of other tensors", manifest(lambda file: None), (CHECKPOINT,), FAILED, r"actor"),
 ]
 
@@ -246,28 +164,11 @@ EVERY = (
 )
 NAMES = [
     # name, the path, commands, what the error says
-    (
-        "a name of 5,000 characters",
-        LONG,
-        (*EVERY, TRAIN, "config RUN", "graph RUN"),
-        r"File name too long|there are none|not found",
-    ),
-    (
-        "a path of 6,000 characters",
-        MANY,
-        (*EVERY, TRAIN, "config RUN", "graph RUN"),
-        r"File name too long|there are none|not found",
-    ),
-    (
-        "a name of 10 MB",
-        "r" * 10**7,
-        (*EVERY, TRAIN, "config RUN", "graph RUN"),
-        r"File name too long|there are none|not found",
-    ),
+    ("a name of 5,000 characters", LONG, (*EVERY, TRAIN, "config RUN", "graph RUN"), r"File name too long|there"),
+    ("a name of 10 MB", "r" * 10**7, (*EVERY, TRAIN, "config RUN", "graph RUN"), r"File name too long|there are"),
     ("a NUL", "a\0b", (*EVERY, "config RUN", "graph RUN"), r"NUL|null|does not exist|there are none|not found"),
     ("bytes that are not UTF-8", "\udcff", (*READERS, *OPENERS, "config RUN"), r"\\udcff"),
-    ("a file as a folder", "/dev/null/x", (*EVERY, TRAIN), r"Not a directory|does not exist|there are none|not found"),
-    ("no name", "", (*READERS, *OPENERS, "config RUN"), r"does not exist|there are none|is not a file"),
+    ("a file as a folder", "/dev/null/x", (*EVERY, TRAIN), r"Not a directory|does not exist|there are none|not"),
 ]
 
 
@@ -276,21 +177,23 @@ UNREADABLE = [
     ("the run", ".", (*READERS, *OPENERS, TRAIN), r"Permission denied"),
     ("its configuration", "config.toml", READERS, r"config\.toml: cannot be read: Permission denied"),
     ("its checkpoints", "checkpoints", (*OPENERS, TRAIN), r"Permission denied: '.*checkpoints'"),
-    ("a checkpoint", "checkpoints/step_000003", (*OPENERS, TRAIN), r"Permission denied: '.*step_000003"),
-    (
-        "its manifest",
-        "checkpoints/step_000003/checkpoint.json",
-        (*OPENERS, TRAIN),
-        r"cannot be read: Permission denied",
-    ),
+    ("its manifest", "checkpoints/step_000003/checkpoint.json", (*OPENERS, TRAIN), r"cannot be read: Permission"),
     ("its tensors", "checkpoints/step_000003/actor.safetensors", OPENERS, r"cannot be read: .*Permission denied"),
 ]
 
 
 def pairs(table):
-    """Return a parameter for each case and command."""
+    """Return a parameter for each case and command; the first one stands for the others."""
     return [
-        pytest.param(case[1], command, *case[3:], id=f"{case[0]}, {command}") for case in table for command in case[2]
+        pytest.param(
+            case[1],
+            command,
+            *case[3:],
+            id=f"{case[0]}, {command.split()[0]}",
+            marks=[pytest.mark.exhaustive] * (number > 0 and command != TRAIN),
+        )
+        for case in table
+        for number, command in enumerate(case[2])
     ]
 
 
@@ -356,14 +259,9 @@ def test_a_name_that_cannot_be_opened_is_one_error(error_of, name, command, mess
     assert status == USAGE
 
 
-@pytest.mark.parametrize("step", [b'{"loss": 1}\n', b"[]\n", b"{\n", DEEP + b"\n"])
-def test_broken_metrics_of_a_run_that_continues_are_one_error(error_of, arguments_of, tmp_path, capsys, step):
-    run = tmp_path / "run"
-    assert main(arguments_of(TRAIN, str(run))) == 0
-    capsys.readouterr()
-    (run / "metrics.jsonl").write_bytes(step)
-    status, error = error_of(f"{TRAIN} trainer.total_steps=2", str(run))
-    assert status == FAILED
-    assert re.search(
-        r"metrics\.jsonl, line 1: (not valid JSON|.*is not a JSON object|the row has no integer step)", error
-    )
+@pytest.mark.parametrize("step", [b'{"loss": 1}\n', b"[]\n", b"{\n", DEEP + b"\n"], ids=range(4))
+def test_broken_metrics_of_a_run_that_continues_are_one_error(tmp_path, step):
+    (tmp_path / "metrics.jsonl").write_bytes(step)
+    wanted = r"metrics\.jsonl, line 1: (not valid JSON|.*is not a JSON object|the row has no integer step)"
+    with pytest.raises(DataError, match=wanted):
+        JsonlWriter(tmp_path / "metrics.jsonl").truncate_after(1)

@@ -13,14 +13,9 @@ DEEPSEEK = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁e
 ADD = ToolCall("add", {"a": 1, "b": "x"})
 
 
-@pytest.mark.parametrize(("family", "name"), FAMILIES.items())
-def test_the_format_of_a_family_is_known_by_its_template(family, name):
-    found = format_of((TEMPLATES / f"{family}.jinja").read_text("utf-8"))
-    assert found is not None
-    assert found.name == name
-
-
-def test_a_template_without_calls_has_no_format():
+def test_the_format_of_a_family_is_known_by_its_template():
+    formats = {family: format_of((TEMPLATES / f"{family}.jinja").read_text("utf-8")) for family in FAMILIES}
+    assert {family: found and found.name for family, found in formats.items()} == FAMILIES
     assert format_of("{% for m in messages %}{{ m.content }}{% endfor %}") is None
 
 
@@ -76,10 +71,6 @@ def test_what_is_wrong_with_a_call_is_said(name, text, reason):
     assert reason in turn.malformed[0]
 
 
-def test_an_answer_that_is_json_is_no_call_of_llama():
-    assert BY_NAME["llama3"].parse('{"answer": 3}').content == '{"answer": 3}'
-
-
 @pytest.mark.parametrize(
     ("text", "reasoning", "content"),
     [
@@ -99,14 +90,7 @@ def test_no_text_of_marks_and_letters_is_an_error(name):
     marks = [*{mark for group in (*CONTROL.values(), *ADDED.values()) for mark in group}, "<think>", "</think>"]
     pieces = [
         *sorted(marks),
-        '{"name": "f", "arguments": {"a": [1, null]}}',
-        '"parameters"',
-        "```json\n",
-        "\n",
-        '"',
-        "{",
-        "}",
-        "é\x00",
+        *('{"name": "f", "arguments": {"a": [1, null]}}', '"parameters"', "```json\n", "\n", '"', "{", "}", "é\x00"),
     ]
     drawn = random.Random(0)
     for _ in range(1000):
@@ -116,9 +100,11 @@ def test_no_text_of_marks_and_letters_is_an_error(name):
         assert all(isinstance(reason, str) for reason in turn.malformed)
 
 
-def test_a_turn_that_repeats_calls_is_read_up_to_a_limit():
-    turn = BY_NAME["hermes"].parse('<tool_call>{"name": "f"}</tool_call>' * 10_000)
-    assert len(turn.calls) == 64
+def test_turns_that_repeat_themselves_are_read_quickly_up_to_a_limit():
+    assert len(BY_NAME["hermes"].parse('<tool_call>{"name": "f"}</tool_call>' * 10_000).calls) == 64
+    turn = BY_NAME["glm"].parse(f"<tool_call>f{'<arg_key>a</arg_key><arg_value>b' * 20_000}</tool_call>")
+    assert turn.malformed == ("an <arg_key> of f has no </arg_key> with an <arg_value>",)
+    assert BY_NAME["llama3"].parse('{"answer": 3}').content == '{"answer": 3}'  # JSON, but no call
 
 
 NESTED = "[" * 70 + "]" * 70
@@ -137,14 +123,5 @@ NESTED = "[" * 70 + "]" * 70
 def test_a_call_with_what_other_programs_cannot_read_is_malformed(arguments, reason):
     turn = BY_NAME["hermes"].parse(f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>')
     assert (turn.calls, turn.malformed) == ((), (reason,))
-
-
-def test_a_name_with_half_of_a_character_is_malformed():
     turn = BY_NAME["hermes"].parse('<tool_call>{"name": "\\ud800", "arguments": 3}</tool_call>')
     assert turn.malformed == ('a call needs a "name", a text',)
-
-
-def test_a_glm_call_that_repeats_itself_is_read_quickly():
-    inner = "<arg_key>a</arg_key><arg_value>b" * 20_000
-    turn = BY_NAME["glm"].parse(f"<tool_call>f{inner}</tool_call>")
-    assert turn.malformed == ("an <arg_key> of f has no </arg_key> with an <arg_value>",)

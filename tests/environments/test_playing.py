@@ -13,7 +13,6 @@ from hybridflow.environments import (
     Done,
     Environment,
     EnvironmentHost,
-    EnvironmentKind,
     EpisodeClient,
     EpisodeLimits,
     LocalPlace,
@@ -23,7 +22,7 @@ from hybridflow.environments import (
     tools_of,
 )
 from hybridflow.environments.environment import METHODS
-from hybridflow.errors import EnvironmentConfigError, ToolError
+from hybridflow.errors import ToolError
 
 TOKENIZER = chat_tokenizer("qwen2_5")
 STOP = TOKENIZER.eos_token_id
@@ -118,26 +117,26 @@ def test_an_episode_with_a_tool_has_one_row_of_sampled_and_new_tokens():
     assert (called.result, called.is_error) == ("7", False)
 
 
-@pytest.mark.parametrize(
-    ("text", "result"),
-    [
-        (call("subtract"), "error: no tool is named 'subtract'; there are slow, add, big, raw, table, breaks, refuses"),
-        (call("add", '{"a": 3}'), "error: add: b: Field required"),
-        (call("big"), "error: the result of big has 10,000,000 characters; at most 20,000"),
-        (call("raw"), "error: raw returned a bytes, not a text or a value of JSON"),
-        (call("breaks"), "error: ValueError: no"),
-        (call("refuses"), "error: not today"),
-        (call("slow"), "error: slow took longer than 0.2 s"),
-        (call("table"), '{"sum": 7}'),
-        ("<tool_call>{</tool_call><|im_end|>", "error: a call is not JSON"),
-    ],
-)
-def test_what_is_wrong_with_a_call_is_an_answer_for_the_model(text, result):
-    _, played = play(Calculator(), [text, "7<|im_end|>"], call_seconds=0.2)
+RESULTS = {
+    call("subtract"): "error: no tool is named 'subtract'; there are slow, add, big, raw, table, breaks, refuses",
+    call("add", '{"a": 3}'): "error: add: b: Field required",
+    call("big"): "error: the result of big has 10,000,000 characters; at most 20,000",
+    call("raw"): "error: raw returned a bytes, not a text or a value of JSON",
+    call("breaks"): "error: ValueError: no",
+    call("refuses"): "error: not today",
+    call("slow"): "error: slow took longer than 0.2 s",
+    call("table"): '{"sum": 7}',
+    "<tool_call>{</tool_call><|im_end|>": "error: a call is not JSON",
+}
+
+
+def test_what_is_wrong_with_a_call_is_an_answer_for_the_model():
+    _, played = play(Calculator(), [*RESULTS, "7<|im_end|>"], call_seconds=0.2, turns=20)
     assert played.episode.ended == "done"
     answers = [message["content"] for message in played.episode.messages if message["role"] == "tool"]
-    assert len(answers) == 1
-    assert answers[0].startswith(result)
+    assert [answer[: len(wanted)] for answer, wanted in zip(answers, RESULTS.values(), strict=True)] == [
+        *RESULTS.values()
+    ]
     assert played.rewards == {"score": 1.0}
 
 
@@ -165,7 +164,7 @@ class Broken(Calculator):
     async def reset(self, row):
         if self.where == "reset":
             raise OSError("gone")
-        return await super().reset(row)
+        return await super().reset(row) if self.where != "row" else [{"role": "user"}]
 
     async def step(self, turn):
         if self.where == "step":
@@ -180,6 +179,7 @@ class Broken(Calculator):
     ("environment", "error"),
     [
         (Broken("reset"), "reset raised OSError: gone"),
+        (Broken("row"), "the chat template rejects the messages"),
         (Broken("step"), "step took longer than 0.2 s"),
         (Broken("reward", "good"), "reward returned score='good'; expected a finite number"),
         (Broken("reward", math.nan), "reward returned score=nan; expected a finite number"),
@@ -189,18 +189,8 @@ class Broken(Calculator):
 def test_an_error_of_an_environment_ends_its_episode_without_a_reward(environment, error):
     _, played = play(environment, ["7<|im_end|>"], call_seconds=0.2)
     assert (played.episode.ended, played.rewards) == ("error", {})
-    assert played.episode.error.startswith(error)
+    assert error in played.episode.error
     assert environment.closed
-
-
-def test_a_row_that_the_template_rejects_is_an_error_of_its_episode():
-    class Odd(Calculator):
-        async def reset(self, row):
-            return [{"role": "user"}]
-
-    _, played = play(Odd(), [])
-    assert played.episode.ended == "error"
-    assert "the chat template rejects the messages" in played.episode.error
 
 
 class Guess(Environment):
@@ -209,34 +199,16 @@ class Guess(Environment):
     async def step(self, turn):
         if turn.content == "7":
             return Done(reward=0.5)
-        return [{"role": "user", "content": "higher"}]
+        return Reply([{"role": "user", "content": "higher"}], reward=0.25)
 
     async def reward(self, episode):
         return {"score": 1.0, "turns": len(episode.turns)}
 
 
-def test_an_environment_without_tools_answers_turns():
-    _, played = play(Guess(), ["3<|im_end|>", "7<|im_end|>"])
-    assert (played.rewards, played.bonus) == ({"score": 1.0, "turns": 2.0}, 0.5)
-    assert [message["content"] for message in played.episode.messages] == [ROW["prompt"], "3", "higher", "7"]
-    assert len(played.rows) == 1
-
-
-def test_an_environment_without_reward_is_an_error_before_the_episode():
-    with pytest.raises(EnvironmentConfigError, match=r"Environment has no method `reward`"):
-        EnvironmentKind.of(Environment, "file.py:Environment")
-    with pytest.raises(EnvironmentConfigError, match=r"'file.py:int' does not name a subclass"):
-        EnvironmentKind.of(int, "file.py:int")
-
-
 def test_rewards_of_turns_are_added_to_that_of_the_episode():
-    class Paid(Guess):
-        async def step(self, turn):
-            answer = await super().step(turn)
-            return answer if isinstance(answer, Done) else Reply(answer, reward=0.25)
-
-    _, played = play(Paid(), ["3<|im_end|>", "4<|im_end|>", "7<|im_end|>"])
+    _, played = play(Guess(), ["3<|im_end|>", "4<|im_end|>", "7<|im_end|>"])
     assert (played.rewards, played.bonus) == ({"score": 1.0, "turns": 3.0}, 1.0)
+    assert [message["content"] for message in played.episode.messages[1:]] == ["3", "higher", "4", "higher", "7"]
     (row,) = played.rows
     ends = [place for place, reward in enumerate(row.rewards) if reward]
     assert [row.rewards[place] for place in ends] == [0.25, 0.25, 0.5]

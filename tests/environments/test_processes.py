@@ -15,6 +15,12 @@ from hybridflow.environments.environment import Episode
 from hybridflow.errors import EnvironmentConfigError, RewardError
 from hybridflow.rewards.journal import RewardJournal
 
+
+def in_processes(test):
+    """Mark a test that starts processes."""
+    return pytest.mark.runs(pytest.mark.own_run("episodes: its environments neither hang nor die")(test))
+
+
 CODE = '''
 import asyncio, os, signal, time
 from hybridflow.environments import Environment, Reply
@@ -155,6 +161,10 @@ def said(content="", *calls):
     return TakeTurn(AssistantTurn(content, calls=tuple(ToolCall(name, arguments) for name, arguments in calls)))
 
 
+def run(pool, coroutine):
+    return asyncio.run_coroutine_threadsafe(coroutine, pool.loop).result(60)
+
+
 def episode(pool, *questions, number=0, **options):
     """Return the answers to questions of one episode."""
     client = EpisodeClient(pool.place("counter", number), **options)
@@ -162,10 +172,22 @@ def episode(pool, *questions, number=0, **options):
     async def ask():
         return [await client(question) for question in (Begin({"prompt": "Count."}), *questions)]
 
-    return asyncio.run_coroutine_threadsafe(ask(), pool.loop).result(60)
+    return run(pool, ask())
 
 
-@pytest.mark.parametrize("processes", [0, 2])
+places = pytest.mark.parametrize(
+    "processes",
+    [
+        0,
+        pytest.param(
+            2, marks=[pytest.mark.runs, pytest.mark.own_run("episodes: its environments neither hang nor die")]
+        ),
+    ],
+)
+"""In the rank, and in processes."""
+
+
+@places
 def test_an_episode_in_a_process_equals_one_in_the_rank(pool_of, processes):
     pool = pool_of(processes=processes)
     kind = pool.kinds["counter"]
@@ -177,37 +199,45 @@ def test_an_episode_in_a_process_equals_one_in_the_rank(pool_of, processes):
     assert answers[1].called[0].result == "7"
     assert [answer.reward for answer in answers] == [0.0, 0.5, 0.5, 0.0]
     assert answers[3].rewards == {"score": 2.0, "turns": 2.0}
+    question = ScoreGroup([Episode({}, turns=turns) for turns in ([1, 2], [1], [1, 2])])
+    assert run(pool, pool.place("counter", 0).run([question])).group == (1.0, 0.0, 1.0)
+    for text, error in (
+        ("exit", "step raised SystemExit: 3"),
+        ("hostile", "what it returned cannot be used: ValueError: not shown"),
+        ("cancelled", "step was cancelled: asyncio.CancelledError"),
+    ):
+        failed = episode(pool, said(text), Finish("error"))[1]
+        assert (failed.failure, failed.error) == ("raised", error)
+    assert episode(pool, said("a"), Finish("done"))[2].rewards == {"score": 1.0, "turns": 1.0}
 
 
-@pytest.mark.parametrize("processes", [0, 1])
-def test_the_episodes_of_a_prompt_are_compared_with_each_other(pool_of, processes):
-    pool = pool_of(processes=processes)
-    turns = [[1, 2], [1], [1, 2]]
-    question = ScoreGroup([Episode({}, turns=list(each)) for each in turns])
-    answer = asyncio.run_coroutine_threadsafe(pool.place("counter", 0).run([question]), pool.loop).result(60)
-    assert answer.group == (1.0, 0.0, 1.0)
+@in_processes
+def test_a_tool_that_fails_is_an_answer_for_the_model(pool_of):
+    results = {
+        "flood": "error: the result of flood has 10,000,000 characters; at most 20,000",
+        "memory": "error: MemoryError: ",
+        "write": "written",
+        "exit": "error: SystemExit: 3",
+        "cancelled": "error: cancelled was cancelled: asyncio.CancelledError",
+        "restless": "error: restless took longer than 0.5 s",
+        "half": "error: ValueError: ?",
+        "hang": "error: hang took longer than 0.5 s",
+    }
+    pool = pool_of()
+    answers = episode(pool, *(said("", (tool, {})) for tool in results), said("on"), Finish("done"))
+    assert [answer.messages[0]["content"] for answer in answers[1:-2]] == list(results.values())
+    assert answers[-1].rewards == {"score": 9.0, "turns": 9.0}
+    (first,) = pool._processes
+    while not first.num_stuck:  # it reports the call that never ends
+        time.sleep(0.05)
+    assert first.num_stuck == 1
+    pool.renew()
+    assert first.popen.poll() is not None
+    assert episode(pool, said("a"), Finish("done"))[2].rewards == {"score": 1.0, "turns": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("tool", "result"),
-    [
-        ("hang", "error: hang took longer than 0.5 s"),
-        ("flood", "error: the result of flood has 10,000,000 characters; at most 20,000"),
-        ("memory", "error: MemoryError: "),
-        ("write", "written"),
-        ("exit", "error: SystemExit: 3"),
-        ("cancelled", "error: cancelled was cancelled: asyncio.CancelledError"),
-        ("restless", "error: restless took longer than 0.5 s"),
-        ("half", "error: ValueError: ?"),
-    ],
-)
-def test_a_tool_that_fails_is_an_answer_for_the_model(pool_of, tool, result):
-    answers = episode(pool_of(), said("", (tool, {})), said("on"), Finish("done"))
-    assert answers[1].messages[0]["content"] == result
-    assert answers[3].rewards == {"score": 2.0, "turns": 2.0}
-
-
-@pytest.mark.parametrize("tool", ["leave", "kill"])
+@in_processes
+@pytest.mark.parametrize("tool", ["leave", pytest.param("kill", marks=pytest.mark.exhaustive)])
 def test_a_tool_that_ends_its_process_fails_its_episode_alone(pool_of, tool):
     pool = pool_of(seconds=20)
 
@@ -220,30 +250,14 @@ def test_a_tool_that_ends_its_process_fails_its_episode_alone(pool_of, tool):
         lost, *others = await asyncio.gather(bad(said("", (tool, {}))), good(said("b")))
         return lost, *others, await good(Finish("done"))
 
-    lost, going, rewarded = asyncio.run_coroutine_threadsafe(both(), pool.loop).result(60)
+    lost, going, rewarded = run(pool, both())
     assert lost.failure == "died"
     assert "exit status 3" in lost.error or "SIGKILL" in lost.error
     assert going.messages[0]["content"] == "2"
     assert rewarded.rewards == {"score": 2.0, "turns": 2.0}
 
 
-@pytest.mark.parametrize("processes", [0, 1])
-@pytest.mark.parametrize(
-    ("said_text", "error"),
-    [
-        ("exit", "step raised SystemExit: 3"),
-        ("hostile", "what it returned cannot be used: ValueError: not shown"),
-        ("cancelled", "step was cancelled: asyncio.CancelledError"),
-    ],
-)
-def test_no_exception_and_no_value_of_an_environment_loses_its_answer(pool_of, processes, said_text, error):
-    pool = pool_of(processes=processes)
-    answers = episode(pool, said(said_text), Finish("error"))
-    assert (answers[1].failure, answers[1].error) == ("raised", error)
-    assert episode(pool, said("a"), Finish("done"))[2].rewards == {"score": 1.0, "turns": 1.0}
-
-
-@pytest.mark.parametrize("processes", [0, 1])
+@places
 def test_methods_that_are_not_async_are_called(pool_of, processes):
     begun, answered, ended = episode(pool_of("Plain", processes), said("a"), Finish("turns"))
     assert begun.messages[0]["content"] == "begin"
@@ -251,6 +265,7 @@ def test_methods_that_are_not_async_are_called(pool_of, processes):
     assert (ended.failure, ended.rewards) == (None, {"score": 1.0})
 
 
+@in_processes
 def test_a_program_that_ends_with_an_open_pool_says_nothing(tmp_path):
     (tmp_path / "mine.py").write_text(CODE)
     program = (
@@ -265,22 +280,37 @@ def test_a_program_that_ends_with_an_open_pool_says_nothing(tmp_path):
         os.kill(int(done.stdout), 0)
 
 
-def test_a_pool_that_is_not_used_any_more_ends_its_processes(tmp_path):
-    (tmp_path / "mine.py").write_text(CODE)
+@in_processes
+def test_processes_and_directories_end_with_the_pool_and_the_rank(pool_of, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    pool = pool_of(processes=2)
+    episode(pool, said("", ("hang", {})), number=1)
+    processes = list(pool._processes)
+    assert len(list(tmp_path.glob("hybridflow-environment-*"))) == 2
+    pool.close()
+    assert [each.popen.poll() is None for each in processes] == [False, False]
+    assert list(tmp_path.glob("hybridflow-environment-*")) == []
     pool = EnvironmentPool({"counter": f"{tmp_path}/mine.py:Counter"}, num_processes=1, limits=CallLimits())
-    (process,) = pool._processes
-    thread = pool._thread
+    (process,), thread = pool._processes, pool._thread
     del pool
     gc.collect()
     assert process.popen.poll() is not None
     assert not thread.is_alive()
+    (process,) = pool_of()._processes
+    process.connection.shutdown(2)  # as by the end of the rank
+    assert process.popen.wait(100) is not None
+
+
+def journal_of(tmp_path, *, failures=False):
+    journal = RewardJournal(tmp_path / "journal", 0, ["mine"], failures=failures)
+    journal.open(3)
+    return {"key": (3, 0), "journal": journal}
 
 
 def test_failures_are_asked_again_unless_they_are_kept(pool_of, tmp_path):
     def play(failures):
-        journal = RewardJournal(tmp_path / "journal", 0, ["mine"], failures=failures)
-        journal.open(3)
-        return episode(pool_of(processes=0), said("exit"), key=(3, 0), journal=journal)
+        return episode(pool_of(processes=0), said("exit"), **journal_of(tmp_path, failures=failures))
 
     kept = play(True)
     assert kept[1].failure == "raised"
@@ -289,6 +319,7 @@ def test_failures_are_asked_again_unless_they_are_kept(pool_of, tmp_path):
     assert play(False)[1].messages[0]["content"] == "1"
 
 
+@in_processes
 def test_a_question_that_ends_two_processes_is_not_asked_a_third_time(pool_of, tmp_path, monkeypatch):
     asked = tmp_path / "questions"
     monkeypatch.setenv("QUESTIONS", str(asked))
@@ -303,6 +334,7 @@ def test_a_message_that_json_cannot_write_is_a_failure(pool_of):
     assert "expected a list of messages" in answers[1].error
 
 
+@in_processes
 def test_a_killed_process_costs_a_repetition_of_its_questions(pool_of, tmp_path, monkeypatch):
     monkeypatch.setenv("ONCE", str(tmp_path / "once"))
     answers = episode(pool_of(seconds=20), said("a"), said("kill once"), said("b"), Finish("done"))
@@ -310,52 +342,23 @@ def test_a_killed_process_costs_a_repetition_of_its_questions(pool_of, tmp_path,
     assert answers[4].rewards == {"score": 3.0, "turns": 3.0}
 
 
+@in_processes
 def test_a_step_that_blocks_its_process_is_late(pool_of, monkeypatch):
     monkeypatch.setattr("hybridflow.environments.processes.GRACE_S", 1.0)
-    started = time.monotonic()
     answers = episode(pool_of(), said("block"), Finish("error"))
     assert answers[1].failure == "timeout"
     assert "gave no sign of life for 1.5 s" in answers[1].error
-    assert time.monotonic() - started < 40
 
 
-def test_a_process_with_calls_that_never_end_is_renewed(pool_of):
-    pool = pool_of()
-    episode(pool, said("", ("hang", {})), Finish("done"))
-    (first,) = pool._processes
-    deadline = time.monotonic() + 20
-    while not first.num_stuck and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert first.num_stuck == 1
-    pool.renew()
-    assert first.popen.poll() is not None
-    assert episode(pool, said("a"), Finish("done"))[2].rewards == {"score": 1.0, "turns": 1.0}
-
-
-@pytest.mark.parametrize("processes", [0, 1])
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
+@places
+def test_a_class_that_cannot_serve_is_an_error_at_the_start(pool_of, processes):
+    for name, message in (
         ("NoTypes", r"tool 'add': parameter 'a' has no type"),
         ("NoReward", r"NoReward has no method `reward`"),
         ("Missing", r"environment.classes.counter .*has no class 'Missing'; it has Hostile, Counter, "),
-    ],
-)
-def test_a_class_that_cannot_serve_is_an_error_at_the_start(pool_of, processes, name, message):
-    with pytest.raises(EnvironmentConfigError, match=message):
-        pool_of(name, processes)
-
-
-def test_no_process_and_no_directory_is_left(pool_of, tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    pool = pool_of(processes=2)
-    episode(pool, said("", ("hang", {})), number=1)
-    processes = list(pool._processes)
-    assert len(list(tmp_path.glob("hybridflow-environment-*"))) == 2
-    pool.close()
-    assert [each.popen.poll() is None for each in processes] == [False, False]
-    assert list(tmp_path.glob("hybridflow-environment-*")) == []
+    ):
+        with pytest.raises(EnvironmentConfigError, match=message):
+            pool_of(name, processes)
 
 
 def test_the_journal_answers_in_place_of_the_environment(pool_of, tmp_path, monkeypatch):
@@ -364,11 +367,9 @@ def test_the_journal_answers_in_place_of_the_environment(pool_of, tmp_path, monk
     questions = [said("a", ("add", {"a": 1, "b": 2})), said("b"), Finish("done")]
 
     def play(upto, **options):
-        journal = RewardJournal(tmp_path / "journal", 0, ["mine"], failures=False)
-        journal.open(3)
-        return episode(pool, *questions[:upto], key=(3, 0), journal=journal, **options)
+        return episode(pool, *questions[:upto], **journal_of(tmp_path), **options)
 
-    pool = pool_of()
+    pool = pool_of(processes=0)
     first = play(1)
     assert asked.read_text().split() == ["reset", "step"]
     whole = play(3)  # the first two answers are known: the environment has the questions when a third one comes
@@ -383,9 +384,7 @@ def test_the_journal_knows_answers_to_the_same_conversation_only(pool_of, tmp_pa
     pool = pool_of(processes=0)
 
     def play(*questions):
-        journal = RewardJournal(tmp_path / "journal", 0, ["mine"], failures=False)
-        journal.open(3)
-        return episode(pool, *questions, Finish("done"), key=(3, 0), journal=journal)[-1].rewards
+        return episode(pool, *questions, Finish("done"), **journal_of(tmp_path))[-1].rewards
 
     assert play(said("a")) == {"score": 1.0, "turns": 1.0}
     assert play(said("a"), said("b")) == {"score": 2.0, "turns": 2.0}
@@ -396,20 +395,18 @@ def test_the_journal_knows_answers_to_the_same_conversation_only(pool_of, tmp_pa
 
 
 def test_a_row_of_the_journal_that_is_not_an_answer_is_an_error_with_its_place(pool_of, tmp_path):
-    journal = RewardJournal(tmp_path / "journal", 0, ["mine"], failures=False)
-    journal.open(3)
-    pool = pool_of(processes=0)
-    episode(pool, key=(3, 0), journal=journal)
+    pool, options = pool_of(processes=0), journal_of(tmp_path)
+    episode(pool, **options)
     (path,) = (tmp_path / "journal").iterdir()
     path.write_text(path.read_text().replace("is_done", "was_done"))
-    journal.reopen()
-    journal.open(3)
+    options["journal"].reopen()
+    options["journal"].open(3)
     with pytest.raises(RewardError, match=r"the journal '.*' has a row that is not an answer .*; remove the directory"):
-        episode(pool, key=(3, 0), journal=journal)
+        episode(pool, **options)
 
 
 def test_an_episode_that_takes_too_long_is_late(pool_of):
-    answers = episode(pool_of(), said("a"), seconds=-1.0)
+    answers = episode(pool_of(processes=0), said("a"), seconds=-1.0)
     assert [answer.is_late for answer in answers] == [True, True]
 
 
@@ -418,11 +415,3 @@ def test_an_answer_is_read_as_it_was_written(pool_of):
     assert Answer.of_message(answer.to_message()) == answer
     with pytest.raises(ValueError, match="is not an answer of an environment"):
         Answer.of_message({"messages": 3})
-
-
-def test_processes_exit_with_their_rank(pool_of):
-    pool = pool_of()
-    (process,) = pool._processes
-    process.connection.shutdown(2)
-    assert process.popen.wait(20) is not None
-    assert os.path.exists("/proc/self")

@@ -51,19 +51,14 @@ def test_a_broken_template_fails_in_its_check(name):
     assert states(tokenizer)[check] == "failed"
 
 
-def test_a_template_without_a_known_format_serves_episodes_without_tools():
+def test_a_template_without_a_known_format_or_that_raises_fails_with_its_reason():
     tokenizer = chat_tokenizer("qwen2_5")
     tokenizer.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     found = states(tokenizer)
-    assert found["tools"] == "failed"
-    assert found["a user answers"] == "ok"
-
-
-def test_a_template_that_raises_fails_with_its_reason():
-    tokenizer = chat_tokenizer("qwen2_5")
+    assert (found["tools"], found["a user answers"]) == ("failed", "ok")
     tokenizer.chat_template = "{{ raise_exception('no') }}<tool_call></tool_call>"
     assert states(tokenizer)["prompt"] == "failed"
 

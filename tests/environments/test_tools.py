@@ -49,12 +49,8 @@ def test_public_methods_are_tools_with_the_schema_of_their_types(tools):
     }
 
 
-def test_arguments_are_checked_and_defaults_are_those_of_the_method(tools):
-    assert tools["add"].arguments(ToolCall("add", {"a": 3})) == {"a": 3}
+def test_arguments_are_checked_converted_and_have_the_defaults_of_the_method(tools):
     assert tools["add"].function(**tools["add"].arguments(ToolCall("add", {"a": 3}))) == "5"
-
-
-def test_texts_become_numbers_where_a_format_writes_all_as_text(tools):
     assert tools["add"].arguments(ToolCall("add", {"a": "3", "b": "4"}, is_text=True)) == {"a": 3, "b": 4}
     assert tools["say"].arguments(ToolCall("say", {"text": "3"}, is_text=True)) == {"text": "3"}
 
@@ -104,23 +100,15 @@ def test_a_method_without_a_schema_is_an_error_that_names_it(made_of, message):
 
 
 class Filled:
-    def look(self, far: int = Field(default=3, ge=1), how: str = "low") -> str:
+    def look(self, far: int = Field(default=3, ge=1), how: "Literal['low', 'high']" = "low") -> "Path":
         return f"{far} {how}"
 
 
-def test_a_default_of_a_field_is_given_to_the_function():
+def test_defaults_of_fields_and_types_that_are_texts_are_read():
     tool = tools_of(Filled())["look"]
     assert tool.function(**tool.arguments(ToolCall("look"))) == "3 low"
     assert tool.schema()["function"]["parameters"]["properties"]["far"]["default"] == 3
-
-
-class Lazy:
-    def look(self, how: "Literal['near', 'far']") -> "Path": ...
-
-
-def test_a_type_that_is_a_text_is_read_where_the_method_was_defined():
-    tool = tools_of(Lazy())["look"]
-    assert tool.schema()["function"]["parameters"]["properties"]["how"]["enum"] == ["near", "far"]
+    assert tool.schema()["function"]["parameters"]["properties"]["how"]["enum"] == ["low", "high"]
 
 
 def test_the_methods_of_an_environment_are_not_tools():

@@ -1,15 +1,39 @@
-"""A local HTTP server with answers that a test defines."""
+"""Runners of a file of reward functions, and a local HTTP server with answers that a test defines."""
 
 import json
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hybridflow.rewards import http_client
+from hybridflow.rewards import RewardRunner, http_client
+
+
+@pytest.fixture
+def file(request, tmp_path) -> Path:
+    """Write `FUNCTIONS` of the test's module to a file."""
+    path = tmp_path / "mine.py"
+    path.write_text(getattr(request.module, "FUNCTIONS", ""))
+    return path
+
+
+@pytest.fixture
+def runner(file) -> Iterator[Callable[..., RewardRunner]]:
+    """Yield `runner(function, **settings)`, which starts processes with a function of the file; they are closed."""
+    built: list[RewardRunner] = []
+
+    def build(function: str = "score", **changes: Any) -> RewardRunner:
+        settings = {"num_processes": 1, "timeout_s": 200.0, "memory_bytes": 2**29} | changes
+        built.append(RewardRunner(f"{file}:{function}", **settings))
+        return built[-1]
+
+    yield build
+    for each in built:
+        each.close()
 
 
 @dataclass(frozen=True)

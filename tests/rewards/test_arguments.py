@@ -5,7 +5,6 @@ import pytest
 from hybridflow.errors import RewardConfigError, RewardError
 from hybridflow.rewards import RewardScorer, load_reward_function
 from hybridflow.rewards.arguments import arguments_of, as_batch, takes_batches, takes_names
-from hybridflow.rewards.runner import RewardRunner
 
 PROMPT = [{"role": "user", "content": "2 + 2?"}]
 SAMPLE = {
@@ -77,23 +76,18 @@ def test_the_four_arguments_are_passed_as_they_are(kwargs):
     assert arguments_of(batch, as_batch([CLASSIC]), kwargs) == as_batch([CLASSIC]) | kwargs
 
 
-def test_a_parameter_that_names_nothing_is_an_error_with_the_names():
+def test_a_parameter_that_names_nothing_or_is_a_part_of_the_sample_is_an_error():
     def score(completion, dificulty): ...
 
-    with pytest.raises(
-        TypeError, match="'dificulty' names nothing of the sample, which has answer, level, level_name, p"
-    ):
+    def replacing(completion, prompt): ...
+
+    with pytest.raises(TypeError, match="'dificulty' names nothing of the sample, which has answer, level, level_name"):
         arguments_of(score, SAMPLE, {})
-
-
-def test_a_part_of_the_sample_cannot_be_replaced_by_kwargs():
-    def score(completion, prompt): ...
-
     with pytest.raises(TypeError, match=r"reward.kwargs.prompt is a part of the sample"):
-        arguments_of(score, SAMPLE, {"prompt": "mine"})
+        arguments_of(replacing, SAMPLE, {"prompt": "mine"})
 
 
-FILE = """
+FUNCTIONS = """
 import asyncio
 
 def one(completion, answer, prompt, level, bonus=0.0):
@@ -118,33 +112,17 @@ COLUMNS = {
 }
 
 
-@pytest.fixture
-def file(tmp_path):
-    file = tmp_path / "rewards.py"
-    file.write_text(FILE)
-    return file
+@pytest.mark.runs
+@pytest.mark.own_run("grpo: its reward function takes the four arguments")
+@pytest.mark.parametrize(("name", "bonus"), [("one", 0.5), ("waits", 0.0), ("batch", 0.5)])
+def test_scores_are_the_same_in_this_process_and_in_others(file, runner, name, bonus):
+    kwargs = {"bonus": bonus} if bonus else {}
+    for scorer in (RewardScorer(f"{file}:{name}", kwargs=kwargs), RewardScorer(runner=runner(name, kwargs=kwargs))):
+        assert scorer.score(**COLUMNS).scores.tolist() == [111.0 + bonus, 220.0 + bonus]
 
 
-@pytest.mark.parametrize("name", ["one", "waits", "batch"])
-@pytest.mark.parametrize("kwargs", [{}, {"bonus": 0.5}])
-def test_scores_are_the_same_in_this_process_and_in_others(file, name, kwargs):
-    expected = [111.0 + kwargs.get("bonus", 0.0), 220.0 + kwargs.get("bonus", 0.0)]
-    here = RewardScorer(f"{file}:{name}", kwargs=kwargs)
-    assert here.score(**COLUMNS).scores.tolist() == expected
-    runner = RewardRunner(f"{file}:{name}", num_processes=1, timeout_s=30, memory_bytes=2**30, kwargs=kwargs)
-    try:
-        assert RewardScorer(runner=runner).score(**COLUMNS).scores.tolist() == expected
-    finally:
-        runner.close()
-
-
-def test_a_wrong_name_is_the_error_of_the_sample(file):
-    with pytest.raises(
-        RewardError, match="reward function wrong raised TypeError: its parameter 'nothing' names nothing"
-    ):
+def test_a_wrong_name_is_an_error_of_the_sample_and_a_wrong_setting_one_at_the_start(file):
+    with pytest.raises(RewardError, match="function wrong raised TypeError: its parameter 'nothing' names nothing"):
         RewardScorer(f"{file}:wrong").score(**COLUMNS)
-
-
-def test_kwargs_that_the_function_lacks_are_an_error_at_the_start(file):
     with pytest.raises(RewardConfigError, match=r"is one\(completion, answer, prompt, level, bonus=0.0\)"):
         load_reward_function(f"{file}:one", {"bonnus": 1.0})

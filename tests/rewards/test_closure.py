@@ -22,26 +22,25 @@ def of_texts(function, texts, **settings):
         runner.close()
 
 
-def test_a_function_with_what_it_holds_is_called_in_processes():
+@pytest.mark.runs
+@pytest.mark.own_run("python: calls functions of many kinds")
+def test_functions_objects_and_batches_with_what_they_hold_are_called_in_processes():
     scale = 3
 
     def scaled(completion, **_):
         return scale * len(completion)
 
-    scores, runner = of_texts(scaled, ["a", "bcd", ""])
-    assert scores == [3, 9, 0]
-    assert (runner.takes_names, runner.source) == (True, "")
-    assert Closure.of(scaled).function()(completion="ab") == 6
-
-
-def test_lambdas_partial_functions_objects_and_batches_are_called():
     class Judge:
         def __call__(self, completions, **_):
             return [len(text) / 2 for text in completions]
 
-    assert of_texts(lambda completion, **_: 2.0, ["a"])[0] == [2]
+    scores, runner = of_texts(scaled, ["a", "bcd", ""])
+    assert scores == [3, 9, 0]
+    assert (runner.takes_names, runner.source) == (True, "")
     assert of_texts(functools.partial(lambda weight, completion: weight * len(completion), 4), ["ab"])[0] == [8]
     assert of_texts(Judge(), ["ab", "abcd"])[0] == [1, 2]
+    with pytest.raises(Exception, match="'answers_of_row' names nothing"):
+        of_texts(lambda completion, answers_of_row: 1, ["a"])
 
 
 def test_the_name_has_the_digest_of_the_source():
@@ -89,8 +88,3 @@ def test_a_function_that_was_not_given_is_an_error(monkeypatch):
     offer(found)
     assert closure_of(found.name) is found
     assert closure_of("") is closure_of("a.py:score") is None
-
-
-def test_a_parameter_that_names_nothing_is_an_error_of_the_sample():
-    with pytest.raises(Exception, match="'answers_of_row' names nothing"):
-        of_texts(lambda completion, answers_of_row: 1, ["a"])

@@ -72,6 +72,8 @@ def test_statements_that_run_something_are_accepted(statements):
     require_check(statements)
 
 
+@pytest.mark.runs
+@pytest.mark.own_run("grpo: programs of a model run in processes of their own")
 @pytest.mark.parametrize(
     "statements",
     [

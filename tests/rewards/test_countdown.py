@@ -24,29 +24,17 @@ def test_the_last_answer_scores_one_if_it_solves_the_problem(solution):
     assert score(solution) == 1.0
 
 
-@pytest.mark.parametrize(
-    "solution",
-    [
-        "",
-        "44 + 19 + 35",
-        "<answer>44 + 19 + 35",
-        "44 + 19 + 35</answer>",
-        "<answer></answer>",
-        "<answer>98</answer>",
-        "<answer>44 + 19 - 35</answer>",
-        "<answer>44 + 19 + 35 + 35 - 35</answer>",
-        "<answer>44 + 54</answer>",
-        "<answer>44 + 19 + 35</answer> or rather <answer>44</answer>",
-        "<answer>44 + 19 + 35 = 99</answer>",
-        "<answer>98 = 44 + 19 + 35</answer>",
-        "<answer>44 + 19 + 35 = 98 = 98</answer>",
-        "<answer>44 / (35 - 35) + 19</answer>",
-        "<answer>__import__('os').system('true')</answer>",
-        "<answer>" + "(" * 10_000 + "</answer>",
-    ],
-)
-def test_other_responses_score_zero_without_an_error(solution):
-    assert score(solution) == 0.0
+def test_other_responses_score_zero_without_an_error():
+    answers = (
+        *("", "98", "44 + 19 - 35", "44 + 19 + 35 + 35 - 35", "44 + 54", "44 + 19 + 35 = 99", "98 = 44 + 19 + 35"),
+        *("44 + 19 + 35 = 98 = 98", "44 / (35 - 35) + 19", "__import__('os').system('true')", "(" * 10_000),
+        "44 + 19 + 35</answer> or rather <answer>44",
+    )
+    for solution in (
+        *("", "44 + 19 + 35", "<answer>44 + 19 + 35", "44 + 19 + 35</answer>", "<answer>" * 200_000),
+        *(f"<answer>{answer}</answer>" for answer in answers),
+    ):
+        assert score(solution) == 0.0, solution[:100]
 
 
 def test_division_is_exact_and_repeated_numbers_are_counted():
@@ -54,10 +42,6 @@ def test_division_is_exact_and_repeated_numbers_are_counted():
     assert score("<answer>5 / 2 - 2</answer>", {"target": 0, "numbers": [5, 2, 2]}) == 0.0
     assert score("<answer>2 + 2</answer>", {"target": 4, "numbers": [2, 2]}) == 1.0
     assert score("<answer>2 + 2</answer>", {"target": 4, "numbers": [2]}) == 0.0
-
-
-def test_many_open_tags_take_linear_time():
-    assert score("<answer>" * 200_000) == 0.0
 
 
 def test_numbers_may_be_an_array_and_bad_ground_truth_is_an_error():

@@ -1,9 +1,11 @@
 """The error of a failed reward function names the file, the line and the source line of the user's code."""
 
+from pathlib import Path
+
 import pytest
 
 from hybridflow.errors import RewardError
-from hybridflow.rewards import RewardRunner, RewardScorer, multiplication_reward
+from hybridflow.rewards import RewardScorer, multiplication_reward
 
 FUNCTIONS = """
 import asyncio, functools, json
@@ -51,26 +53,9 @@ async def async_mute(**sample):
 LINE = next(number for number, line in enumerate(FUNCTIONS.splitlines(), 1) if "# THE LINE" in line)
 WRONG_CALL = FUNCTIONS.splitlines().index("def wrong_call(**sample):") + 2
 
-FORMS = ["plain", "waiting", "batch", "async_batch", "wrapped", "instance", "partial"]
-
-
-@pytest.fixture
-def file(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text(FUNCTIONS)
-    return path
-
-
-@pytest.fixture
-def in_process(file):
-    def build(function):
-        built.append(RewardRunner(f"{file}:{function}", num_processes=1, timeout_s=100.0, memory_bytes=0))
-        return RewardScorer(runner=built[-1])
-
-    built: list[RewardRunner] = []
-    yield build
-    for runner in built:
-        runner.close()
+FORMS = [
+    *("plain", "waiting", "batch", "async_batch", "wrapped", "instance", "partial", "wrong_call", "mute", "async_mute")
+]
 
 
 def error_of(scorer: RewardScorer) -> str:
@@ -79,26 +64,31 @@ def error_of(scorer: RewardScorer) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("function", FORMS)
-def test_error_names_the_line_of_the_users_file(file, in_process, function):
-    wanted = f" at {file}:{LINE}, in parse: `return json.loads(text)  # THE LINE`. The sample:"
-    for scorer in (RewardScorer(f"{file}:{function}"), in_process(function)):
-        message = error_of(scorer)
-        assert "raised JSONDecodeError: Expecting property name" in message
-        assert wanted in message
-
-
-def test_error_names_the_line_of_a_wrong_call(file, in_process):
-    for scorer in (RewardScorer(f"{file}:wrong_call"), in_process("wrong_call")):
-        message = error_of(scorer)
+def assert_shown(scorer: RewardScorer, file: Path, function: str) -> None:
+    message = error_of(scorer)
+    if function == "wrong_call":
         assert "raised TypeError: parse() missing 1 required positional argument: 'text'" in message
         assert f"at {file}:{WRONG_CALL}, in wrong_call: `return parse()`" in message
+    elif "mute" in function:
+        assert f"raised Mute: (its text is missing: __str__ raised ValueError) at {file}:" in message
+    else:
+        assert "raised JSONDecodeError: Expecting property name" in message
+        assert f" at {file}:{LINE}, in parse: `return json.loads(text)  # THE LINE`. The sample:" in message
 
 
-@pytest.mark.parametrize("function", ["mute", "async_mute"])
-def test_error_of_an_exception_without_text_names_its_type_and_line(file, in_process, function):
-    for scorer in (RewardScorer(f"{file}:{function}"), in_process(function)):
-        assert f"raised Mute: (its text is missing: __str__ raised ValueError) at {file}:" in error_of(scorer)
+@pytest.mark.parametrize("function", FORMS)
+def test_error_names_the_line_of_the_users_file(file, function):
+    assert_shown(RewardScorer(f"{file}:{function}"), file, function)
+
+
+@pytest.mark.runs
+@pytest.mark.own_run("grpo: its reward function does not fail")
+@pytest.mark.parametrize(
+    "function",
+    [pytest.param(form, marks=[pytest.mark.exhaustive] * (number % 3 > 0)) for number, form in enumerate(FORMS)],
+)
+def test_error_of_a_process_names_the_line_of_the_users_file(file, runner, function):
+    assert_shown(RewardScorer(runner=runner(function)), file, function)
 
 
 def test_error_of_a_built_in_function_has_no_line():

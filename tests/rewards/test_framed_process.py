@@ -9,9 +9,11 @@ import sys
 
 import pytest
 
+from fixtures.reward_samples import samples
 from hybridflow.errors import RewardError
-from hybridflow.rewards import RewardRunner
 from hybridflow.rewards.reward_process import HEAD, MARK, receive
+
+pytestmark = [pytest.mark.runs, pytest.mark.own_run("grpo: its reward process writes only replies")]
 
 FUNCTIONS = """
 import os, stat, time
@@ -44,95 +46,47 @@ ATTACK = 2
 
 ATTACKS = [
     ("text", b"hello\n", r"wrote b'hello\\n"),
-    ("zeros", b"\0", r"wrote b'\\x00"),
     ("the start of a mark", MARK[:2], r"wrote b'hfhfr"),
     ("a huge length", HEAD.pack(MARK, 2**63), r"wrote b'hfr\\x00\\x00\\x00\\x00"),
     ("not JSON", frame(b"not JSON"), r"wrote b'not JSON', which is not a reply, to its connection to the run"),
-    ("not UTF-8", frame(b"\xff\xfe"), r"wrote b'\\xff\\xfe', which"),
-    ("nothing", frame(b""), r"wrote b'', which"),
-    ("an integer of 5,000 digits", frame(b"9" * 5000), r"wrote b'9999"),
     ("deep nesting", frame(b"[" * 100_000), r"wrote b'\[\[\["),
-    (
-        "a reply of depth 900",
-        frame(b'{"number": 2, "result": ' + b"[" * 900 + b"]" * 900 + b"}"),
-        r"which is not a reply",
-    ),
-    ("a list", frame([1]), r"wrote b'\[1\]', which"),
-    ("an empty table", frame({}), r"sent {}, which is not a reply to a sample"),
     ("a number of text", frame({"number": "2", "result": 1.0}), r"sent {'number': '2', 'result': 1\.0}, which"),
-    ("a number that is a list", frame({"number": [2], "result": 1.0}), r"sent {'number': \[2\]"),
     ("a number that is true", frame({"number": True, "result": 1.0}), r"sent {'number': True"),
-    (
-        "an unknown number",
-        frame({"number": 10**9, "result": 1.0}),
-        r"sent a reply that is not expected, {'number': 1000",
-    ),
-    ("a negative number", frame({"number": -1, "result": 1.0}), r"sent a reply that is not expected"),
+    ("an unknown number", frame({"number": 10**9, "result": 1.0}), r"sent a reply that is not expected,"),
     ("a reply to the next sample", frame({"number": 3, "result": 1.0}), r"sent a reply that is not expected"),
     ("its own reply, so that it has two", frame({"number": 2, "result": 9.0}), r"sent a reply that is not expected"),
     ("ready again", frame({"ready": True, "is_async": True, "takes_batches": True, "source": ""}), r"not a reply to a"),
-    ("an unknown kind", frame({"number": 2, "kind": "x"}), r"which is not a reply: kind='x' is not one of raised, tim"),
-    ("a kind that is a list", frame({"number": 2, "kind": [1]}), r"which is not a reply: kind=\[1\]"),
-    ("an error that is a number", frame({"number": 2, "kind": "raised", "error": 3}), r"error=3 is not a text"),
-    ("a result that is a list", frame({"number": 2, "result": [1]}), r"not a reply: \[1\] is not a value"),
+    ("an unknown kind", frame({"number": 2, "kind": "x"}), r"which is not a reply: kind='x' is not one of raised,"),
     ("a result that is a table", frame({"number": 2, "result": {"a": 1}}), r"not a reply: {'a': 1} is not a value"),
-    ("a mapping of lists", frame({"number": 2, "mapping": {"score": [1]}}), r"not a reply: \[1\] is not a value"),
     ("a list of numbers", frame({"number": 2, "list": [1]}), r"not a reply: 1 is not a result"),
 ]
 
 
-@pytest.fixture
-def file(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text(FUNCTIONS)
-    return path
-
-
-@pytest.fixture
-def build(file):
-    def runner(function="score", **changes):
-        settings = {"num_processes": 1, "timeout_s": 200.0, "memory_bytes": 0} | changes
-        built.append(RewardRunner(f"{file}:{function}", **settings))
-        return built[-1]
-
-    built: list[RewardRunner] = []
-    yield runner
-    for each in built:
-        each.close()
-
-
-def samples(texts, contents):
-    return [
-        (0, {"data_source": "d", "solution_str": text, "ground_truth": contents.hex(), "extra_info": {}})
-        for text in texts
-    ]
-
-
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize(("contents", "problem"), [a[1:] for a in ATTACKS], ids=[a[0] for a in ATTACKS])
-def test_bytes_that_are_not_a_reply_fail_their_sample_alone(build, contents, problem):
-    runner = build()
-    outcomes = runner.run(samples(["a", "bb", "attack", "ccc", "dddd"], contents))
+def test_bytes_that_are_not_a_reply_fail_their_sample_alone(runner, contents, problem):
+    scores = runner()
+    outcomes = scores.run(samples(["a", "bb", "attack", "ccc", "dddd"], contents.hex()))
     assert [outcome.result for outcome in outcomes] == [1, 2, None, 3, 4]
     assert outcomes[ATTACK].kind == "died"
     assert re.search(problem, outcomes[ATTACK].problem), outcomes[ATTACK].problem
-    assert [outcome.result for outcome in runner.run(samples(["a"], b""))] == [1]
+    assert [outcome.result for outcome in scores.run(samples(["a"], ""))] == [1]
 
 
-def test_a_late_reply_to_an_earlier_call_is_not_taken_for_a_new_one(build):
-    runner, forged = build(), frame({"number": 1, "result": 9.0})
-    assert [outcome.result for outcome in runner.run(samples(["a", "attack and wait"], forged))] == [1, 9.0]
-    assert [outcome.result for outcome in runner.run(samples(["a", "bb", "ccc"], b""))] == [1, 2, 3]
+def test_a_late_reply_to_an_earlier_call_is_not_taken_for_a_new_one(runner):
+    scores, forged = runner(), frame({"number": 1, "result": 9.0})
+    assert [outcome.result for outcome in scores.run(samples(["a", "attack and wait"], forged.hex()))] == [1, 9.0]
+    assert [outcome.result for outcome in scores.run(samples(["a", "bb", "ccc"], ""))] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("contents", [b"hello", frame({"number": 0, "result": 1.0}), frame({"ready": 5})])
-def test_bytes_that_are_not_a_reply_at_import_are_an_error(build, file, contents):
+def test_bytes_that_are_not_a_reply_at_import_are_an_error(runner, file, contents):
     file.write_text(f"{FUNCTIONS}\nwrite_to_a_socket({contents!r})\n")
     with pytest.raises(RewardError, match=r"the import of reward function '.*mine\.py:score' (wrote|sent) "):
-        build().start()
+        runner().start()
 
 
-def test_a_forked_child_that_returns_does_not_reply(build, file):
+def test_a_forked_child_that_returns_does_not_reply(runner, file):
     file.write_text("""
 import os
 
@@ -144,7 +98,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
         os.waitpid(child, 0)
     return len(solution_str)
 """)
-    assert [outcome.result for outcome in build().run(samples(["a", "fork", "ccc"], b""))] == [1, 4, 3]
+    assert [outcome.result for outcome in runner().run(samples(["a", "fork", "ccc"]))] == [1, 4, 3]
 
 
 def test_a_process_whose_rank_was_killed_exits_without_a_traceback():

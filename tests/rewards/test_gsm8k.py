@@ -33,12 +33,19 @@ def test_strict_reads_the_number_after_the_last_mark(solution, truth):
     assert strict(solution, truth) == 1.0
 
 
-@pytest.mark.parametrize(
-    "solution",
-    ["", "72", "the answer is 72", "#### 73", "#### x 72", "72 ####", "#### 72 #### 73", "### 72", "#### 7 2"],
-)
-def test_strict_scores_zero_without_the_mark(solution):
-    assert strict(solution) == 0.0
+def test_strict_scores_zero_without_the_mark():
+    for solution in (
+        "",
+        "72",
+        "the answer is 72",
+        "#### 73",
+        "#### x 72",
+        "72 ####",
+        "#### 72 #### 73",
+        "### 72",
+        "#### 7 2",
+    ):
+        assert strict(solution) == 0.0, solution
 
 
 @pytest.mark.parametrize(
@@ -58,9 +65,9 @@ def test_flexible_reads_the_last_number_of_the_text(solution, truth):
     assert flexible(solution, truth) == 1.0
 
 
-@pytest.mark.parametrize("solution", ["", "none", "72 or 73", "1" * 5000, "٧٢"])
-def test_flexible_scores_zero_for_a_wrong_or_missing_number(solution):
-    assert flexible(solution) == 0.0
+def test_flexible_scores_zero_for_a_wrong_or_missing_number():
+    for solution in ("", "none", "72 or 73", "1" * 5000, "٧٢"):
+        assert flexible(solution) == 0.0
 
 
 def test_ground_truth_must_be_a_number():

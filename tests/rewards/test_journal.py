@@ -1,21 +1,23 @@
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hybridflow.errors import RewardError
-from hybridflow.rewards import Outcome, RewardRunner, RewardScorer
+from hybridflow.rewards import Outcome, RewardRunner, RewardScorer, in_rank, load_reward_function
+from hybridflow.rewards.arguments import takes_batches
 from hybridflow.rewards.journal import RewardJournal
 
 FUNCTION = """
-import os
+from pathlib import Path
+ASKED = Path(__file__).with_name("asked")
 def score(data_source, solution_str, ground_truth, extra_info):
-    with open(os.path.join(os.path.dirname(__file__), "asked"), "a") as file:
-        file.write(solution_str + " ")
+    ASKED.write_text((ASKED.read_text() if ASKED.exists() else "") + solution_str + " ")
     if solution_str == "bad":
         raise ValueError("no")
-    asked = open(os.path.join(os.path.dirname(__file__), "asked")).read().split()
+    asked = ASKED.read_text().split()
     return {"score": len(asked), "answer": solution_str}
 
 def all_at_once(data_sources, solution_strs, ground_truths, extra_infos):
@@ -29,23 +31,38 @@ def place(tmp_path):
     return tmp_path
 
 
+class _Caller:
+    """A stand-in for a RewardRunner, which calls the function of a file in this process."""
+
+    def __init__(self, name):
+        function = load_reward_function(name)
+        self.name, self.source, self._function = name, Path(name.rpartition(":")[0]).read_text(), function
+        self.takes_batches, self.takes_names = takes_batches(function), False
+
+    def start(self):
+        pass
+
+    def submit(self, samples, on_outcome):
+        outcomes = in_rank._call_each(self._function, [sample for _, sample in samples], {}, 1)
+        for number, outcome in enumerate(outcomes):
+            on_outcome(number, outcome)
+        return outcomes
+
+    def wait(self, submitted):
+        return submitted
+
+
 @pytest.fixture
 def scorer(place):
     """Return a builder of scorers with a new journal in `place`, as at the start of a run; `asked` lists all calls."""
 
-    def build(function="score", *, rank=0, kwargs=None, identity=None, **settings):
-        runner = RewardRunner(f"{place}/mine.py:{function}", num_processes=1, timeout_s=100.0, memory_bytes=2**29)
-        runners.append(runner)
-        runner.start()
-        identity = identity or [runner.name, runner.source]
+    def build(function="score", *, rank=0, **settings):
+        runner = _Caller(f"{place}/mine.py:{function}")
         failures = settings.get("on_error") == "zero"
-        journal = RewardJournal(place / "rewards", rank, identity, failures=failures)
+        journal = RewardJournal(place / "rewards", rank, [runner.name, runner.source], failures=failures)
         return RewardScorer(runner=runner, journal=journal, max_failure_rate=1.0, **settings)
 
-    runners: list[RewardRunner] = []
-    yield build
-    for runner in runners:
-        runner.close()
+    return build
 
 
 def asked(place):
@@ -69,21 +86,15 @@ def test_outcomes_are_written_for_the_step_in_which_their_rows_began(place, scor
     assert asked(place) == ["one", "two"]
 
 
-def test_a_repeated_step_reuses_all_outcomes(place, scorer):
-    first = score(scorer(), ["a", "b", "a"])
-    assert first.scores.tolist() == [1, 2, 3]
-    again = score(scorer(), ["a", "b", "a"])
-    assert asked(place) == ["a", "b", "a"]
-    assert again.scores.tolist() == [1, 2, 3]
-    assert again.answers == ["a", "b", "a"]
-
-
-def test_another_step_calls_the_function_again(place, scorer):
+def test_another_step_and_a_changed_function_are_called_again(place, scorer):
     one = scorer()
     assert score(one, ["a"], step=0).scores.tolist() == [1]
     assert score(one, ["a"], step=1).scores.tolist() == [2]
     assert score(scorer(), ["a"], step=1).scores.tolist() == [2]
     assert asked(place) == ["a", "a"]
+    (place / "mine.py").write_text(FUNCTION + "\n# fixed\n")
+    score(scorer(), ["a"], step=1)
+    assert asked(place) == ["a", "a", "a"]
 
 
 def test_outcomes_written_before_a_kill_are_reused(place, scorer):
@@ -96,13 +107,6 @@ def test_outcomes_written_before_a_kill_are_reused(place, scorer):
     assert asked(place) == ["a", "b", "c", "c"]
 
 
-def test_a_changed_function_is_called_again(place, scorer):
-    score(scorer(), ["a"])
-    (place / "mine.py").write_text(FUNCTION + "\n# fixed\n")
-    score(scorer(), ["a"])
-    assert asked(place) == ["a", "a"]
-
-
 def test_failures_are_kept_only_with_on_error_zero(place, scorer):
     for _ in range(2):
         assert score(scorer(on_error="zero"), ["bad", "a"]).failed.tolist() == [True, False]
@@ -113,10 +117,14 @@ def test_failures_are_kept_only_with_on_error_zero(place, scorer):
     assert asked(place) == ["bad", "a", "bad", "bad"]
 
 
-def test_a_partially_known_batch_is_called_as_a_whole(place, scorer):
+def test_a_batch_is_journaled_and_called_as_a_whole(place, scorer):
     assert score(scorer("all_at_once"), ["a", "b"]).scores.tolist() == [1, 2]
     assert score(scorer("all_at_once"), ["a", "b"]).scores.tolist() == [1, 2]
     assert score(scorer("all_at_once"), ["a", "b", "c"]).scores.tolist() == [3, 4, 5]  # another batch
+    file = next((place / "rewards").iterdir())
+    file.write_bytes(file.read_bytes()[:-9])  # incomplete
+    assert score(scorer("all_at_once"), ["a", "b", "c"]).scores.tolist() == [6, 7, 8]
+    assert score(scorer("all_at_once"), ["a", "b"]).scores.tolist() == [1, 2]
 
 
 def test_ranks_use_their_own_outcomes_first_then_those_of_others(place, scorer):
@@ -139,21 +147,17 @@ def test_files_before_the_oldest_checkpoint_are_removed(place, scorer):
     ]
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
+def test_damaged_rows_are_named_in_the_error(tmp_path):
+    for row in (
         '{"key": 3}',
         '{"key": "a", "number": 0, "outcome": "[]"}',
         '{"key": "a", "number": 0, "outcome": "{\\"mapping\\": [1]}"}',
         "[]",
         "garbage",
-    ],
-)
-def test_damaged_rows_are_named_in_the_error(place, scorer, row):
-    score(scorer(), ["a"])
-    next((place / "rewards").iterdir()).write_text(row + "\n")
-    with pytest.raises(RewardError, match=r"step_000000_rank_0.jsonl, line 1, is damaged"):
-        score(scorer(), ["a"])
+    ):
+        (tmp_path / "step_000000_rank_0.jsonl").write_text(row + "\n")
+        with pytest.raises(RewardError, match=r"step_000000_rank_0.jsonl, line 1, is damaged"):
+            RewardJournal(tmp_path, 0, None, failures=False).open(0)
 
 
 @pytest.mark.parametrize(
@@ -197,14 +201,6 @@ def test_an_invalid_result_that_stopped_the_run_is_called_again(place, scorer):
     assert score(scorer(), ["a"]).scores.tolist() == [1.0]
 
 
-def test_a_batch_is_journaled_as_a_whole(place, scorer):
-    score(scorer("all_at_once"), ["a", "b"])
-    file = next((place / "rewards").iterdir())
-    file.write_bytes(file.read_bytes()[:-9])  # incomplete
-    assert score(scorer("all_at_once"), ["a", "b"]).scores.tolist() == [3, 4]
-    assert score(scorer("all_at_once"), ["a", "b"]).scores.tolist() == [3, 4]
-
-
 @pytest.mark.parametrize("function", ["score", "all_at_once"])
 def test_kept_failures_are_called_again_if_failures_stop_the_run(place, scorer, function):
     assert score(scorer(function, on_error="zero"), ["bad"]).failed.tolist() == [True]
@@ -214,6 +210,8 @@ def test_kept_failures_are_called_again_if_failures_stop_the_run(place, scorer, 
     assert asked(place) == ["bad"]
 
 
+@pytest.mark.runs
+@pytest.mark.own_run("grpo: its reward function takes no batches")
 def test_a_runner_not_yet_started_journals_a_batch_as_a_whole(place):
     runner = RewardRunner(f"{place}/mine.py:all_at_once", num_processes=1, timeout_s=100.0, memory_bytes=2**29)
     try:

@@ -61,6 +61,13 @@ def late_comparisons(monkeypatch):
         ("6+9i", "9i+6"),
         (r"e^{x^2}", "e^{x^{2}}"),
         ("5!", "120"),
+        (r"6.626\times10^{-34}", r"6.626\times 10^{-34}"),
+        ("10", "10."),
+        ("1000", r"1\,000"),
+        ("7", r"\color{red}{7}"),
+        ("1e-3", "0.001"),
+        ("1.6e-19", r"1.6\times10^{-19}"),
+        ("1/3", "0.333333"),
         ("2^{2^{2^{2}}}", "2^{2^{2^{2}}}"),
     ],
 )
@@ -77,6 +84,8 @@ def test_an_equal_answer_scores_one(truth, answer):
         ("5", "-5"),
         ("5", "5, 6"),
         ("5", "five"),
+        (r"6.626\times10^{-34}", r"1.6\times 10^{-19}"),
+        ("0.0000005", "0.0000001"),
         ("5", ""),
         ("(1,2)", "(2,1)"),
         ("[1,2]", "(1,2)"),
@@ -114,22 +123,16 @@ def test_the_last_box_counts_else_the_answer_that_math_verify_finds(solution, ex
     assert score(solution, "5") == expected
 
 
-@pytest.mark.parametrize("truth", ["5", 5, 5.0, "$5$", "$$5$$", r"\(5\)", r"\[ 5 \]", r"\boxed{5}", r"$\boxed{5}$"])
-def test_ground_truth_may_be_a_number_or_delimited_latex(truth):
-    assert score(r"\boxed{5}", truth) == 1.0
-    assert score(r"\boxed{\frac{10}{2}}", truth) == 1.0
-    assert score(r"\boxed{6}", truth) == 0.0
+def test_ground_truth_may_be_a_number_or_delimited_latex():
+    for truth in ("5", 5, 5.0, "$5$", "$$5$$", r"\(5\)", r"\[ 5 \]", r"\boxed{5}", r"$\boxed{5}$"):
+        assert [score(answer, truth) for answer in (r"\boxed{5}", r"\boxed{\frac{10}{2}}", r"\boxed{6}")] == [1, 1, 0]
+    for truth in ("", "???", r"\frac{", None, ["5"], {"answer": "5"}):
+        with pytest.raises(RewardError, match="the ground truth must be a number or LaTeX"):
+            score(r"\boxed{5}", truth)
 
 
-@pytest.mark.parametrize("truth", ["", "???", r"\frac{", None, ["5"], {"answer": "5"}])
-def test_unparsable_ground_truth_is_an_error(truth):
-    with pytest.raises(RewardError, match="the ground truth must be a number or LaTeX"):
-        score(r"\boxed{5}", truth)
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
+HOSTILE = [
+    *(
         "9**9**9**9",
         "9^9^9",
         "9^{9}^{9}^{9}",
@@ -137,25 +140,15 @@ def test_unparsable_ground_truth_is_an_error(truth):
         "9^{9^9 x}",
         r"9^{\frac{9^{99}}{2}}",
         "((9^{999})^{999})^{999}",
-        "9^{(9)^{99}}",
-        r"x^{\left(9^{99}\right)}",
-        "9^{99999999}",
-        "99999999!",
-        "(9!)!",
-        "9!!!",
-        r"(99 \cdot 99 \cdot 99 \cdot 99)!",
-        r"\binom{99999999}{44444444}",
-        "1e999999999",
-        "1" * 250,
-        "(" * 140 + "1" + ")" * 140,
-        "{" * 140 + "1" + "}" * 140,
-        r"\sqrt{" * 40 + "1" + "}" * 40,
-        "1" * 100_000,
-        "+1" * 50_000,
-        r"\Gamma(99999999)",
-        r"\Gamma((9999)(9999))",
-    ],
-)
+    ),
+    *("9^{(9)^{99}}", r"x^{\left(9^{99}\right)}", "9^{99999999}", "99999999!", "(9!)!", "9!!!", "1e999999999"),
+    *(r"(99 \cdot 99 \cdot 99 \cdot 99)!", r"\binom{99999999}{44444444}", r"\Gamma(99999999)", r"\Gamma((9999)(9999))"),
+    *("1" * 250, "(" * 140 + "1" + ")" * 140, "{" * 140 + "1" + "}" * 140, r"\sqrt{" * 40 + "1" + "}" * 40),
+    *("1" * 100_000, "+1" * 50_000),
+]
+
+
+@pytest.mark.parametrize("answer", HOSTILE, ids=range(len(HOSTILE)))
 def test_a_hostile_answer_scores_zero_without_the_time_limit(answer, late_comparisons):
     assert score(rf"\boxed{{{answer}}}", "5") == 0.0
     assert score(f"The answer is ${answer}$", "5") == 0.0
@@ -167,10 +160,10 @@ def test_timeout_interrupts_a_slow_comparison(late_comparisons):
     assert late_comparisons == [0.3]
 
 
-@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf"), "5", True])
-def test_an_invalid_timeout_is_an_error(timeout_s):
-    with pytest.raises(RewardError, match=r"timeout_s=.* must be more than 0 seconds, and at most 86400"):
-        score(r"\boxed{5}", "5", timeout_s=timeout_s)
+def test_an_invalid_timeout_is_an_error():
+    for timeout_s in (0, -1.0, float("nan"), float("inf"), "5", True):
+        with pytest.raises(RewardError, match=r"timeout_s=.* must be more than 0 seconds, and at most 86400"):
+            score(r"\boxed{5}", "5", timeout_s=timeout_s)
 
 
 @pytest.mark.timeout(120)
@@ -193,21 +186,3 @@ def test_a_vote_is_the_content_of_the_last_box():
     assert boxed_answer("none") is None
     assert boxed_answer(r"\boxed{}") is None
     assert boxed_answer(rf"\boxed{{{'1' * 301}}}") is None
-
-
-@pytest.mark.parametrize(
-    ("truth", "boxed", "score"),
-    [
-        (r"6.626\times10^{-34}", r"1.6\times 10^{-19}", 0.0),
-        (r"6.626\times10^{-34}", r"6.626\times 10^{-34}", 1.0),
-        ("0.0000005", "0.0000001", 0.0),
-        ("10", "10.", 1.0),
-        ("1000", r"1\,000", 1.0),
-        ("7", r"\color{red}{7}", 1.0),
-        ("1e-3", "0.001", 1.0),
-        ("1.6e-19", r"1.6\times10^{-19}", 1.0),
-        ("1/3", "0.333333", 1.0),
-    ],
-)
-def test_small_numbers_spaces_and_other_notations(truth, boxed, score):
-    assert math_reward("math", rf"so \boxed{{{boxed}}}", truth) == score

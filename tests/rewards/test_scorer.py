@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hybridflow.errors import RewardError
-from hybridflow.rewards import REWARDS, RewardScorer
+from hybridflow.rewards import RewardScorer
 
 COUNTDOWN = {"target": 5, "numbers": [2, 3]}
 
@@ -23,10 +23,6 @@ def test_data_source_chooses_the_function_of_each_row_by_default():
     assert (result.extras, result.failed.tolist()) == ([{}] * 4, [False] * 4)
 
 
-def test_the_table_has_the_data_sources_that_prepare_writes():
-    assert {"countdown", "multiplication", "openai/gsm8k"} <= set(REWARDS)
-
-
 def test_a_user_function_gets_the_four_keyword_arguments():
     seen = []
 
@@ -40,9 +36,19 @@ def test_a_user_function_gets_the_four_keyword_arguments():
     assert seen[1]["extra_info"] == {}
 
 
-@pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), np.int64(1), np.bool_(True), Fraction(1), {"score": 1}])
-def test_numbers_of_many_types_are_scores(value):
-    assert RewardScorer(lambda **row: value).score(["s"], ["x"], ["1"]).scores.tolist() == [1.0]
+def test_numbers_of_many_types_are_scores():
+    for value in (
+        1,
+        1.0,
+        True,
+        np.float32(1),
+        np.int64(1),
+        np.bool_(True),
+        Fraction(1),
+        torch.tensor(1.0),
+        {"score": 1},
+    ):
+        assert RewardScorer(lambda value=value, **row: value).score(["s"], ["x"], ["1"]).scores.tolist() == [1.0]
 
 
 def test_other_numbers_of_a_dict_become_extras():
@@ -83,16 +89,6 @@ def test_an_invalid_score_stops_and_shows_the_sample_and_the_value(value):
     for part in ("data_source: 'mine'", "prompt: 'what is 7?'", "solution: 'because 7'", "ground_truth: {'target': 7}"):
         assert part in message
     assert RewardScorer(my_reward, on_error="zero").score(["s"], ["x"], ["1"]).num_errors == 1
-
-
-@pytest.mark.parametrize(
-    "value", [1, 1.0, True, np.float32(1), np.bool_(True), torch.tensor(1.0), {"score": np.int64(1)}]
-)
-def test_a_number_of_any_type_is_a_score(value):
-    def reward(**row):
-        return value
-
-    assert RewardScorer(reward).score(["s"], ["x"], ["1"]).scores.tolist() == [1.0]
 
 
 def test_an_exception_stops_and_shows_the_sample():

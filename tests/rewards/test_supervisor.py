@@ -15,9 +15,15 @@ import pytest
 from hybridflow.errors import RewardError
 from hybridflow.rewards import RewardRunner, supervisor
 
+pytestmark = [
+    pytest.mark.runs,
+    pytest.mark.own_run("grpo: its reward function leaves no process"),
+    pytest.mark.timeout(300),
+]
+
 KINDS = ("child", "session", "double fork", "chain", "stopped")
 FUNCTIONS = """
-import ctypes, os, signal, sys, time
+import ctypes, os, signal, sys, tempfile, time
 
 def stay(directory, kind):
     open(os.path.join(directory, f"{kind} {os.getpid()}"), "w").close()
@@ -41,6 +47,10 @@ def leave(directory, kind):
     stay(directory, kind)
 
 def score(data_source, solution_str, ground_truth, extra_info):
+    folder = tempfile.mkdtemp()
+    with open(os.path.join(folder, "large"), "wb") as file:
+        file.write(bytes(2**20))
+    os.mkdir(os.path.join(folder, "locked"), 0)
     before = len(os.listdir(ground_truth))  # of a first try
     for kind in extra_info["kinds"]:
         leave(ground_truth, kind)
@@ -55,20 +65,24 @@ def score(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "stop the supervisor":
         os.kill(os.getppid(), signal.SIGSTOP)
         time.sleep(1000)
+    if solution_str == "kill the supervisor":
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(1000)
     if solution_str == "crash":
         ctypes.string_at(0)
-    return 1.0
+    return os.listdir(tempfile.gettempdir()).index(os.path.basename(folder))
 """
 NUM_LEFT = len(KINDS) + 3  # the chain has four
 
 LATE = "took longer than reward.timeout_s=3.0"
 ENDS = [
     ("return", None, ""),
-    pytest.param("hang", "timeout", LATE, id="hang", marks=pytest.mark.slow),
-    pytest.param("stop the supervisor", "timeout", LATE, id="stop the supervisor", marks=pytest.mark.slow),
-    ("exit", "died", "ended its process: exit status 3"),
+    pytest.param("hang", "timeout", LATE, id="hang", marks=pytest.mark.exhaustive),
+    pytest.param("stop the supervisor", "timeout", LATE, id="stop the supervisor", marks=pytest.mark.exhaustive),
     ("kill", "died", "ended its process: killed by SIGKILL"),
-    ("crash", "died", "ended its process: killed by SIGSEGV"),
+    ("kill the supervisor", "died", "ended its process: killed by SIGKILL"),
+    pytest.param("exit", "died", "ended its process: exit status 3", marks=pytest.mark.exhaustive),
+    pytest.param("crash", "died", "ended its process: killed by SIGSEGV", marks=pytest.mark.exhaustive),
 ]
 
 
@@ -81,13 +95,6 @@ def directory(tmp_path):
     for pid in pids(directory):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-@pytest.fixture
-def file(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text(FUNCTIONS)
-    return path
 
 
 def pids(directory: Path) -> list[int]:
@@ -116,26 +123,37 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-@pytest.mark.timeout(300)
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """Make the temporary directory of this process and of those that it starts."""
+    path = tmp_path / "temporary"
+    path.mkdir()
+    monkeypatch.setenv("TMPDIR", str(path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return path
+
+
 @pytest.mark.parametrize(("end", "kind", "problem"), ENDS)
-def test_no_process_of_a_function_stays(file, directory, end, kind, problem):
-    timeout_s = 3.0 if kind == "timeout" else 200.0
-    runner = RewardRunner(f"{file}:score", num_processes=1, timeout_s=timeout_s, memory_bytes=0)
+def test_no_process_and_no_file_of_a_function_stays(runner, directory, temporary, end, kind, problem):
+    scores = runner(timeout_s=3.0 if kind == "timeout" else 200.0, memory_bytes=0)
+    num_left = 0 if end == "kill the supervisor" else NUM_LEFT
     with subprocess.Popen(["sleep", "1000"]) as other:
         try:
-            (outcome,) = runner.run([(0, sample(directory, end))])
-            runner.close()
+            (outcome,) = scores.run([(0, sample(directory, end, KINDS if num_left else (), num_left))])
+            if kind is not None:
+                assert os.listdir(temporary) == []
+            scores.close()
             assert (outcome.kind, outcome.problem) == (kind, problem)
-            assert_gone(directory, NUM_LEFT * (2 if kind == "died" else 1))  # a sample whose process died is retried
+            assert_gone(directory, num_left * (2 if kind == "died" else 1))  # a sample whose process died is retried
+            assert os.listdir(temporary) == []
             assert other.poll() is None
         finally:
             other.kill()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_no_process_of_a_function_stays_after_a_killed_run(file, directory, number):
+def test_no_process_and_no_file_of_a_function_stays_after_a_killed_run(file, directory, temporary, number):
     program = f"""
 from hybridflow.rewards import RewardRunner
 runner = RewardRunner({f"{file}:score"!r}, num_processes=1, timeout_s=None, memory_bytes=0)
@@ -145,8 +163,28 @@ runner.run([(0, {sample(directory, "hang")!r})])
         while len(pids(directory)) < NUM_LEFT:
             assert run.poll() is None
             time.sleep(0.05)
+        assert os.listdir(temporary) != []
         run.send_signal(number)
     assert_gone(directory)
+    wait_until_empty(temporary)
+
+
+def wait_until_empty(folder):
+    deadline = time.monotonic() + 100
+    while os.listdir(folder):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_nothing_stays_when_the_child_of_the_rank_is_killed(runner, directory, temporary):
+    """As Ray kills the children of a worker that exits."""
+    before = psutil.Process().children()
+    runner(memory_bytes=0).run([(0, sample(directory, "return"))])
+    (child,) = [process for process in psutil.Process().children() if process not in before]
+    assert os.listdir(temporary) != []
+    child.kill()
+    assert_gone(directory)
+    wait_until_empty(temporary)
 
 
 def test_children_are_found_without_the_file_of_children():
@@ -174,113 +212,19 @@ def score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_process_that_replaces_itself_all_the_time_is_killed(file, tmp_path):
+@pytest.mark.exhaustive
+def test_a_process_that_replaces_itself_all_the_time_is_killed(runner, file, tmp_path):
     file.write_text(HOPPING)
     heartbeat = tmp_path / "heartbeat"
-    runner = RewardRunner(f"{file}:score", num_processes=1, timeout_s=200.0, memory_bytes=0)
-    (outcome,) = runner.run([(0, sample(heartbeat, "x"))])
+    scores = runner(memory_bytes=0)
+    (outcome,) = scores.run([(0, sample(heartbeat, "x"))])
     assert outcome.result == 1.0
     while not heartbeat.exists():
         time.sleep(0.01)
-    runner.close()
+    scores.close()
     last = heartbeat.read_text()
     time.sleep(1.0)
     assert heartbeat.read_text() == last
-
-
-FILES = """
-import os, signal, subprocess, tempfile, time
-
-def score(data_source, solution_str, ground_truth, extra_info):
-    directory = tempfile.mkdtemp()
-    with open(os.path.join(directory, "large"), "wb") as file:
-        file.write(bytes(2**20))
-    os.mkdir(os.path.join(directory, "locked"), 0)
-    open(ground_truth, "w").close()
-    if solution_str == "hang":
-        time.sleep(1000)
-    if solution_str == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if solution_str == "kill the supervisor":
-        os.kill(os.getppid(), signal.SIGKILL)
-        time.sleep(1000)
-    return os.listdir(tempfile.gettempdir()).index(os.path.basename(directory))
-"""
-
-
-@pytest.fixture
-def temporary(tmp_path, monkeypatch):
-    """Make the temporary directory of this process and of those that it starts."""
-    path = tmp_path / "temporary"
-    path.mkdir()
-    monkeypatch.setenv("TMPDIR", str(path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    return path
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("end", "kind"),
-    [
-        ("return", None),
-        ("kill", "died"),
-        ("kill the supervisor", "died"),
-        pytest.param("hang", "timeout", marks=pytest.mark.slow),
-    ],
-)
-def test_no_temporary_file_of_a_function_stays(file, tmp_path, temporary, end, kind):
-    file.write_text(FILES)
-    timeout_s = 5.0 if end == "hang" else 200.0
-    runner = RewardRunner(f"{file}:score", num_processes=1, timeout_s=timeout_s, memory_bytes=0)
-    (outcome,) = runner.run([(0, sample(tmp_path / "ready", end))])
-    assert outcome.kind == kind
-    assert (tmp_path / "ready").exists()
-    if kind is not None:
-        assert os.listdir(temporary) == []
-    runner.close()
-    assert os.listdir(temporary) == []
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_no_temporary_file_of_a_function_stays_after_a_killed_run(file, tmp_path, temporary, number):
-    file.write_text(FILES)
-    program = f"""
-from hybridflow.rewards import RewardRunner
-runner = RewardRunner({f"{file}:score"!r}, num_processes=1, timeout_s=None, memory_bytes=0)
-runner.run([(0, {sample(tmp_path / "ready", "hang")!r})])
-"""
-    with subprocess.Popen([sys.executable, "-c", program]) as run:
-        while not (tmp_path / "ready").exists():
-            assert run.poll() is None
-            time.sleep(0.05)
-        assert os.listdir(temporary) != []
-        run.send_signal(number)
-    wait_until_empty(temporary)
-
-
-def wait_until_empty(folder):
-    deadline = time.monotonic() + 100
-    while os.listdir(folder):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-@pytest.mark.timeout(300)
-def test_nothing_stays_when_the_child_of_the_rank_is_killed(file, directory, temporary):
-    """As Ray kills the children of a worker that exits."""
-    before = psutil.Process().children()
-    runner = RewardRunner(f"{file}:score", num_processes=1, timeout_s=200.0, memory_bytes=0)
-    runner.run([(0, sample(directory, "return"))])
-    (child,) = [process for process in psutil.Process().children() if process not in before]
-    assert os.listdir(temporary) != []
-    child.kill()
-    assert_gone(directory)
-    wait_until_empty(temporary)
-    runner.close()
 
 
 HANGING_PROGRAM = (
@@ -288,8 +232,7 @@ HANGING_PROGRAM = (
 )
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.exhaustive
 def test_a_killed_reward_process_leaves_no_directory_of_a_program(temporary):
     kwargs = {"timeout_s": 500.0, "total_timeout_s": 500.0}
     name = "hybridflow.rewards:code_reward"
@@ -301,8 +244,7 @@ def test_a_killed_reward_process_leaves_no_directory_of_a_program(temporary):
     assert os.listdir(temporary) == []
 
 
-def test_a_temporary_directory_that_cannot_be_used_is_an_error(file, tmp_path, monkeypatch):
+def test_a_temporary_directory_that_cannot_be_used_is_an_error(runner, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-    runner = RewardRunner(f"{file}:score", num_processes=1, timeout_s=200.0, memory_bytes=0)
     with pytest.raises(RewardError, match=r"cannot be made: .*missing/hybridflow-reward-.*set TMPDIR to a directory"):
-        runner.run([(0, sample(tmp_path, "return"))])
+        runner().run([(0, sample(tmp_path, "return"))])

@@ -82,11 +82,3 @@ def test_a_function_that_cannot_be_loaded_is_rejected_with_the_fix(reward_file, 
     with pytest.raises(RewardError) as error:
         load_reward_function(name.format(file=reward_file))
     assert message in str(error.value)
-
-
-@pytest.mark.parametrize("code", ["1 / 0", "def f(:", "import sys; sys.exit(3)"])
-def test_a_file_that_fails_on_import_is_rejected(tmp_path, code):
-    path = tmp_path / "bad.py"
-    path.write_text(code)
-    with pytest.raises(RewardError, match=r"running .*bad.py failed: (ZeroDivisionError|SyntaxError|SystemExit)"):
-        load_reward_function(f"{path}:f")

@@ -8,9 +8,9 @@ import time
 import pytest
 
 from hybridflow.errors import RewardConfigError, RewardError
-from hybridflow.rewards import RewardRunner, RewardScorer
+from hybridflow.rewards import RewardScorer
 
-pytestmark = pytest.mark.slow
+in_processes = pytest.mark.own_run("grpo: its reward function does not fail")
 
 EVIL = """
 import asyncio, os, signal, sys, time
@@ -57,53 +57,31 @@ class Chameleon:
 
 RAISED = [
     # name, what the function does, what the error says
-    ("KeyboardInterrupt", "raise KeyboardInterrupt", r"raised KeyboardInterrupt: +at .*mine\.py:\d+, in case_0"),
-    ("GeneratorExit", "raise GeneratorExit('x')", r"raised GeneratorExit: x at"),
+    ("KeyboardInterrupt", "raise KeyboardInterrupt", r"raised KeyboardInterrupt: +at .*mine\.py:\d+, in score"),
     ("SystemExit", "sys.exit(0)", r"raised SystemExit: 0 at"),
     ("StopIteration", "raise StopIteration", r"raised (StopIteration|RuntimeError: coroutine raised StopIteration)"),
-    ("StopAsyncIteration", "raise StopAsyncIteration", r"raised (RuntimeError: .*)?StopAsyncIteration"),
     ("CancelledError", "raise asyncio.CancelledError", r"raised CancelledError"),
     ("a BaseException of its own", "raise Own('x')", r"raised Own: x at"),
-    (
-        "an exception without text",
-        "raise Mute",
-        r"raised Mute: \(its text is missing: __str__ raised KeyboardInterrupt\)",
-    ),
-    ("a text that cannot be formatted", "raise Proud", r"an exception that cannot be shown \(showing it raised Own\)"),
+    ("an exception without text", "raise Mute", r"raised Mute: \(its text is missing: __str__ raised"),
+    ("a text that cannot be formatted", "raise Proud", r"an exception that cannot be shown \(showing it raised"),
     ("a class without a name", "raise Anonymous", r"an exception that cannot be shown \(showing it raised Own\)"),
     ("a text of 10 MB", "raise ValueError('x' * 10**7)", r"raised ValueError: x{1900}"),
     ("lone surrogates", "raise ValueError('\\ud800')", r"raised ValueError: \\?.* at"),
     ("endless recursion", "return score(**sample)", r"raised RecursionError|exceeded"),
-    ("no number", "return 'good'", r"returned 'good', which is not a finite number or a dict with a 'score'"),
-    ("None", "return None", r"returned None, which is not a finite number"),
     ("NaN", "return float('nan')", r"returned nan, which is not a finite number"),
-    ("infinity", "return float('-inf')", r"returned -inf, which is not a finite number"),
-    ("beyond float32", "return 1e39", r"returned 1e\+39, which is not a finite number"),
-    ("an integer of 500 digits", "return 10**500", r"returned 1000000.*which is not a finite number"),
     ("an integer of 5,000 digits", "return 10**5000", r"raised ValueError: Exceeds the limit"),
-    ("a list", "return [1.0]", r"returned \[1\.0\], which is not a finite number"),
     ("a nested list", "return [[1.0]]", r"returned \[\[1\.0\]\], which is not a finite number"),
-    ("no score in the dict", "return {'reward': 1.0}", r"whose 'score' is missing or not a finite number"),
-    ("NaN beside the score", "return {'score': 1.0, 'x': float('nan')}", r"whose 'x' is not finite"),
-    ("a score of text", "return {'score': '1'}", r"whose 'score' is missing or not a finite number"),
-    ("an empty dict", "return {}", r"whose 'score' is missing"),
     ("an object without repr", "return Shy()", r"raised Own"),
-    ("an object without repr in a dict", "return {'score': Shy()}", r"raised Own"),
     ("a key without repr", "return {Shy(): 1.0}", r"raised Own"),
     ("a number that cannot be converted", "return Float(1.0)", r"raised Own"),
     ("a dict that cannot be read", "return Table(score=1.0)", r"raised Own"),
     ("an object without a class", "return Chameleon()", r"raised Own"),
-    ("a function", "return score", r"returned <function score at .*which is not a finite number"),
-    ("a class", "return float", r"returned <class 'float'>, which is not a finite number"),
-    ("bytes", "return b'1'", r"returned b'1', which is not a finite number"),
 ]
 
 ENDED = [
     # name, what the function does in a process of its own, what the error says
     ("os._exit", "os._exit(5)", r"ended its process: exit status 5"),
     ("a signal to itself", "os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(99)", r"process: killed by SIGTERM"),
-    ("a signal to its group", "os.killpg(0, signal.SIGKILL)", r"ended its process: killed by SIGKILL"),
-    ("abort", "os.abort()", r"ended its process: killed by SIGABRT"),
     ("exec", "os.execv('/bin/true', ['true'])", r"ended its process: exit status 0"),
     ("no descriptors", "os.closerange(3, 999)", r"ended its process: exit status"),
     ("a loop", "while True: pass", r"took longer than reward\.timeout_s=1\.0"),
@@ -115,23 +93,16 @@ ENDED = [
     ),
     ("a killed supervisor", "os.kill(os.getppid(), signal.SIGKILL)\n    time.sleep(99)", r"process: killed by SIGKILL"),
     ("memory without end", "kept = []\n    while True: kept.append(bytes(10**7))", r"raised MemoryError|MemoryError"),
-    ("small memory without end", "kept = []\n    while True: kept.append([kept])", r"MemoryError|ended its process"),
     ("a text of 300 MB", "return 'x' * 3 * 10**8", r"MemoryError|has 300000\d* bytes as JSON, more than 268435456"),
 ]
 
 IMPORTED = [
     # name, code of the file, what the error says
     ("a syntax error", "def score(:", r"running .*mine\.py failed: SyntaxError"),
-    (
-        "NUL bytes",
-        "\0",
-        r"running .*mine\.py failed: (SyntaxError|ValueError): source code (string|cannot).*null bytes",
-    ),
-    ("an exception", "1 / 0", r"running .*mine\.py failed: ZeroDivisionError: division by zero"),
-    ("an import that fails", "import no_such_module", r"failed: ModuleNotFoundError: No module named 'no_such_module'"),
+    ("NUL bytes", "\0", r"running .*mine\.py failed: (SyntaxError|ValueError): source code (string|cannot).*null"),
+    ("an import that fails", "import no_such_module", r"failed: ModuleNotFoundError: No module named"),
     ("sys.exit", "import sys; sys.exit(0)", r"failed: SystemExit: 0"),
     ("KeyboardInterrupt", "raise KeyboardInterrupt", r"failed: KeyboardInterrupt: "),
-    ("GeneratorExit", "raise GeneratorExit", r"failed: GeneratorExit: "),
     ("a BaseException of its own", "class Own(BaseException): pass\nraise Own('x')", r"failed: Own: x"),
     (
         "an exception without text",
@@ -141,39 +112,21 @@ IMPORTED = [
     ("a text of 10 MB", "raise ValueError('x' * 10**7)", r"failed: ValueError: x{1900}"),
     ("no function", "score = 3", r"has no function 'score'; it has no functions"),
     ("endless recursion", "def f(): f()\nf()", r"failed: RecursionError"),
-    (
-        "wrong arguments",
-        "def score(x): pass",
-        r"is score\(x\), but it is called with the keyword arguments data_source",
-    ),
+    ("wrong arguments", "def score(x): pass", r"is score\(x\), but it is called with the keyword arguments"),
 ]
+
 IMPORTED_ALONE = [
     ("os._exit", "import os; os._exit(5)", r"the import of reward function '.*' ended its process: exit status 5"),
     ("a crash", "import ctypes; ctypes.string_at(0)", r"ended its process: killed by SIGSEGV"),
-    ("a loop", "while True: pass", r"the import of reward function '.*mine\.py:score' took longer than 2 s, the limit"),
+    ("a loop", "while True: pass", r"the import of reward function '.*mine\.py:score' took longer than 2 s, the"),
     ("memory without end", "kept = []\nwhile True: kept.append(bytes(10**7))", r"mine\.py failed: MemoryError"),
-    ("small memory without end", "kept = []\nwhile True: kept.append([kept])", r"MemoryError|ended its process"),
     ("a stopped process", "import os; os.kill(os.getpid(), 19)", r"took longer than 2 s, the limit for starting"),
 ]
 
 
-@pytest.fixture
-def file(tmp_path):
-    return tmp_path / "mine.py"
-
-
-@pytest.fixture
-def runner(file):
-    built = []
-
-    def build(**changes):
-        settings = {"num_processes": 1, "timeout_s": 200.0, "memory_bytes": 2**28} | changes
-        built.append(RewardRunner(f"{file}:score", **settings))
-        return built[-1]
-
-    yield build
-    for each in built:
-        each.close()
+def cases(table):
+    """Return the columns of a table without its names."""
+    return [case[1:] for case in table]
 
 
 def ids(table):
@@ -183,73 +136,72 @@ def ids(table):
 def source(body, form="def"):
     if form == "batch":
         return f"{EVIL}\ndef score(data_sources, solution_strs, ground_truths, extra_infos):\n    {body}\n"
-    return f"{EVIL}\n{form} score(**sample):\n    {body}\n"
+    wait = "await " if form == "async def" else ""
+    return f"{EVIL}\n{form} score(**sample):\n    {body.replace('score(**', f'{wait}score(**')}\n"
 
 
-def assert_fails(scorer, message, solution="a"):
+def assert_fails(scorer, message):
     with pytest.raises(RewardError) as error:
-        scorer.score([solution], ["d"], [None])
+        scorer.score(["a"], ["d"], [None])
     assert re.search(message, str(error.value)), str(error.value)[:2000]
     assert "The sample:" in str(error.value)
     assert len(str(error.value)) < 5000
 
 
-@pytest.fixture(scope="module", params=["def", "async def"])
-def scorers(request, tmp_path_factory):
-    """Return scorers that call the function of a case, in a process and in the rank, by the number in the response."""
-    form, wait = request.param, "await " if "async" in request.param else ""
-    code = [EVIL]
-    for number, (_, body, _) in enumerate(RAISED):
-        body = body.replace("return score(", f"return {wait}score(")
-        code.append(f"{form} case_{number}(**sample):\n    {body}\n")
-    code.append(f"{form} score(**sample):\n    return {wait}globals()['case_' + sample['solution_str']](**sample)\n")
-    file = tmp_path_factory.mktemp("raising") / "mine.py"
-    file.write_text("\n".join(code))
-    runner = RewardRunner(f"{file}:score", num_processes=1, timeout_s=200.0, memory_bytes=2**28)
-    yield RewardScorer(runner=runner), RewardScorer(f"{file}:score")
-    runner.close()
+@pytest.mark.parametrize("form", ["def", "async def"])
+@pytest.mark.parametrize(("body", "message"), cases(RAISED), ids=ids(RAISED))
+def test_whatever_a_function_raises_or_returns_is_its_failure(file, form, body, message):
+    file.write_text(source(body, form))
+    assert_fails(RewardScorer(f"{file}:score"), message)
 
 
-@pytest.mark.parametrize(
-    ("number", "message"), [(str(number), case[2]) for number, case in enumerate(RAISED)], ids=ids(RAISED)
-)
-def test_whatever_a_function_raises_or_returns_is_its_failure(scorers, number, message):
-    for scorer in scorers:
-        assert_fails(scorer, message, number)
+@pytest.mark.runs
+@in_processes
+@pytest.mark.sampled
+@pytest.mark.parametrize("form", ["def", "async def"])
+@pytest.mark.parametrize(("body", "message"), cases(RAISED), ids=ids(RAISED))
+def test_whatever_a_function_raises_in_a_process_is_its_failure(file, runner, form, body, message):
+    file.write_text(source(body, form))
+    assert_fails(RewardScorer(runner=runner()), message)
 
 
-@pytest.mark.parametrize("error", ["KeyboardInterrupt", "GeneratorExit", "Own", "SystemExit"])
+@pytest.mark.runs
+@in_processes
+@pytest.mark.parametrize("error", ["KeyboardInterrupt", "Own"])
 def test_whatever_a_batch_function_raises_is_its_failure(file, runner, error):
     file.write_text(source(f"raise {error}('x')", "batch"))
     assert_fails(RewardScorer(runner=runner()), f"raised {error}: x at")
     assert_fails(RewardScorer(f"{file}:score"), f"raised {error}: x at")
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(("body", "message"), [case[1:] for case in ENDED], ids=ids(ENDED))
+@pytest.mark.runs
+@in_processes
+@pytest.mark.parametrize(("body", "message"), cases(ENDED), ids=ids(ENDED))
 def test_a_function_that_ends_its_process_is_a_failed_sample(file, runner, body, message):
     file.write_text(source(body))
-    timeout_s = 1.0 if "timeout" in message or "tim" in message else 200.0
-    assert_fails(RewardScorer(runner=runner(timeout_s=timeout_s)), message)
+    timeout_s = 1.0 if "reward\\.tim" in message else 200.0
+    assert_fails(RewardScorer(runner=runner(timeout_s=timeout_s, memory_bytes=2**28)), message)
 
 
-@pytest.mark.parametrize(("code", "message"), [case[1:] for case in IMPORTED], ids=ids(IMPORTED))
-def test_a_file_that_cannot_be_imported_is_one_error(file, runner, code, message):
+@pytest.mark.parametrize(("code", "message"), cases(IMPORTED), ids=ids(IMPORTED))
+def test_a_file_that_cannot_be_imported_is_one_error(file, code, message):
     file.write_text(code)
-    for load in (runner().start, lambda: RewardScorer(f"{file}:score")):
-        with pytest.raises(RewardConfigError, match=message) as error:
-            load()
-        assert len(str(error.value)) < 5000
+    with pytest.raises(RewardConfigError, match=message) as error:
+        RewardScorer(f"{file}:score")
+    assert len(str(error.value)) < 5000
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(("code", "message"), [case[1:] for case in IMPORTED_ALONE], ids=ids(IMPORTED_ALONE))
+@pytest.mark.runs
+@in_processes
+@pytest.mark.sampled
+@pytest.mark.parametrize(("code", "message"), cases(IMPORTED + IMPORTED_ALONE), ids=ids(IMPORTED + IMPORTED_ALONE))
 def test_a_file_that_ends_its_process_at_import_is_one_error(file, runner, monkeypatch, code, message):
     if "2 s" in message:
         monkeypatch.setattr("hybridflow.rewards.runner.START_TIMEOUT_S", 2.0)
     file.write_text(code)
-    with pytest.raises(RewardError, match=message):
-        runner(timeout_s=None).start()
+    with pytest.raises(RewardError, match=message) as error:
+        runner(timeout_s=None, memory_bytes=2**28).start()
+    assert len(str(error.value)) < 5000
 
 
 def test_a_file_that_loops_at_import_is_one_error_in_the_rank_too(file, monkeypatch):
