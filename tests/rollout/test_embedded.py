@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from fixtures.rollouts import Broken, breaks_at, requests, serve, weights_of
+from fixtures.rollouts import Broken, breaks_at, requests, serve
 from hybridflow.config import MemoryConfig, ModelConfig, OptimizerConfig
 from hybridflow.engines import TorchEngine
 from hybridflow.errors import RolloutConfigError, RolloutError
@@ -175,20 +175,6 @@ def test_packed_weights_change_no_token_and_exist_while_sequences_run(tiny_model
 # ------------------------------------------------------------------------------------------ errors
 
 
-def test_regenerated_tokens_carry_the_new_version(tiny_model, monkeypatch):
-    engine, other = (EmbeddedRollout(load_causal_lm(tiny_model(seed=seed))) for seed in (0, 1))
-    request = Request(0, [5, 6], SamplingParams(4))
-    expected = generate(other, [request])[0]
-    engine.submit(request)
-    with monkeypatch.context() as patch:
-        patch.setattr(DecodingBatch, "advance", breaks_at(DecodingBatch.advance, 0))
-        with pytest.raises(Broken):
-            engine.step()
-    load_weights(engine, other.model.named_parameters(), version=7)
-    (completion,) = serve(engine)
-    assert (completion.token_ids, completion.versions) == (expected.token_ids, [7] * 4)
-
-
 @pytest.mark.parametrize("paged", [False, True])
 def test_repeated_sequence_may_outlive_its_request_after_new_weights(tiny_model, paged):
     engine, other = (EmbeddedRollout(load_causal_lm(tiny_model(seed=seed)), paged=paged) for seed in (0, 1))
@@ -218,32 +204,6 @@ def test_repeated_sequence_may_outlive_its_request_after_new_weights(tiny_model,
     assert sorted((c.request_id, c.index) for c in serve(engine)) == [(1, 0), (2, 0)]
     again = [Request(0, [9], SamplingParams(4), 2, (7,))]
     assert ids_of(generate(engine, again)) == ids_of(generate(other, again))
-
-
-def test_failed_generate_leaves_the_engine_idle(tiny_model):
-    engine, wanted = EmbeddedRollout(load_causal_lm(tiny_model())), requests(SamplingParams(6))
-    expected = generate(engine, wanted)
-    decode = engine._forward.decode
-    engine._forward.decode = breaks_at(decode, 2)
-    with pytest.raises(Broken):
-        generate(engine, wanted)
-    assert not engine.has_unfinished()
-    engine._forward.decode = decode
-    assert generate(engine, wanted) == expected
-
-
-def test_tokens_are_equal_after_non_finite_weights_are_replaced(tiny_model):
-    engine, request = EmbeddedRollout(load_causal_lm(tiny_model())), Request(0, [5, 6], SamplingParams(6))
-    expected = generate(engine, [request])[0].token_ids
-    good = weights_of(tiny_model(), torch.float32)
-    bad = {name: torch.full_like(weight, torch.nan) for name, weight in good.items()}
-    engine.submit(request)
-    engine.step()
-    load_weights(engine, bad.items(), version=1)
-    with pytest.raises(RolloutError, match="not finite"):
-        engine.step()
-    load_weights(engine, good.items(), version=2)
-    assert serve(engine)[0].token_ids == expected
 
 
 def test_non_contiguous_weights_give_equal_tokens(tiny_model):

@@ -127,30 +127,6 @@ def test_request_that_lost_its_pages_restarts_with_equal_tokens(directory):
     assert recorded.num_restarts > 0
 
 
-@pytest.mark.exhaustive  # test_operations.py loads weights and lacks pages too
-@pytest.mark.parametrize("loads", [{1: 1, 20: 2}, {0: 1, 1: 2}, {30: 1, 31: 2}, dict.fromkeys(range(1, 300, 7), 2)])
-def test_every_token_has_the_log_prob_of_its_version_if_pages_run_out(tiny_model, loads):
-    paths = [tiny_model("qwen2", seed=seed, max_position_embeddings=256) for seed in range(3)]
-    models = [load_causal_lm(path, torch.float64) for path in paths]
-    engine = paged(paths[0], kv_cache_bytes=(22 + SCRATCH) * PAGE_BYTES)
-    wanted = [Request(i, [5 + i] * 40, SamplingParams(80), 4, (0, i)) for i in range(4)]
-
-    def load(step):
-        if step in loads:
-            load_weights(engine, models[loads[step]].named_parameters(), version=loads[step])
-            engine.retract()
-
-    done = serve(engine, wanted, load)
-    assert [(c.request_id, c.index) for c in done] == [(i, index) for i in range(4) for index in range(4)]
-    for c in done:
-        assert c.versions == sorted(c.versions)
-        for version in set(c.versions):
-            prompt = list(wanted[c.request_id].prompt_ids)
-            expected = EmbeddedRollout(models[version]).log_probs([[*prompt, *c.token_ids]])[0][len(prompt) - 1 :]
-            for found, own, of_token in zip(c.log_probs, expected, c.versions, strict=True):
-                assert of_token != version or found == pytest.approx(own, abs=1e-9)
-
-
 def test_group_that_memory_never_holds_is_an_error(directory, monkeypatch):
     engine = paged(directory, kv_cache_bytes=(12 + SCRATCH) * PAGE_BYTES)
     message = (

@@ -110,8 +110,9 @@ def test_wrong_slices_are_errors_and_a_later_sync_succeeds(run):
 
 
 def test_slices_are_those_that_the_loaders_of_vllm_read(tiny_model, monkeypatch):
-    from fixtures.vllm_engines import lend_engine
     from vllm.model_executor.parameter import RowvLLMParameter
+
+    from fixtures.vllm_engines import lend_engine
 
     engine = lend_engine(tiny_model("qwen2"))
     wanted = [Request(0, [5, 6, 7], SamplingParams(8, temperature=1.0), 2, (0, 0))]

@@ -1,8 +1,8 @@
 """One rank of a trainer whose ranks share vLLM engines, and sync weights as slices.
 
-Usage: `vllm_slices_rank.py RANK WORLD_SIZE STORE MODEL TRAINER_TENSOR ROLLOUT_TENSOR DTYPE OUTPUT [UNSEEDED]`. Writes to
-`OUTPUT/<rank>.json`: the boxes that vLLM loads, bytes, names of tensors of vLLM that differ from those after a sync of
-whole weights, the errors of planted bugs, and what the engine generates with and without seeds.
+Usage: `vllm_slices_rank.py RANK WORLD_SIZE STORE MODEL TRAINER_TENSOR ROLLOUT_TENSOR DTYPE OUTPUT [UNSEEDED]`.
+Writes to `OUTPUT/<rank>.json`: the boxes that vLLM loads, bytes, names of tensors of vLLM that differ from those after
+a sync of whole weights, the errors of planted bugs, and what the engine generates with and without seeds.
 """
 
 import json
