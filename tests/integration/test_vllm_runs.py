@@ -13,7 +13,8 @@ import pytest
 
 from hybridflow.observability import read_jsonl
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
+exhaustive = pytest.mark.exhaustive
 
 VLLM = ("rollout.backend=vllm", "rollout.enforce_eager=true", "rollout.kv_cache_bytes=67108864")
 ON_RAY = ("controller.backend=ray", "controller.cpus_per_worker=0.5", "data.val_files=[]", "trainer.total_steps=2")
@@ -35,35 +36,32 @@ IN_FLIGHT = (
 )
 
 
-@pytest.fixture(scope="module")
-def vllm_task(tiny, tmp_path_factory):
-    """Return the tiny task with a head size that vLLM supports on a CPU."""
-    task = tiny.write_task(tmp_path_factory.mktemp("vllm_task"))
-    tiny.write_model(task / "model", seed=0, width=64, layers=2, heads=2)
-    return task
+@pytest.fixture(scope="session")
+def recipe(vllm_run) -> Path:
+    """Return the recipe of the canonical run, whose model has heads that vLLM supports on a CPU."""
+    return vllm_run.parent / "vllm_task" / "rl.toml"
 
 
 @pytest.fixture(scope="module")
-def local_runs(tiny, vllm_task, run_in_turn, tmp_path_factory):
-    """Return GRPO runs on one process: uninterrupted (`whole`), resumed, `one`, and with LoRA."""
+def resumed_run(recipe, tiny, run_in_turn, tmp_path_factory) -> Path:
+    """Return the canonical run again, stopped after step 2 and continued."""
+    run = tmp_path_factory.mktemp("vllm_runs") / "resumed"
+    settings = (*tiny.GRPO, *VLLM, "trainer.save_every=1", "trainer.keep_checkpoints=9", "trainer.total_steps=4")
+    command = ["train", recipe, *settings, f"trainer.run_dir={run}"]
+    run_in_turn([*command, "--stop-after", "2"], command)
+    return run
+
+
+@pytest.fixture(scope="module")
+def runs(recipe, run_in_turn, tmp_path_factory):
+    """Return runs in one process (`one`, `lora`), and on Ray LAYOUTS and `in_flight`."""
     directory = tmp_path_factory.mktemp("vllm_runs")
-    recipe = f"{vllm_task}/rl.toml"
-    grpo = ["train", recipe, *VLLM, *tiny.GRPO, "trainer.total_steps=4"]
+    of_two_steps = ["train", recipe, *VLLM, "data.val_files=[]", "trainer.total_steps=2"]
     run_in_turn(
-        [*grpo, f"trainer.run_dir={directory}/whole"],
-        [*grpo, f"trainer.run_dir={directory}/resumed", "--stop-after", "2"],
-        [*grpo, f"trainer.run_dir={directory}/resumed"],
-        [*("train", recipe), *VLLM, "data.val_files=[]", "trainer.total_steps=2", f"trainer.run_dir={directory}/one"],
-        [*("train", recipe), *VLLM, "lora.rank=4", "trainer.total_steps=2", f"trainer.run_dir={directory}/lora"],
+        [*of_two_steps, f"trainer.run_dir={directory}/one"],
+        [*of_two_steps, "lora.rank=4", f"trainer.run_dir={directory}/lora"],
     )
-    return SimpleNamespace(**{path.name: path for path in directory.iterdir()})
-
-
-@pytest.fixture(scope="module")
-def runs(vllm_task, run_in_turn, local_runs):
-    """Return `local_runs`, and on Ray LAYOUTS and `in_flight`; no set-up may come near the time limit of a test."""
-    directory = local_runs.whole.parent
-    on_ray = ["train", f"{vllm_task}/rl.toml", *VLLM, *ON_RAY]
+    on_ray = ["train", recipe, *VLLM, *ON_RAY]
     layouts = (
         [*on_ray, *layout, f"trainer.run_dir={directory}/{name}"]
         for name, layout in {**LAYOUTS, "in_flight": IN_FLIGHT}.items()
@@ -72,23 +70,49 @@ def runs(vllm_task, run_in_turn, local_runs):
     return SimpleNamespace(**{path.name: path for path in directory.iterdir()})
 
 
-def test_resumed_vllm_run_is_bit_identical_to_uninterrupted_run(tiny, local_runs):
-    whole, resumed = (tiny.results_of(run, 4) for run in (local_runs.whole, local_runs.resumed))
+def require_small_mismatch(run: Path) -> None:
+    """Require log-probs of vLLM near those of training in every step, and syncs that were checked."""
+    rows = read_jsonl(run / "metrics.jsonl")
+    for row in (row for row in rows if row["step"]):
+        assert 0 <= row["rollout/log_prob_mismatch"] <= row["rollout/log_prob_mismatch_max"] < 1e-4
+        assert row["rollout/log_prob_mismatch_share"] == 0.0
+        assert abs(row["rollout/log_prob_kl"]) < 1e-6
+    synced = [row for row in rows if "weight_sync/bytes" in row]
+    assert synced
+    assert all(row["weight_sync/probe_diff_mean"] < 1e-5 for row in synced)
+
+
+def test_every_step_reports_the_log_prob_mismatch(vllm_run):
+    require_small_mismatch(vllm_run)
+
+
+def test_resumed_vllm_run_is_bit_identical_to_uninterrupted_run(tiny, vllm_run, resumed_run):
+    whole, resumed = (tiny.results_of(run, 4) for run in (vllm_run, resumed_run))
     assert whole.keys() == resumed.keys()
     assert [name for name in whole if whole[name] != resumed[name]] == []
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@exhaustive
+@pytest.mark.parametrize("layout", ["lora", *LAYOUTS])
 def test_samples_do_not_depend_on_the_layout_or_the_weight_transport(runs, layout, tiny):
     run = getattr(runs, layout)
+    require_small_mismatch(run)
+    if layout == "lora":
+        return
     assert tiny.texts_of(run) == tiny.texts_of(runs.one)
     for one, other in zip(*(read_jsonl(path / "metrics.jsonl") for path in (runs.one, run)), strict=True):
         for name in ("actor/loss", "actor/grad_norm", "actor/entropy"):
             assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-7), name
         assert other["critic/score/mean"] == one["critic/score/mean"]
     assert not (run / "weight_sync").exists()
+    if layout in ("shared", "replicas"):  # ranks that share an engine receive only their slices
+        least, most = {"shared": (0, 0.25), "replicas": (0.4, 0.6)}[layout]
+        synced = [row for row in read_jsonl(run / "metrics.jsonl") if "weight_sync/bytes" in row]
+        shares = [row["weight_sync/bytes_received"] / row["weight_sync/bytes"] for row in synced]
+        assert all(least <= share < most for share in shares)
 
 
+@exhaustive
 def test_a_run_that_loses_a_vllm_engine_has_the_results_of_an_undisturbed_one(tiny, runs):
     assert [row["fault"] for row in read_jsonl(runs.disk / "faults" / "fired.jsonl")] == [KILL]
     (row,) = read_jsonl(runs.disk / "recoveries.jsonl")
@@ -100,18 +124,7 @@ def test_a_run_that_loses_a_vllm_engine_has_the_results_of_an_undisturbed_one(ti
     assert [name for name in disturbed if disturbed[name] != undisturbed[name]] == []
 
 
-@pytest.mark.parametrize("name", ["whole", "one", "lora", *LAYOUTS])
-def test_every_step_reports_the_log_prob_mismatch(runs, name):
-    rows = read_jsonl(getattr(runs, name) / "metrics.jsonl")
-    for row in (row for row in rows if row["step"]):
-        assert 0 <= row["rollout/log_prob_mismatch"] <= row["rollout/log_prob_mismatch_max"] < 1e-4
-        assert row["rollout/log_prob_mismatch_share"] == 0.0
-        assert abs(row["rollout/log_prob_kl"]) < 1e-6
-    synced = [row for row in rows if "weight_sync/bytes" in row]
-    assert synced
-    assert all(row["weight_sync/probe_diff_mean"] < 1e-5 for row in synced)
-
-
+@exhaustive
 def test_vllm_goes_on_with_new_weights_in_a_whole_run_with_a_lag(runs):
     rows = [row for row in read_jsonl(runs.in_flight / "metrics.jsonl") if row["step"]]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -125,17 +138,7 @@ def test_vllm_goes_on_with_new_weights_in_a_whole_run_with_a_lag(runs):
     assert sorted(events) == [(event, number) for event in ("begin", "load") for number in range(6)]
 
 
-def test_ranks_that_share_an_engine_receive_only_their_slices(runs):
-    for name, most in {"shared": 0.25, "replicas": 0.6}.items():
-        synced = [row for row in read_jsonl(getattr(runs, name) / "metrics.jsonl") if "weight_sync/bytes" in row]
-        assert synced
-        for row in synced:
-            assert row["weight_sync/bytes_received"] < most * row["weight_sync/bytes"]
-    synced = [row for row in read_jsonl(runs.replicas / "metrics.jsonl") if "weight_sync/bytes" in row]
-    assert all(row["weight_sync/bytes_received"] > 0.4 * row["weight_sync/bytes"] for row in synced)
-
-
-def test_vllm_wakes_weights_before_kv_cache_and_sleeps_after_generation(vllm_task, monkeypatch):
+def test_vllm_wakes_weights_before_kv_cache_and_sleeps_after_generation(recipe, monkeypatch):
     import torch
 
     from hybridflow.config import load_config
@@ -154,7 +157,7 @@ def test_vllm_wakes_weights_before_kv_cache_and_sleeps_after_generation(vllm_tas
             return original(self, *args, **kwargs)
 
         monkeypatch.setattr(VLLMRollout, name, recorded)
-    worker = ActorRolloutWorker(load_config(f"{vllm_task}/rl.toml", [*VLLM]))
+    worker = ActorRolloutWorker(load_config(recipe, [*VLLM]))
     prompts = DataProto.from_dict(
         {"prompts": torch.tensor([[5, 6]]), "prompt_mask": torch.ones(1, 2), "group_ids": torch.zeros(1).long()},
         meta_info={"noise_key": [0, 0, 0]},
@@ -173,13 +176,11 @@ def test_vllm_wakes_weights_before_kv_cache_and_sleeps_after_generation(vllm_tas
     assert calls == [*synced, "submit", "sleep"]
 
 
-def test_evaluate_and_generate_work_with_vllm(vllm_task, hybridflow):
-    done = hybridflow("evaluate", f"{vllm_task}/rl.toml", *VLLM)
+@pytest.mark.parametrize("command", ["evaluate", "generate"])
+def test_evaluate_and_generate_work_with_vllm(recipe, hybridflow, command):
+    done = hybridflow(command, recipe, *VLLM, *(["--prompt", "1 2 3 => 6 :"] if command == "generate" else []))
     assert done.status == 0
-    assert "score" in done.out
-    done = hybridflow("generate", f"{vllm_task}/rl.toml", *VLLM, "--prompt", "1 2 3 => 6 :")
-    assert done.status == 0
-    assert "response" in done.out
+    assert {"evaluate": "score", "generate": "response"}[command] in done.out
 
 
 def process_with_vllm(driver):
@@ -198,13 +199,13 @@ def process_with_vllm(driver):
     return pid
 
 
-@pytest.mark.xdist_group("vllm deaths")  # beside the runs of the other tests
+@exhaustive
 @pytest.mark.parametrize(
     ("signal_number", "problem"),
     [(signal.SIGKILL, "died before"), (signal.SIGSTOP, "longer than its deadline of 40 s")],
 )
-def test_dead_or_hanging_engine_ends_the_run(vllm_task, start, tmp_path, signal_number, problem):
-    run = ["train", f"{vllm_task}/rl.toml", *VLLM, "controller.backend=ray", "controller.cpus_per_worker=0.5"]
+def test_dead_or_hanging_engine_ends_the_run(recipe, start, tmp_path, signal_number, problem):
+    run = ["train", recipe, *VLLM, "controller.backend=ray", "controller.cpus_per_worker=0.5"]
     run += ["data.val_files=[]", "trainer.epochs=200", "placement.pools={learn=[1],generate=[1]}"]
     run += ["placement.roles.rollout=generate", "controller.call_timeout_s=40", f"trainer.run_dir={tmp_path}/run"]
     run += ["recovery.max_restarts=0", "controller.heartbeat_timeout_s=none"]

@@ -8,6 +8,9 @@ from hybridflow.kernels import append_and_attend, causal_attention
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 HEADS = [(4, 4, 64), (8, 2, 32), (6, 3, 20), (1, 1, 128), (2, 1, 16)]
 
+shapes = pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
+dtypes = pytest.mark.parametrize("dtype", TOLERANCE)
+
 
 def draw(*shape, dtype, seed=0):
     generator = torch.Generator().manual_seed(seed)
@@ -24,33 +27,17 @@ def exact_attention(query, key, value, lengths, scaling):
     return torch.cat(outs)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
-def test_packed_attention_and_gradients_equal_single_sequences(heads, kv_heads, dim, dtype):
-    lengths = [1, 17, 16, 3, 38, 1, 33]
-    tokens = sum(lengths)
-    inputs = [draw(tokens, n, dim, dtype=dtype, seed=n + i) for i, n in enumerate((heads, kv_heads, kv_heads))]
-    weights = draw(tokens, heads, dim, dtype=dtype, seed=9)
-    leaves = [x.requires_grad_() for x in inputs]
-    ours = causal_attention(*leaves, [[length] for length in lengths], 0.3)
-    exact = exact_attention(*leaves, lengths, 0.3)
-    pairs = [(ours.detach(), exact.detach())]
-    pairs += list(
-        zip(
-            torch.autograd.grad(ours, leaves, weights),
-            torch.autograd.grad(exact, leaves, weights.double()),
-            strict=True,
-        )
-    )
-    for mine, theirs in pairs:
-        assert mine.dtype == dtype
-        assert float((mine.double() - theirs.double()).norm() / theirs.double().norm()) < TOLERANCE[dtype]
+def require_close(ours, exact, dtype):
+    assert ours.dtype == dtype
+    assert float((ours.double() - exact.double()).norm() / exact.double().norm()) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
-def test_branches_equal_sequences_that_repeat_their_trunk(heads, kv_heads, dim, dtype):
-    families = [[17, 3, 1, 20], [1, 2, 2], [5], [16, 16]]
+@dtypes
+@shapes
+@pytest.mark.parametrize(
+    "families", [[[n] for n in (1, 17, 16, 3, 38, 1, 33)], [[17, 3, 1, 20], [1, 2, 2], [5], [16, 16]]]
+)
+def test_attention_and_gradients_equal_sequences_that_repeat_their_trunk(heads, kv_heads, dim, dtype, families):
     tokens = sum(map(sum, families))
     inputs = [draw(tokens, n, dim, dtype=dtype, seed=n + i) for i, n in enumerate((heads, kv_heads, kv_heads))]
     leaves = [x.requires_grad_() for x in inputs]
@@ -67,15 +54,14 @@ def test_branches_equal_sequences_that_repeat_their_trunk(heads, kv_heads, dim, 
     ours = causal_attention(*leaves, families, 0.3)
     exact = exact_attention(*(x[repeated] for x in leaves), lengths, 0.3)[counted]
     order = [token for token, is_counted in zip(repeated, counted, strict=True) if is_counted]
+    require_close(ours[order].detach(), exact.detach(), dtype)
     grads = torch.autograd.grad(ours, leaves, weights)
-    exact_grads = torch.autograd.grad(exact, leaves, weights[order].double())
-    assert float((ours[order].detach().double() - exact.detach()).norm() / exact.detach().norm()) < TOLERANCE[dtype]
-    for mine, theirs in zip(grads, exact_grads, strict=True):
-        assert float((mine.double() - theirs.double()).norm() / theirs.double().norm()) < TOLERANCE[dtype]
+    for mine, theirs in zip(grads, torch.autograd.grad(exact, leaves, weights[order].double()), strict=True):
+        require_close(mine, theirs, dtype)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
+@dtypes
+@shapes
 def test_new_token_is_cached_and_attends_to_its_row(heads, kv_heads, dim, dtype):
     ends, capacity = [0, 5, 31, 40, 16], 41
     rows = len(ends)
@@ -90,8 +76,7 @@ def test_new_token_is_cached_and_attends_to_its_row(heads, kv_heads, dim, dtype)
         assert torch.equal(keys[row, :, end + 1 :], before[row, :, end + 1 :])
         past = (x[row, :, : end + 1].double()[None] for x in (keys, values))
         q = query[row].double()[None, :, None]
-        exact = scaled_dot_product_attention(q, *past, scale=0.3, enable_gqa=True)[0, :, 0]
-        assert float((out[row].double() - exact).norm() / exact.norm()) < TOLERANCE[dtype]
+        require_close(out[row], scaled_dot_product_attention(q, *past, scale=0.3, enable_gqa=True)[0, :, 0], dtype)
 
 
 def test_memory_beyond_a_row_is_not_read():
@@ -109,17 +94,10 @@ def test_large_score_does_not_overflow():
     torch.testing.assert_close(causal_attention(query, key, value, [[2]], 1.0), value)
 
 
-def test_results_do_not_depend_on_threads_or_other_rows():
+def test_results_do_not_depend_on_threads_or_other_rows(with_threads):
     families = [[30], [7], [35, 4, 6]]
     query, key, value = (draw(82, 4, 32, dtype=torch.float32, seed=seed).requires_grad_() for seed in range(3))
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        single = causal_attention(query, key, value, families, 0.2)
-        torch.set_num_threads(2)
-        double = causal_attention(query, key, value, families, 0.2)
-    finally:
-        torch.set_num_threads(threads)
+    single, double = with_threads(lambda: causal_attention(query, key, value, families, 0.2))
     assert torch.equal(single, double)
     alone = causal_attention(query[30:37], key[30:37], value[30:37], [[7]], 0.2)
     assert torch.equal(alone, single[30:37])

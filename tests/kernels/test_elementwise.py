@@ -65,32 +65,18 @@ def test_values_and_gradients_equal_pytorch_in_float64(name, dtype):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_results_do_not_depend_on_number_of_threads(name):
+def test_results_do_not_depend_on_number_of_threads(name, with_threads):
     function, *shapes = CASES[name]
     first, second, weights = inputs_of(shapes, torch.float32, torch.float32)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        single = values_and_gradients(function, (first, second), weights)
-        torch.set_num_threads(2)
-        double = values_and_gradients(function, (first, second), weights)
-    finally:
-        torch.set_num_threads(threads)
+    single, double = with_threads(lambda: values_and_gradients(function, (first, second), weights))
     assert all(torch.equal(one, two) for one, two in zip(single, double, strict=True))
 
 
-def test_rms_norm_equals_hand_computed_values():
+def test_results_equal_hand_computed_values():
     x, weight = torch.tensor([[3.0, 4.0]]), torch.tensor([1.0, 2.0])
     torch.testing.assert_close(rms_norm(x, weight, 0.0), torch.tensor([[3 / 12.5**0.5, 8 / 12.5**0.5]]))
-
-
-def test_rotation_by_90_degrees_exchanges_halves():
-    x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
-    turned = rotary(x, torch.zeros(1, 2), torch.ones(1, 2))
+    turned = rotary(torch.tensor([[[1.0, 2.0, 3.0, 4.0]]]), torch.zeros(1, 2), torch.ones(1, 2))  # by 90 degrees
     torch.testing.assert_close(turned, torch.tensor([[[-3.0, -4.0, 1.0, 2.0]]]))
-
-
-def test_silu_mul_of_extreme_values_equals_hand_computed_values():
     gate = torch.tensor([0.0, 1.0, -200.0, 200.0, -1e38])
     wanted = torch.tensor([0.0, 2 / (1 + 2.718281828**-1), 0.0, 400.0, 0.0])
     torch.testing.assert_close(silu_mul(gate, torch.full((5,), 2.0)), wanted)

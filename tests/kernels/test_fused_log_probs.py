@@ -1,4 +1,4 @@
-"""The fused log-probs equal those of softmax in float64; the slow tests compile them for the CPU."""
+"""The fused log-probs equal those of softmax in float64; the exhaustive ones compile them for the CPU."""
 
 import math
 import sys
@@ -63,7 +63,8 @@ def test_arithmetic_is_float32_and_gradients_have_the_dtype_of_logits(dtype):
     torch.testing.assert_close(gradient.double(), wanted[2], rtol=rounding, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.own_run("grpo: torch compiles in processes")
 @pytest.mark.filterwarnings("ignore")  # warnings of torch.compile
 def test_compiled_log_probs_equal_the_sliced_ones_for_any_number_of_tokens():
     torch._dynamo.reset()

@@ -51,16 +51,11 @@ def test_concatenated_layers_and_strided_weights_equal_pytorch():
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_row_is_bit_identical_for_any_batch_and_threads(dtype):
+def test_row_is_bit_identical_for_any_batch_and_threads(dtype, with_threads):
     x, weight = draw(301, 64, dtype=dtype), draw(100, 64, dtype=dtype, seed=1)
-    linear, threads = PackedLinear([weight], [None]), torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        single = linear(x)
-        torch.set_num_threads(2)
-        assert torch.equal(linear(x), single)
-    finally:
-        torch.set_num_threads(threads)
+    linear = PackedLinear([weight], [None])
+    single, double = with_threads(lambda: linear(x))
+    assert torch.equal(single, double)
     for start, stop in ((0, 1), (7, 12), (100, 226), (290, 301)):
         assert torch.equal(linear(x[start:stop]), single[start:stop])
 

@@ -37,11 +37,12 @@ def test_triton_kernels_do_not_run_on_a_cpu():
         assert not runs_triton(torch.zeros(2, 64, dtype=torch.bfloat16))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.own_run("grpo: Triton is not in this environment")
 @pytest.mark.parametrize("mode", ["interpret", "compile"])
 def test_triton_kernels_equal_pytorch_and_compile_for_an_h100(mode, tmp_path):
     if not (TRITON / "triton").exists():
-        pytest.skip("Triton is not installed in .triton; run `make .triton`, or `make test-slow`.")
+        pytest.skip("Triton is not installed in .triton; run `make .triton`, or `make test-all`.")
     path = os.pathsep.join([str(ROOT / "src"), str(TRITON)])
     environment = os.environ | {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path)}
     environment |= {"TRITON_INTERPRET": "1"} if mode == "interpret" else {}

@@ -17,10 +17,6 @@ def build_embedded(directory: Path, dtype: str = "float64", **options) -> "Rollo
     return EmbeddedRollout(load_causal_lm(directory, DTYPES[dtype]), **options)
 
 
-def build_paged(directory: Path, dtype: str = "float64", **options) -> "RolloutEngine":
-    return build_embedded(directory, dtype, paged=True, **options)
-
-
 def build_vllm(directory: Path, dtype: str = "float32", **options) -> "RolloutEngine":
     from fixtures.vllm_engines import lend_engine
 
@@ -29,7 +25,7 @@ def build_vllm(directory: Path, dtype: str = "float32", **options) -> "RolloutEn
 
 ENGINES = {
     "embedded": build_embedded,
-    "paged": build_paged,
+    "paged": partial(build_embedded, paged=True),
     "vllm": build_vllm,
     "vllm_async": partial(build_vllm, asynchronous=True),
 }
@@ -39,9 +35,15 @@ ENGINES = {
 @pytest.fixture(
     params=["embedded", "paged", *(pytest.param(name, marks=pytest.mark.vllm) for name in ("vllm", "vllm_async"))]
 )
-def build_rollout(request: pytest.FixtureRequest) -> "Callable[..., RolloutEngine]":
+def engine_name(request: pytest.FixtureRequest) -> str:
+    """Return the name of each implementation in turn."""
+    return request.param
+
+
+@pytest.fixture
+def build_rollout(engine_name: str) -> "Callable[..., RolloutEngine]":
     """Return the builder of each implementation in turn."""
-    return ENGINES[request.param]
+    return ENGINES[engine_name]
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,4 @@
-"""The contract of rollout engines; each test runs on every implementation (conftest.ENGINES).
-
-The reference computes one sequence at a time with the transformers model, without a cache, and samples tokens by the
-formulas.
-"""
+"""The contract of rollout engines; each test runs on every implementation (conftest.ENGINES)."""
 
 import math
 import random
@@ -14,12 +10,26 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from fixtures.rollouts import (
+    EOS,
+    PROMPTS,
+    Letters,
+    distribution,
+    requests,
+    require_as_computed,
+    serve,
+    stock_model,
+    tokens_of,
+    weights_of,
+)
 from hybridflow.config import Config, load_config
 from hybridflow.config.faults import Fault
 from hybridflow.errors import OutOfMemoryError, RolloutError
-from hybridflow.models import load_causal_lm
 from hybridflow.rollout import Completion, EmbeddedRollout, Request, SamplingParams, generate, load_weights
-from hybridflow.runtime import capture_random_state, progress, uniform
+from hybridflow.rollout.loading import Loading, require_announced
+from hybridflow.rollout.requests import require_servable
+from hybridflow.rollout.stop_strings import StopStrings
+from hybridflow.runtime import capture_random_state, progress
 from hybridflow.runtime.fault_points import (
     arm_faults,
     current_worker,
@@ -28,341 +38,20 @@ from hybridflow.runtime.fault_points import (
     unfired_faults,
 )
 
-EOS = 1
-PROMPTS = [[5, 9, 12, 7], [8], [3, 30, 22], [11, 4, 6, 17, 25, 39, 10], [8, 8]]
-
-
-def requests(sampling: SamplingParams, group_size: int = 2, prompts=PROMPTS) -> list[Request]:
-    return [Request(i, prompt, sampling, group_size, (7, 0, i)) for i, prompt in enumerate(prompts)]
-
-
-def distribution(logits: list[float], sampling: SamplingParams) -> list[float]:
-    """Return the sampling probabilities, computed with Python numbers."""
-    scaled = [logit / (sampling.temperature or 1.0) for logit in logits]
-    largest = max(scaled)
-    weights = [math.exp(value - largest) for value in scaled]
-    ranked = sorted(range(len(weights)), key=lambda token: (-weights[token], token))
-    if sampling.top_k:
-        ranked = ranked[: sampling.top_k]
-    total, mass, kept = sum(weights[token] for token in ranked), 0.0, []
-    for token in ranked:
-        if mass < sampling.top_p:
-            kept.append(token)
-        mass += weights[token] / total
-    total = sum(weights[token] for token in kept)
-    return [weights[token] / total if token in kept else 0.0 for token in range(len(weights))]
-
-
-def draw(probabilities: list[float], number: float) -> int:
-    """Return the first token whose cumulative probability exceeds the number."""
-    cumulative = 0.0
-    for token, probability in enumerate(probabilities):
-        cumulative += probability
-        if cumulative > number:
-            return token
-    raise AssertionError(number)
-
-
-def reference_sequence(model, request: Request, index: int) -> tuple[list[int], list[float]]:
-    sampling, tokens, log_probs = request.sampling, [], []
-    for position in range(sampling.max_new_tokens):
-        with torch.no_grad():
-            logits = model(torch.tensor([[*request.prompt_ids, *tokens]])).logits[0, -1].tolist()
-        probabilities = distribution(logits, sampling)
-        token = probabilities.index(max(probabilities))
-        if sampling.temperature:
-            token = draw(probabilities, float(uniform(*request.noise_key, index, position)))
-        tokens.append(token)
-        log_probs.append(math.log(probabilities[token]))
-        if token in sampling.stop_token_ids:
-            break
-    return tokens, log_probs
-
-
-def stock_model(directory, use_float64_throughout):
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, attn_implementation="sdpa")
-    return use_float64_throughout(model)
-
-
-def serve(engine, between_steps=lambda step: None) -> list[Completion]:
-    """Step until the engine is idle; call `between_steps` before each step with the number of steps so far."""
-    done, steps = [], 0
-    while engine.has_unfinished():
-        between_steps(steps)
-        engine.step()
-        steps += 1
-        done += engine.finished()
-    return done
+exhaustive = pytest.mark.exhaustive
 
 
 def by_name(completions: list[Completion]) -> dict[tuple[int, int], Completion]:
     return {(c.request_id, c.index): c for c in completions}
 
 
-# ------------------------------------------------------------------------------------------ generated tokens
-
-
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        SamplingParams(6, temperature=1.0, stop_token_ids=(EOS,)),
-        SamplingParams(6, temperature=0.7),
-        SamplingParams(6, temperature=1.5, top_k=5, stop_token_ids=(3, EOS, 20)),
-        SamplingParams(6, temperature=1.0, top_p=0.6),
-        SamplingParams(6, temperature=0.9, top_k=12, top_p=0.8),
-        SamplingParams(6, temperature=0.0, stop_token_ids=(EOS, 8)),
-    ],
-)
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("build_rollout", ["embedded", "paged"], indirect=True)
-def test_tokens_and_log_probs_equal_recomputation_of_single_sequences(
-    build_rollout, tiny_model, use_float64_throughout, sampling, tied
-):
-    directory = tiny_model("qwen2", tie_word_embeddings=tied)
-    engine, stock = build_rollout(directory), stock_model(directory, use_float64_throughout)
-    use_float64_throughout(engine.model)
-    wanted = requests(sampling)
-    for completion, request in zip(generate(engine, wanted), [r for r in wanted for _ in range(2)], strict=True):
-        tokens, log_probs = reference_sequence(stock, request, completion.index)
-        assert completion.token_ids == tokens
-        assert completion.log_probs == pytest.approx(log_probs, rel=1e-10, abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        SamplingParams(6),
-        SamplingParams(6, temperature=0.0),
-        SamplingParams(6, temperature=1.5, top_k=5),
-        SamplingParams(6, temperature=0.9, top_k=12, top_p=0.8),
-    ],
-)
-@pytest.mark.parametrize("tied", [True, False])
-def test_log_probs_are_under_the_sampling_distribution(
-    build_rollout, tiny_model, use_float64_throughout, sampling, tied
-):
-    directory = tiny_model("qwen2", tie_word_embeddings=tied)
-    stock, wanted = stock_model(directory, use_float64_throughout), requests(sampling)
-    completions = generate(build_rollout(directory), wanted)
-    for completion, request in zip(completions, [r for r in wanted for _ in range(2)], strict=True):
-        tokens = completion.token_ids
-        with torch.no_grad():
-            logits = stock(torch.tensor([[*request.prompt_ids, *tokens]])).logits[0, len(request.prompt_ids) - 1 : -1]
-        expected = [distribution(row, sampling)[token] for row, token in zip(logits.tolist(), tokens, strict=True)]
-        assert completion.log_probs == pytest.approx([math.log(p) for p in expected], abs=1e-4)
-
-
-def test_progress_counts_the_decoding_steps(build_rollout, tiny_model):
-    engine, before = build_rollout(tiny_model()), progress()
-    generate(engine, requests(SamplingParams(6, temperature=0.0)))
-    assert progress() - before >= 6
-
-
-def test_samples_follow_the_distribution(build_rollout, tiny_model, use_float64_throughout):
-    sampling, prompt, count = SamplingParams(1, temperature=1.2, top_k=6), [5, 9, 12], 4000
-    stock = stock_model(tiny_model("qwen2"), use_float64_throughout)
-    with torch.no_grad():
-        probabilities = distribution(stock(torch.tensor([prompt])).logits[0, -1].tolist(), sampling)
-    wanted = [Request(i, prompt, sampling, 8, (0, i)) for i in range(count // 8)]
-    drawn = [c.token_ids[0] for c in generate(build_rollout(tiny_model("qwen2")), wanted)]
-    for token, probability in enumerate(probabilities):
-        sigma = math.sqrt(count * probability * (1 - probability))
-        assert abs(drawn.count(token) - count * probability) <= 4.5 * sigma
-    pairs = [drawn[i] == drawn[i + 1] for i in range(count - 1)]  # neighbors in a group and across prompts
-    alike = sum(p * p for p in probabilities)
-    assert sum(pairs) == pytest.approx((count - 1) * alike, abs=6 * math.sqrt(count * alike))
-
-
-def test_neighboring_prompts_share_no_sample(build_rollout, tiny_model):
-    wanted = [Request(i, [5, 6], SamplingParams(8), 4, (0, i)) for i in range(4)]
-    assert len({tuple(c.token_ids) for c in generate(build_rollout(tiny_model()), wanted)}) == 16
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_greedy_tokens_equal_those_of_transformers_generate(build_rollout, tiny_model, family):
-    stock = AutoModelForCausalLM.from_pretrained(tiny_model(family), attn_implementation="eager")
-    engine = build_rollout(tiny_model(family), "float32")
-    completions = generate(engine, requests(SamplingParams(12, temperature=0.0, stop_token_ids=(EOS,)), group_size=1))
-    for prompt, completion in zip(PROMPTS, completions, strict=True):
-        ids = torch.tensor([prompt])
-        expected = stock.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=12,
-            eos_token_id=EOS,
-            pad_token_id=0,
-        )
-        assert completion.token_ids == expected[0, len(prompt) :].tolist()
-
-
-def test_completions_are_ordered_by_request_and_index(build_rollout, tiny_model):
-    wanted = requests(SamplingParams(5, stop_token_ids=tuple(range(20))), group_size=3)
-    names = [(c.request_id, c.index) for c in generate(build_rollout(tiny_model()), wanted[::-1])]
-    assert names == [(i, index) for i in (4, 3, 2, 1, 0) for index in range(3)]
-
-
-def test_every_token_has_a_log_prob_and_a_version(build_rollout, tiny_model):
-    for completion in generate(build_rollout(tiny_model()), requests(SamplingParams(5, stop_token_ids=(*range(20),)))):
-        assert 1 <= len(completion.token_ids) <= 5
-        assert len(completion.token_ids) == len(completion.log_probs) == len(completion.versions)
-        assert all(log_prob < 0 for log_prob in completion.log_probs)
-        assert set(completion.versions) == {0}
-
-
-def test_sequence_ends_at_its_first_stop_token_or_its_limit(build_rollout, tiny_model):
-    stop_ids = tuple(range(0, 40, 4))
-    completions = generate(build_rollout(tiny_model()), requests(SamplingParams(6, stop_token_ids=stop_ids), 8))
-    reasons = [completion.finish_reason for completion in completions]
-    assert {"stop", "length"} == set(reasons)
-    for completion in completions:
-        stopped = completion.token_ids[-1] in stop_ids
-        assert not any(token in stop_ids for token in completion.token_ids[:-1])
-        assert completion.finish_reason == ("stop" if stopped else "length")
-        assert stopped or len(completion.token_ids) == 6
-
-
-def test_stop_string_across_tokens_ends_a_sequence(build_rollout, tiny_model):
-    class Letters:
-        def decode(self, token_ids, *, skip_special_tokens):
-            return "".join("ab"[token % 2] for token in token_ids)
-
-    plain = requests(SamplingParams(12), 8)
-    stopping = requests(SamplingParams(12, stop_strings=("abba", "bab")), 8)
-    engine = build_rollout(tiny_model(), tokenizer=Letters())
-    reasons = set()
-    for whole, ended in zip(generate(engine, plain), generate(engine, stopping), strict=True):
-        text = Letters().decode(whole.token_ids, skip_special_tokens=True)
-        ends = [n for n in range(1, 13) if any(stop in text[:n] for stop in ("abba", "bab"))]
-        assert ended.token_ids == whole.token_ids[: min([*ends, 12])]
-        assert ended.finish_reason == ("stop" if ends else "length")
-        reasons.add(ended.finish_reason)
-    assert reasons == {"stop", "length"}
-
-
-def test_stop_string_may_be_a_special_token(build_rollout, tiny_model):
-    from hybridflow.rollout.stop_strings import StopStrings
-
-    class Tokenizer:
-        def decode(self, token_ids, *, skip_special_tokens):
-            return "".join("" if skip_special_tokens and i == 1 else ["a", "<end>"][i] for i in token_ids)
-
-    assert StopStrings(Tokenizer()).end([0, 0, 1], ["<end>"])
-    assert not StopStrings(Tokenizer()).end([0, 0, 0], ["<end>"])
-
-
-def test_stop_strings_without_a_tokenizer_are_an_error(build_rollout, tiny_model):
-    with pytest.raises(RolloutError, match=r"request 0 has stop_strings=\('x',\), but the engine was built without"):
-        build_rollout(tiny_model()).submit(Request(0, [5], SamplingParams(4, stop_strings=("x",))))
-
-
-def test_responses_of_one_token(build_rollout, tiny_model):
-    completions = generate(build_rollout(tiny_model()), requests(SamplingParams(1)))
-    assert [len(completion.token_ids) for completion in completions] == [1] * 10
-
-
-def test_prompt_and_response_may_use_all_positions(build_rollout, tiny_model):
-    wanted = [Request(0, [5] * 60, SamplingParams(4)), Request(1, [6], SamplingParams(4))]
-    assert [len(completion.token_ids) for completion in generate(build_rollout(tiny_model()), wanted)] == [4, 4]
-
-
-def test_more_prompt_tokens_than_one_step_holds(build_rollout, tiny_model):
-    wanted = [Request(i, [5 + i % 30] * 60, SamplingParams(2), noise_key=(0, i)) for i in range(150)]
-    completions = generate(build_rollout(tiny_model(), max_running_sequences=256), wanted)
-    assert [len(completion.token_ids) for completion in completions] == [2] * 150
-    (alone,) = generate(build_rollout(tiny_model()), [wanted[149]])
-    assert alone.token_ids == completions[149].token_ids
-
-
-def test_no_requests_give_no_completions(build_rollout, tiny_model):
-    engine = build_rollout(tiny_model())
-    assert generate(engine, []) == []
-    engine.step()
-    assert engine.finished() == []
-
-
-# ------------------------------------------------------------------------------------------ independence
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("max_running_sequences", [2, 5, 1024])
-def test_request_gets_the_same_tokens_alone_and_among_others(build_rollout, tiny_model, dtype, max_running_sequences):
-    wanted = requests(SamplingParams(10, stop_token_ids=(EOS, 5, 6, 7)))
-    engine = build_rollout(tiny_model("qwen3"), dtype, max_running_sequences=max_running_sequences)
-    together = by_name(generate(engine, wanted))
-    for request in wanted:
-        for alone in generate(build_rollout(tiny_model("qwen3"), dtype), [request]):
-            other = together[alone.request_id, alone.index]
-            assert alone.token_ids == other.token_ids
-            assert alone.log_probs == pytest.approx(other.log_probs, rel=1e-10 if dtype == "float64" else 1e-4)
-
-
-def test_requests_admitted_while_others_run_get_their_tokens(build_rollout, tiny_model):
-    wanted = requests(SamplingParams(8, stop_token_ids=(EOS, 5)))
-    expected = by_name(generate(build_rollout(tiny_model()), wanted))
-    engine = build_rollout(tiny_model())
-    engine.submit(wanted[0])
-    done = serve(engine, lambda step: engine.submit(wanted[step]) if 1 <= step < 5 else None)
-    assert {name: c.token_ids for name, c in by_name(done).items()} == {n: c.token_ids for n, c in expected.items()}
-
-
-def test_requests_may_differ_in_sampling_parameters(build_rollout, tiny_model):
-    several = [
-        SamplingParams(7, temperature=0.0),
-        SamplingParams(4, temperature=1.3),
-        SamplingParams(9, top_k=3),
-        SamplingParams(9, top_p=0.5, stop_token_ids=(EOS, 9)),
-        SamplingParams(4, temperature=1.3),
-    ]
-    wanted = [
-        Request(i, prompt, sampling, 2, (3, i))
-        for i, (prompt, sampling) in enumerate(zip(PROMPTS, several, strict=True))
-    ]
-    together = generate(build_rollout(tiny_model(), max_running_sequences=6), wanted)
-    alone = [c for request in wanted for c in generate(build_rollout(tiny_model()), [request])]
-    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
-
-
-def test_equal_requests_with_different_noise_differ(build_rollout, tiny_model):
-    sampling = SamplingParams(8, temperature=1.5)
-    wanted = [Request(i, [5, 6], sampling, 2, (i // 2, 0)) for i in range(4)]
-    completions = [tuple(c.token_ids) for c in generate(build_rollout(tiny_model()), wanted)]
-    assert completions[:2] == completions[2:4]  # the same noise key
-    assert len(set(completions)) == 4  # another key, another index in the group
-
-
-def test_generating_twice_gives_equal_tokens(build_rollout, tiny_model):
-    engine = build_rollout(tiny_model(), "float32")
-    wanted = requests(SamplingParams(8, stop_token_ids=(EOS,)))
-    assert generate(engine, wanted) == generate(engine, wanted)
-
-
-# ------------------------------------------------------------------------------------------ requests
-
-
-def test_completions_of_one_step_are_in_order_of_submission(build_rollout, tiny_model):
-    long, short = SamplingParams(3, temperature=0.5), SamplingParams(3, temperature=1.0)
-    engine = build_rollout(tiny_model())
-    for request_id, sampling in ((9, long), (4, short), (7, long), (5, short)):
-        engine.submit(Request(request_id, [5, 6], sampling, 2))
-    done = serve(engine)
-    assert [(c.request_id, c.index) for c in done] == [(r, i) for r in (9, 4, 7, 5) for i in (0, 1)]
-
-
-def test_finished_returns_each_completion_once(build_rollout, tiny_model):
-    engine = build_rollout(tiny_model())
-    engine.submit(Request(0, [5], SamplingParams(1), 3))
-    assert engine.finished() == []
-    engine.step()
-    assert [c.index for c in engine.finished()] == [0, 1, 2]
-    assert engine.finished() == []
-    assert not engine.has_unfinished()
+def ids_of(completions: list[Completion]) -> list[list[int]]:
+    return [c.token_ids for c in completions]
 
 
 @pytest.fixture
-def engine_name(request) -> str:
-    """Return the name of the engine in `ENGINES`."""
-    return request.node.callspec.params["build_rollout"]
+def is_vllm(engine_name) -> bool:
+    return engine_name.startswith("vllm")
 
 
 @pytest.fixture
@@ -371,15 +60,200 @@ def has_step_in_flight(engine_name) -> bool:
     return engine_name == "vllm_async"
 
 
-def test_max_running_sequences_limits_the_running_sequences(build_rollout, tiny_model, has_step_in_flight):
+@pytest.fixture
+def tolerance(is_vllm) -> float:
+    return 1e-4 if is_vllm else 1e-9
+
+
+# ------------------------------------------------------------------------------------------ generated tokens
+
+
+@pytest.mark.parametrize(
+    ("sampling", "tied"),
+    [
+        (SamplingParams(6, stop_token_ids=(EOS,)), True),
+        (SamplingParams(6, temperature=0.0, stop_token_ids=(EOS, 8)), False),
+        (SamplingParams(6, temperature=0.7), False),
+        (SamplingParams(6, temperature=1.5, top_k=5, stop_token_ids=(3, EOS, 20)), False),
+        (SamplingParams(6, top_p=0.6), False),
+        (SamplingParams(6, temperature=0.9, top_k=12, top_p=0.8), True),
+    ],
+)
+def test_tokens_and_log_probs_are_those_of_the_formulas(
+    build_rollout, is_vllm, tiny_model, use_float64_throughout, sampling, tied, tolerance
+):
+    directory = tiny_model("qwen2", tie_word_embeddings=tied)
+    engine, stock, wanted = build_rollout(directory), use_float64_throughout(stock_model(directory)), requests(sampling)
+    if not is_vllm:
+        use_float64_throughout(engine.model)
+    before = progress()
+    done = generate(engine, wanted)
+    assert progress() - before >= max(len(c.token_ids) for c in done)
+    for completion in done:  # vLLM draws noise of its own
+        require_as_computed(
+            lambda version: stock, wanted[completion.request_id], completion, noise=not is_vllm, tolerance=tolerance
+        )
+
+
+@pytest.mark.parametrize("seeded", [True, pytest.param(False, marks=pytest.mark.vllm)])
+def test_samples_follow_the_distribution(build_rollout, engine_name, tiny_model, seeded):
+    if not seeded and engine_name != "vllm":
+        pytest.skip("only vLLM draws without seeds")
+    sampling, prompt, count = SamplingParams(1, temperature=1.2, top_k=6), [5, 9, 12], 4000
+    with torch.no_grad():
+        logits = stock_model(tiny_model())(torch.tensor([prompt])).logits[0, -1].tolist()
+    probabilities = distribution(logits, sampling)
+    wanted = [Request(i, prompt, sampling, 8, (0, i)) for i in range(count // 8)]
+    engine = build_rollout(tiny_model(), **({} if seeded else {"seed_requests": False}))
+    drawn = [c.token_ids[0] for c in generate(engine, wanted)]
+    for token, probability in enumerate(probabilities):
+        sigma = math.sqrt(count * probability * (1 - probability))
+        assert abs(drawn.count(token) - count * probability) <= 4.5 * sigma
+    pairs = [drawn[i] == drawn[i + 1] for i in range(count - 1)]  # neighbors in a group and across prompts
+    alike = sum(p * p for p in probabilities)
+    assert sum(pairs) == pytest.approx((count - 1) * alike, abs=6 * math.sqrt(count * alike))
+
+
+def test_noise_depends_on_key_index_and_offset(build_rollout, tiny_model):
+    engine = build_rollout(tiny_model())
+    sampling = SamplingParams(8, temperature=1.5)
+    keys = [(0, 0), (0, 1), (1, 0), (0, 0)]
+    wanted = [Request(i, [5, 6], sampling, 3, key) for i, key in enumerate(keys)]
+    done = [tuple(ids) for ids in ids_of(generate(engine, wanted))]
+    assert done[:3] == done[9:]  # the same key
+    assert len(set(done)) == 9  # another key, another index in the group
+    for index in range(3):  # a request for one response of a group
+        (alone,) = generate(engine, [replace(wanted[1], group_size=1, first_index=index)])
+        assert (alone.index, tuple(alone.token_ids)) == (0, done[3 + index])
+
+
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [
+        ("llama", False),
+        *((family, tied) for family in ("qwen2", "qwen3") for tied in (False,)),
+        *(pytest.param(family, True, marks=exhaustive) for family in ("llama", "qwen2", "qwen3")),
+    ],
+)
+def test_greedy_tokens_and_log_probs_equal_those_of_transformers(build_rollout, tiny_model, family, tied):
+    directory = tiny_model(family, tie_word_embeddings=tied)
+    stock = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+    engine = build_rollout(directory, "float32")
+    completions = generate(engine, requests(SamplingParams(12, temperature=0.0, stop_token_ids=(EOS,)), group_size=1))
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        ids = torch.tensor([prompt])
+        options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": EOS, "pad_token_id": 0}
+        expected = stock.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        assert completion.token_ids == expected[0, len(prompt) :].tolist()
+    sequences = [[3, 9, 12, 7, 38], [8, 1]]
+    for sequence, log_probs in zip(sequences, engine.log_probs(sequences), strict=True):
+        with torch.no_grad():
+            rows = stock(torch.tensor([sequence])).logits[0, :-1].log_softmax(-1)
+        exact = [float(row[token]) for row, token in zip(rows, sequence[1:], strict=True)]
+        assert log_probs == pytest.approx(exact, abs=1e-4)
+
+
+def test_sequence_ends_at_its_first_stop_token_or_its_limit(build_rollout, tiny_model):
+    stop_ids, engine = tuple(range(0, 40, 4)), build_rollout(tiny_model())
+    wanted = requests(SamplingParams(6, stop_token_ids=stop_ids), 8)[::-1]
+    done = generate(engine, wanted)
+    assert [(c.request_id, c.index) for c in done] == [(i, index) for i in (4, 3, 2, 1, 0) for index in range(8)]
+    assert {c.finish_reason for c in done} == {"stop", "length"}
+    for c in done:
+        assert not any(token in stop_ids for token in c.token_ids[:-1])
+        assert c.finish_reason == ("stop" if c.token_ids[-1] in stop_ids else "length")
+        assert c.finish_reason == "stop" or len(c.token_ids) == 6
+        assert len(c.token_ids) == len(c.log_probs) == len(c.versions)
+        assert set(c.versions) == {0}
+    assert [len(c.token_ids) for c in generate(engine, requests(SamplingParams(1)))] == [1] * 10
+    all_positions = [Request(0, [5] * 60, SamplingParams(4)), Request(1, [6], SamplingParams(4))]
+    assert [len(c.token_ids) for c in generate(engine, all_positions)] == [4, 4]
+    assert generate(engine, []) == []
+    engine.step()
+    assert engine.finished() == []
+
+
+def test_stop_string_across_tokens_ends_a_sequence(build_rollout, tiny_model):
+    plain, stopping = (requests(SamplingParams(12, stop_strings=stops), 8) for stops in ((), ("abba", "bab")))
+    engine = build_rollout(tiny_model(), tokenizer=Letters())
+    reasons = set()
+    for whole, ended in zip(generate(engine, plain), generate(engine, stopping), strict=True):
+        text = Letters().decode(whole.token_ids, skip_special_tokens=False)
+        ends = [n for n in range(1, 13) if any(stop in text[:n] for stop in ("abba", "bab"))]
+        assert ended.token_ids == whole.token_ids[: min([*ends, 12])]
+        assert ended.finish_reason == ("stop" if ends else "length")
+        reasons.add(ended.finish_reason)
+    assert reasons == {"stop", "length"}
+    with pytest.raises(RolloutError, match=r"request 0 has stop_strings=\('x',\), but the engine was built without"):
+        build_rollout(tiny_model()).submit(Request(0, [5], SamplingParams(4, stop_strings=("x",))))
+
+
+def test_stop_string_may_be_a_special_token():
+    assert StopStrings(Letters()).end([4, 4, EOS], ["b"])
+    assert not StopStrings(Letters()).end([4, 4, 4], ["b"])
+
+
+def test_more_prompt_tokens_than_one_step_holds(build_rollout, tiny_model):
+    wanted = [Request(i, [5 + i % 30] * 60, SamplingParams(2), noise_key=(0, i)) for i in range(150)]
+    engine = build_rollout(tiny_model(), max_running_sequences=256)
+    completions = generate(engine, wanted)
+    assert [len(completion.token_ids) for completion in completions] == [2] * 150
+    assert generate(engine, [wanted[149]])[0].token_ids == completions[149].token_ids
+
+
+# ------------------------------------------------------------------------------------------ independence
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=exhaustive)])
+@pytest.mark.parametrize("max_running_sequences", [6, pytest.param(2, marks=exhaustive)])
+def test_tokens_do_not_depend_on_other_requests(build_rollout, tiny_model, dtype, max_running_sequences):
+    samplings = [
+        SamplingParams(7, temperature=0.0),
+        SamplingParams(4, temperature=1.3),
+        SamplingParams(9, top_k=3, stop_token_ids=(EOS, 5, 6, 7)),
+        SamplingParams(9, top_p=0.5, stop_token_ids=(EOS, 9)),
+        SamplingParams(4, temperature=1.3),
+    ]
+    wanted = [replace(request, sampling=samplings[request.request_id]) for request in requests(samplings[0])]
+    engine = build_rollout(tiny_model("qwen3"), dtype, max_running_sequences=max_running_sequences)
+    alone = [completion for request in wanted for completion in generate(engine, [request])]
+    together = generate(engine, wanted)
+    assert generate(engine, wanted) == together
+    admitted = serve(engine, wanted[:1], lambda step: engine.submit(wanted[step]) if 1 <= step < 5 else None)
+    for done in (together, admitted):
+        assert tokens_of(done) == tokens_of(alone)
+        for ours, theirs in zip(done, alone, strict=True):
+            assert ours.log_probs == pytest.approx(theirs.log_probs, rel=1e-10 if dtype == "float64" else 1e-4)
+
+
+# ------------------------------------------------------------------------------------------ requests
+
+
+def test_completions_of_a_step_come_once_in_order_of_submission(build_rollout, tiny_model):
+    engine = build_rollout(tiny_model())
+    for request_id, temperature in ((9, 0.5), (4, 1.0), (7, 0.5), (5, 1.0)):
+        engine.submit(Request(request_id, [5, 6], SamplingParams(1, temperature=temperature), 2))
+    assert engine.finished() == []
+    engine.step()
+    assert [(c.request_id, c.index) for c in engine.finished()] == [(r, i) for r in (9, 4, 7, 5) for i in (0, 1)]
+    assert engine.finished() == []
+    assert not engine.has_unfinished()
+
+
+def test_requests_wait_until_there_is_room_for_their_group(build_rollout, tiny_model, has_step_in_flight):
     engine = build_rollout(tiny_model(), max_running_sequences=4)
-    for request in requests(SamplingParams(2), group_size=2):
+    assert engine.waiting() == []
+    for request in requests(SamplingParams(2)):
         engine.submit(request)
+    assert engine.waiting() == [0, 1, 2, 3, 4]
     finished = []
     while engine.has_unfinished():
         engine.step()
+        if not finished:
+            assert engine.waiting() == [2, 3, 4]
         finished.append({c.request_id for c in engine.finished()})
     assert [ids for ids in finished if ids] == [{0, 1}, {2, 3}, {4}]
+    assert engine.waiting() == []
     if has_step_in_flight:  # a step in flight when sequences end does not admit others
         assert 6 <= len(finished) <= 8
     else:
@@ -394,40 +268,18 @@ def test_max_running_sequences_limits_the_running_sequences(build_rollout, tiny_
         (Request(3, [5], SamplingParams(4), 9), r"group_size=9 exceeds rollout\.max_running_sequences=8"),
         (Request(3, [5] * 61, SamplingParams(4)), "61 prompt tokens and 4 new ones exceed the model's 64 positions"),
         (Request(3, [5, 40], SamplingParams(4)), r"token ids from 5 to 40; they must be in \[0, 40\)"),
+        (Request(3, [-1, 5], SamplingParams(4)), r"token ids from -1 to 5; they must be in \[0, 40\)"),
         (Request(3, [5, 6], SamplingParams(4), resume_offset=-1), "resume_offset=-1 and first_index=0; they count"),
         (Request(3, [5, 6], SamplingParams(4), first_index=-2), "first_index=-2; they count"),
-        (Request(3, [-1, 5], SamplingParams(4)), r"token ids from -1 to 5; they must be in \[0, 40\)"),
+        *(
+            (Request(3, [5], SamplingParams(4), noise_key=key), "request 3 has noise_key")
+            for key in ((1.5,), ("a",), ())
+        ),
     ],
 )
-def test_request_that_can_never_be_served_is_an_error(build_rollout, tiny_model, request_, message):
-    engine = build_rollout(tiny_model(), max_running_sequences=8)
+def test_request_that_can_never_be_served_is_an_error(request_, message):
     with pytest.raises(RolloutError, match=message):
-        engine.submit(request_)
-    assert not engine.has_unfinished()
-
-
-def test_a_request_for_one_response_of_a_group_gets_its_tokens(build_rollout, tiny_model):
-    engine = build_rollout(tiny_model())
-    load_weights(engine, weights_of(tiny_model()).items(), version=0)
-    whole = Request(3, [5, 9, 6], SamplingParams(6), group_size=3, noise_key=(1, 4))
-    group = generate(engine, [whole])
-    for index in range(3):
-        (alone,) = generate(engine, [replace(whole, group_size=1, first_index=index)])
-        assert (alone.index, alone.token_ids) == (0, group[index].token_ids)
-    assert len({tuple(response.token_ids) for response in group}) == 3
-
-
-def test_request_id_in_use_is_an_error_until_it_is_finished(build_rollout, tiny_model):
-    engine = build_rollout(tiny_model(), max_running_sequences=1)
-    for request_id in (0, 1):
-        engine.submit(Request(request_id, [5], SamplingParams(2)))
-    engine.step()  # 0 runs, 1 waits
-    for request_id in (0, 1):
-        with pytest.raises(RolloutError, match=f"request {request_id} is waiting or running already"):
-            engine.submit(Request(request_id, [6], SamplingParams(2)))
-    assert len(serve(engine)) == 2
-    engine.submit(Request(0, [6], SamplingParams(2)))
-    assert len(serve(engine)) == 1
+        require_servable(request_, max_running_sequences=8, max_len=64, vocabulary=40)
 
 
 @pytest.mark.parametrize(
@@ -449,33 +301,32 @@ def test_sampling_parameters_are_checked(parameters, message):
         SamplingParams(**({"max_new_tokens": 4} | parameters))
 
 
-@pytest.mark.parametrize("bad", [Request(7, [], SamplingParams(4)), Request(0, [5], SamplingParams(4))])
-def test_generate_leaves_the_engine_idle_after_an_invalid_request(build_rollout, tiny_model, bad):
-    engine = build_rollout(tiny_model())
-    wanted = requests(SamplingParams(3))
-    with pytest.raises(RolloutError):
-        generate(engine, [*wanted, bad])
-    assert not engine.has_unfinished()
-    assert engine.finished() == []
-    assert len(generate(engine, wanted)) == 10
-
-
-def test_generate_ignores_completions_of_earlier_requests(build_rollout, tiny_model):
-    engine = build_rollout(tiny_model())
-    engine.submit(Request(7, [5], SamplingParams(4)))
-    engine.step()
-    engine.abort(7)
-    wanted = requests(SamplingParams(3))
-    assert [c.request_id for c in generate(engine, wanted)] == [
-        r.request_id for r in wanted for _ in range(r.group_size)
-    ]
-
-
-def test_generate_requires_an_idle_engine(build_rollout, tiny_model):
-    engine = build_rollout(tiny_model())
-    engine.submit(Request(0, [5], SamplingParams(2)))
+def test_invalid_requests_leave_the_engine_as_it_was(build_rollout, tiny_model):
+    engine, wanted = build_rollout(tiny_model(), max_running_sequences=4), requests(SamplingParams(3))
+    with pytest.raises(RolloutError, match=r"group_size=9 exceeds rollout\.max_running_sequences=4"):
+        engine.submit(Request(3, [5], SamplingParams(4), 9))
+    with pytest.raises(RolloutError, match="1 prompt tokens and 64 new ones exceed the model's 64 positions"):
+        engine.submit(Request(3, [5], SamplingParams(64)))
+    for bad in (Request(7, [5, 40], SamplingParams(4)), Request(0, [5], SamplingParams(4))):
+        with pytest.raises(RolloutError, match=r"must be in \[0, 40\)|request 0 is waiting or running already"):
+            generate(engine, [*wanted, bad])
+        assert not engine.has_unfinished()
+        assert engine.finished() == []
+    for request_id in range(3):
+        engine.submit(replace(wanted[0], request_id=request_id))
+    engine.step()  # 0 and 1 run, 2 waits
+    for request_id in (0, 2):
+        with pytest.raises(RolloutError, match=f"request {request_id} is waiting or running already"):
+            engine.submit(Request(request_id, [6], SamplingParams(2)))
     with pytest.raises(RolloutError, match="generate needs an idle engine"):
-        generate(engine, [Request(1, [5], SamplingParams(2))])
+        generate(engine, [Request(9, [5], SamplingParams(2))])
+    assert len(serve(engine)) == 6
+    engine.submit(Request(0, [6], SamplingParams(2)))
+    engine.step()
+    engine.abort(0)
+    assert {c.request_id for c in generate(engine, wanted[1:])} == {1, 2, 3, 4}  # not the aborted one
+    with pytest.raises(RolloutError, match="request 1 is neither waiting nor running"):
+        engine.abort(1)
 
 
 # ------------------------------------------------------------------------------------------ kept sequences
@@ -493,13 +344,14 @@ def next_turn(turn: list[Request], done: list[Completion]) -> list[Request]:
     return [replace(request, prompt_ids=[*request.prompt_ids, *c.token_ids, 7, 11]) for request, c in pairs]
 
 
-def test_later_turns_reuse_kept_sequences_with_equal_results(build_rollout, engine_name, tiny_model):
+def test_later_turns_reuse_kept_sequences_with_equal_results(build_rollout, tiny_model, tolerance):
     directory, turn = tiny_model(max_position_embeddings=512), long_turn()
-    engine, tolerance = build_rollout(directory), 1e-4 if engine_name.startswith("vllm") else 1e-9
+    engine, other = build_rollout(directory), build_rollout(directory)
     for number in range(3):
         before = engine.reused_tokens
         done = generate(engine, turn)
-        for found, expected in zip(done, generate(build_rollout(directory), turn), strict=True):
+        other.forget_kept()
+        for found, expected in zip(done, generate(other, turn), strict=True):
             assert found.token_ids == expected.token_ids
             assert found.log_probs == pytest.approx(expected.log_probs, abs=tolerance)
         share = (engine.reused_tokens - before) / sum(len(request.prompt_ids) for request in turn)
@@ -507,166 +359,82 @@ def test_later_turns_reuse_kept_sequences_with_equal_results(build_rollout, engi
         turn = next_turn(turn, done)
 
 
-@pytest.mark.parametrize("forget", ["forget_kept", "sleep", "retract", "load", "abort"])
+@pytest.mark.parametrize("forget", ["forget_kept", "sleep", "retract", "load", "abort", "another prompt"])
 def test_forgotten_sequences_are_computed_again(build_rollout, tiny_model, forget):
     directory, turn = tiny_model(max_position_embeddings=512), long_turn(2)
-    engine, weights = build_rollout(directory), weights_of(tiny_model(max_position_embeddings=512, seed=1))
-    expected = next_turn(turn, generate(engine, [replace(request, keep=False) for request in turn]))
+    engine = build_rollout(directory)
+    wanted = next_turn(turn, generate(engine, [replace(request, keep=False) for request in turn]))
     if forget == "abort":  # aborted sequences are not kept
         for request in turn:
             engine.submit(request)
         engine.step()
         for request in turn:
             engine.abort(request.request_id)
-        engine.finished()
     else:
-        assert next_turn(turn, generate(engine, turn)) == expected
+        assert next_turn(turn, generate(engine, turn)) == wanted
         if forget == "load":
-            load_weights(engine, weights.items(), version=1)
+            load_weights(engine, weights_of(tiny_model(max_position_embeddings=512, seed=1)).items(), version=1)
+        elif forget == "another prompt":
+            wanted = [replace(request, prompt_ids=[39, *request.prompt_ids[1:]]) for request in wanted]
         else:
             getattr(engine, forget)()
     before = engine.reused_tokens
-    done = generate(engine, expected)
-    assert engine.reused_tokens == before
-    other = build_rollout(tiny_model(max_position_embeddings=512, seed=int(forget == "load")))
-    assert [c.token_ids for c in done] == [c.token_ids for c in generate(other, expected)]
-
-
-def test_a_prompt_that_continues_no_kept_sequence_is_computed(build_rollout, tiny_model):
-    engine, turn = build_rollout(tiny_model(max_position_embeddings=512)), long_turn(2)
-    wanted = [
-        replace(request, prompt_ids=[39, *request.prompt_ids[1:]])
-        for request in next_turn(turn, generate(engine, turn))
-    ]
-    before = engine.reused_tokens
     done = generate(engine, wanted)
     assert engine.reused_tokens == before
-    other = build_rollout(tiny_model(max_position_embeddings=512))
-    assert [c.token_ids for c in done] == [c.token_ids for c in generate(other, wanted)]
+    other = build_rollout(tiny_model(max_position_embeddings=512, seed=int(forget == "load")))
+    assert ids_of(done) == ids_of(generate(other, wanted))
 
 
 # ------------------------------------------------------------------------------------------ abort
 
 
-def test_aborted_request_returns_its_tokens_so_far(build_rollout, tiny_model):
-    wanted = requests(SamplingParams(6))
-    expected = by_name(generate(build_rollout(tiny_model()), wanted))
-    engine = build_rollout(tiny_model())
+def test_aborted_requests_return_their_tokens_so_far(build_rollout, tiny_model):
+    wanted = [*requests(SamplingParams(6)), Request(5, [6], SamplingParams(6), 2, (7, 0, 5))]
+    engine = build_rollout(tiny_model(), max_running_sequences=10)
+    expected = by_name(generate(engine, wanted))
     for request in wanted:
         engine.submit(request)
     for _ in range(2):
         engine.step()
-    engine.abort(1)
-    engine.abort(3)
+    for request_id in (1, 3, 5):  # the last one has not started
+        engine.abort(request_id)
+    assert engine.waiting() == []
     stopped = engine.finished()
-    assert [(c.request_id, c.index, c.finish_reason) for c in stopped] == [
-        (1, 0, "abort"), (1, 1, "abort"), (3, 0, "abort"), (3, 1, "abort"),
-    ]  # fmt: skip
-    for completion in stopped:
-        assert completion.token_ids == expected[completion.request_id, completion.index].token_ids[:2]
-        assert len(completion.log_probs) == len(completion.versions) == 2
+    assert [(c.request_id, c.index) for c in stopped] == [(i, index) for i in (1, 3, 5) for index in (0, 1)]
+    assert {c.finish_reason for c in stopped} == {"abort"}
+    for c in stopped:
+        num_tokens = 2 if c.request_id < 5 else 0
+        assert c.token_ids == expected[c.request_id, c.index].token_ids[:num_tokens]
+        assert len(c.log_probs) == len(c.versions) == num_tokens
     others = serve(engine)
     assert {c.request_id for c in others} == {0, 2, 4}
-    for completion in others:
-        assert completion.token_ids == expected[completion.request_id, completion.index].token_ids
-
-
-def test_waiting_request_is_aborted_without_tokens(build_rollout, tiny_model):
-    engine = build_rollout(tiny_model(), max_running_sequences=2)
-    for request in requests(SamplingParams(3)):
+    assert all(c.token_ids == expected[c.request_id, c.index].token_ids for c in others)
+    for request in wanted:
         engine.submit(request)
     engine.step()
-    engine.abort(2)
-    assert engine.finished() == [Completion(2, 0, finish_reason="abort"), Completion(2, 1, finish_reason="abort")]
-    assert {c.request_id for c in serve(engine)} == {0, 1, 3, 4}
-
-
-def test_requests_wait_until_they_run(build_rollout, tiny_model):
-    engine = build_rollout(tiny_model(), max_running_sequences=4)
-    assert engine.waiting() == []
-    for request in requests(SamplingParams(3)):
-        engine.submit(request)
-    assert engine.waiting() == [0, 1, 2, 3, 4]
-    engine.step()
-    assert engine.waiting() == [2, 3, 4]
-    engine.abort(3)
-    assert engine.waiting() == [2, 4]
-    assert {c.request_id for c in serve(engine) if c.token_ids} == {0, 1, 2, 4}
-    assert engine.waiting() == []
-
-
-def test_aborting_all_requests_leaves_the_engine_idle(build_rollout, tiny_model):
-    engine = build_rollout(tiny_model(), max_running_sequences=4)
-    for request in requests(SamplingParams(3)):
-        engine.submit(request)
-    engine.step()
-    for request_id in range(5):
-        engine.abort(request_id)
+    for request in wanted:
+        engine.abort(request.request_id)
     assert not engine.has_unfinished()
-    assert len(engine.finished()) == 10
+    assert len(engine.finished()) == 12
 
 
 def test_abort_keeps_finished_sequences_of_a_group(build_rollout, tiny_model):
-    sampling = SamplingParams(30, stop_token_ids=tuple(range(0, 40, 8)))
     engine = build_rollout(tiny_model())
-    engine.submit(Request(0, [5, 6], sampling, 8))
-    done = []
-    while not done:
+    engine.submit(Request(0, [5, 6], SamplingParams(30, stop_token_ids=tuple(range(0, 40, 8))), 8))
+    while not (done := engine.finished()):
         engine.step()
-        done = engine.finished()
     engine.abort(0)
     stopped = engine.finished()
-    assert done
-    assert stopped
     assert {c.finish_reason for c in done} == {"stop"}
     assert {c.finish_reason for c in stopped} == {"abort"}
     assert sorted(c.index for c in done + stopped) == list(range(8))
 
 
-def test_aborting_a_finished_request_is_an_error(build_rollout, tiny_model):
-    engine = build_rollout(tiny_model())
-    generate(engine, requests(SamplingParams(2)))
-    with pytest.raises(RolloutError, match="request 0 is neither waiting nor running"):
-        engine.abort(0)
-
-
 # ------------------------------------------------------------------------------------------ weights
-
-
-def weights_of(directory, dtype=torch.float64) -> dict[str, torch.Tensor]:
-    return {name: weight.detach() for name, weight in load_causal_lm(directory, dtype).named_parameters()}
-
-
-def test_new_weights_and_their_version_are_used_from_the_next_step(build_rollout, tiny_model, has_step_in_flight):
-    wanted = requests(SamplingParams(5, temperature=0.8))
-    engine = build_rollout(tiny_model())
-    load_weights(engine, weights_of(tiny_model()).items(), version=3)
-    before = by_name(generate(engine, wanted))
-    other = build_rollout(tiny_model(seed=1))
-    load_weights(other, weights_of(tiny_model(seed=1)).items(), version=4)
-    after = by_name(generate(other, wanted))
-    for request in wanted:
-        engine.submit(request)
-    new = weights_of(tiny_model(seed=1))
-    done = by_name(serve(engine, lambda step: load_weights(engine, new.items(), version=4) if step == 2 else None))
-    for name, completion in done.items():
-        assert completion.versions == ([3, 3, 3, 4, 4] if has_step_in_flight else [3, 3, 4, 4, 4])
-        num_old = completion.versions.count(3)
-        assert completion.token_ids[:num_old] == before[name].token_ids[:num_old]
-        assert completion.log_probs[:num_old] == pytest.approx(before[name].log_probs[:num_old], rel=1e-4)
-    assert any(
-        done[name].log_probs[num_old] != pytest.approx(before[name].log_probs[num_old], rel=1e-4) for name in done
-    )
-    assert any(done[name].token_ids != before[name].token_ids for name in done)
-    again = by_name(generate(engine, wanted))
-    assert {name: c.token_ids for name, c in again.items()} == {name: c.token_ids for name, c in after.items()}
-    assert {version for c in again.values() for version in c.versions} == {4}
 
 
 def with_new_weights(engine, wanted, weights, step, retract) -> dict[tuple[int, int], Completion]:
     """Serve the requests; load weights as version 1 after some steps, and retract."""
-    for request in wanted:
-        engine.submit(request)
 
     def load(number):
         if number == step:
@@ -674,7 +442,24 @@ def with_new_weights(engine, wanted, weights, step, retract) -> dict[tuple[int, 
             if retract:
                 engine.retract()
 
-    return by_name(serve(engine, load))
+    return by_name(serve(engine, wanted, load))
+
+
+def test_new_weights_and_their_version_are_used_from_the_next_step(build_rollout, tiny_model, has_step_in_flight):
+    wanted, new = requests(SamplingParams(5, temperature=0.8)), weights_of(tiny_model(seed=1))
+    engine, other = build_rollout(tiny_model()), build_rollout(tiny_model(seed=1))
+    before = by_name(generate(engine, wanted))
+    load_weights(other, new.items(), version=1)
+    done = with_new_weights(engine, wanted, new, 2, retract=False)
+    for name, completion in done.items():
+        assert completion.versions == ([0, 0, 0, 1, 1] if has_step_in_flight else [0, 0, 1, 1, 1])
+        num_old = completion.versions.count(0)
+        assert completion.token_ids[:num_old] == before[name].token_ids[:num_old]
+        assert completion.log_probs[:num_old] == pytest.approx(before[name].log_probs[:num_old], rel=1e-4)
+        assert completion.log_probs[num_old] != pytest.approx(before[name].log_probs[num_old], rel=1e-4)
+    assert any(done[name].token_ids != before[name].token_ids for name in done)
+    assert ids_of(again := generate(engine, wanted)) == ids_of(generate(other, wanted))
+    assert {version for c in again for version in c.versions} == {1}
 
 
 def continued(engine, request: Request, old: list[int]) -> Completion:
@@ -685,20 +470,20 @@ def continued(engine, request: Request, old: list[int]) -> Completion:
     return done
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(20, temperature=0.0, stop_token_ids=(EOS,)), SamplingParams(20)])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_retracted_sequences_continue_as_in_an_engine_with_the_new_weights(
-    build_rollout, engine_name, tiny_model, sampling
+    build_rollout, is_vllm, tiny_model, temperature, tolerance
 ):
-    if engine_name.startswith("vllm") and sampling.temperature:
+    if is_vllm and temperature:
         pytest.skip("vLLM's noise depends on the tokens before in the same engine")
-    new, wanted = weights_of(tiny_model(seed=1)), requests(sampling, group_size=1)
+    new = weights_of(tiny_model(seed=1))
+    wanted = requests(SamplingParams(20, temperature=temperature, stop_token_ids=(EOS,)), group_size=1)
+    wanted.append(replace(wanted[0], request_id=5, prompt_ids=[5 + j % 30 for j in range(40)]))
     engine, other = build_rollout(tiny_model()), build_rollout(tiny_model(seed=1))
-    load_weights(engine, weights_of(tiny_model()).items(), version=0)
     before = by_name(generate(engine, wanted))
     kept = with_new_weights(engine, wanted, new, 11, retract=False)
     load_weights(engine, weights_of(tiny_model()).items(), version=0)
     done = with_new_weights(engine, wanted, new, 11, retract=True)
-    tolerance = 1e-4 if engine_name.startswith("vllm") else 1e-9
     for name, completion in done.items():
         num_old = completion.versions.count(0)
         assert completion.token_ids[:num_old] == before[name].token_ids[:num_old]
@@ -714,26 +499,12 @@ def test_retracted_sequences_continue_as_in_an_engine_with_the_new_weights(
     assert any(kept[name].log_probs != pytest.approx(done[name].log_probs, abs=1e-3) for name in done)
 
 
-def test_retracted_groups_of_long_prompts_continue_with_the_new_weights(build_rollout, tiny_model):
-    sampling = SamplingParams(12, temperature=0.0)
-    wanted = [Request(i, [5 + (i + j) % 30 for j in range(40)], sampling, 3, (7, 0, i)) for i in range(2)]
-    engine, other = build_rollout(tiny_model()), build_rollout(tiny_model(seed=1))
-    load_weights(engine, weights_of(tiny_model()).items(), version=0)
-    for name, completion in with_new_weights(engine, wanted, weights_of(tiny_model(seed=1)), 5, True).items():
-        num_old = completion.versions.count(0)
-        assert 0 < num_old < len(completion.token_ids)
-        expected = continued(other, replace(wanted[name[0]], group_size=1), completion.token_ids[:num_old])
-        assert completion.token_ids[num_old:] == expected.token_ids
-
-
 @pytest.mark.parametrize("step", [0, 1, 3])
 @pytest.mark.parametrize("retract", [False, True])
 def test_weights_that_come_before_the_first_token_or_after_the_last(
     build_rollout, tiny_model, step, retract, has_step_in_flight
 ):
-    wanted = requests(SamplingParams(3))
-    engine = build_rollout(tiny_model(), max_running_sequences=4)  # others wait for their first tokens
-    load_weights(engine, weights_of(tiny_model()).items(), version=0)
+    wanted, engine = requests(SamplingParams(3)), build_rollout(tiny_model(), max_running_sequences=4)  # others wait
     before = by_name(generate(engine, wanted))
     done = with_new_weights(engine, wanted, weights_of(tiny_model(seed=1)), step, retract)
     assert set(done) == set(before)
@@ -750,9 +521,7 @@ def test_a_stop_string_that_begins_before_retraction_ends_a_sequence(build_rollo
         def decode(self, token_ids, *, skip_special_tokens):
             return "".join(chr(ord("A") + token) for token in token_ids)
 
-    weights = weights_of(tiny_model())
-    engine = build_rollout(tiny_model(), tokenizer=Characters())
-    load_weights(engine, weights.items(), version=0)
+    weights, engine = weights_of(tiny_model()), build_rollout(tiny_model(), tokenizer=Characters())
     request = Request(0, PROMPTS[0], SamplingParams(12), 1, (7, 0, 0))
     whole = generate(engine, [request])[0].token_ids
     text = Characters().decode(whole[4:7], skip_special_tokens=True)
@@ -763,41 +532,74 @@ def test_a_stop_string_that_begins_before_retraction_ends_a_sequence(build_rollo
     assert sorted(set(done[0, 0].versions)) == [0, 1]
 
 
-def test_log_probs_between_steps_change_no_running_sequence(build_rollout, tiny_model):
+def test_log_probs_and_random_state_are_independent_of_running_sequences(build_rollout, tiny_model):
     wanted, probes = requests(SamplingParams(8, stop_token_ids=(EOS,))), [[3, 9, 4, 7, 20], [6, 5, 30]]
+    random.seed(3), np.random.seed(3), torch.manual_seed(3)
+    before = capture_random_state()
     engine = build_rollout(tiny_model())
-    expected, log_probs = by_name(generate(engine, wanted)), engine.log_probs(probes)
-    for request in wanted:
-        engine.submit(request)
+    expected, log_probs = generate(engine, wanted), engine.log_probs(probes)
     found = []
-    done = by_name(serve(engine, lambda step: found.append(engine.log_probs(probes))))
-    assert {name: c.token_ids for name, c in done.items()} == {name: c.token_ids for name, c in expected.items()}
+    done = serve(engine, wanted, lambda step: found.append(engine.log_probs(probes)))
+    assert tokens_of(done) == tokens_of(expected)
     assert len(found) >= 3
     for each in found:
         assert [*chain(*each)] == pytest.approx([*chain(*log_probs)], abs=1e-5)
+    after = capture_random_state()
+    assert torch.equal(before["torch"], after["torch"])
+    assert torch.equal(before["python"]["words"], after["python"]["words"])
+    assert torch.equal(before["numpy"]["key"], after["numpy"]["key"])
+    assert before["numpy"]["position"] == after["numpy"]["position"]
+
+
+SHAPES = {"a": torch.Size([2, 3]), "b": torch.Size([4])}
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("announced", "message"),
     [
-        (lambda weights: weights.pop("model.norm.weight"), r"weights are missing: model\.norm\.weight"),
-        (lambda weights: weights.update(extra=torch.zeros(2)), "no weights called extra"),
-        (lambda weights: weights.update({"model.norm.weight": torch.zeros(7)}), r"shape \(7,\), in .* \(64,\)"),
+        ({"a": SHAPES["a"]}, "weights are missing: b; every parameter"),
+        ({**SHAPES, "extra": torch.Size([2])}, "no weights called extra"),
+        ({**SHAPES, "b": torch.Size([7])}, r"weight 'b' has shape \(7,\), in the rollout model \(4,\)"),
     ],
 )
-def test_weights_that_do_not_fit_are_an_error_and_change_nothing(build_rollout, tiny_model, change, message):
-    engine = build_rollout(tiny_model())
-    wanted = requests(SamplingParams(5))
-    before = generate(engine, wanted)
-    weights = weights_of(tiny_model(seed=1))
-    change(weights)
+def test_weights_that_do_not_fit_are_an_error(announced, message):
     with pytest.raises(RolloutError, match=message):
-        load_weights(engine, weights.items(), version=1)
-    assert generate(engine, wanted) == before
+        Loading(SHAPES, announced)
 
 
-def test_repeated_or_missing_weight_is_an_error_until_all_are_loaded(build_rollout, tiny_model):
-    engine, weights = build_rollout(tiny_model()), weights_of(tiny_model(seed=1))
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([("a", torch.zeros(2, 3)), ("a", torch.zeros(2, 3))], "weight 'a' came twice"),
+        ([("c", torch.zeros(2))], "weight 'c' was not announced"),
+        ([("b", torch.zeros(3))], r"weight 'b' has shape \(3,\), but \(4,\) was announced"),
+        ([("b", torch.zeros(4).int())], r"weight 'b' has dtype torch\.int32; expected a floating-point"),
+        ([("b", torch.zeros(4))], "weights did not come: a"),
+    ],
+)
+def test_weights_that_were_not_announced_are_an_error(weights, message):
+    loading = Loading(SHAPES, SHAPES)
+    with pytest.raises(RolloutError, match=message):  # noqa: PT012
+        list(loading.checked(weights))
+        require_announced(loading).require_complete()
+    with pytest.raises(RolloutError, match="no weights are announced: call start_loading first"):
+        require_announced(None)
+
+
+def test_rejected_weights_change_nothing_and_broken_loads_are_repeated(build_rollout, tiny_model):
+    engine, wanted = build_rollout(tiny_model()), requests(SamplingParams(5))
+    weights = weights_of(tiny_model(seed=1))
+    before = generate(engine, wanted)
+    assert engine.boxes_to_load() == {}  # one rank loads whole weights
+    for wrong, message in (
+        ({n: w for n, w in weights.items() if n != "model.norm.weight"}, r"weights are missing: model\.norm\.weight"),
+        (weights | {"model.norm.weight": torch.zeros(7)}, r"shape \(7,\), in .* \(64,\)"),
+    ):
+        with pytest.raises(RolloutError, match=message):
+            load_weights(engine, wrong.items(), version=1)
+        assert generate(engine, wanted) == before
+    with pytest.raises(RolloutError, match=r"weight 'model\.norm\.weight' came twice"):
+        load_weights(engine, [*weights.items(), ("model.norm.weight", weights["model.norm.weight"])], version=1)
     shapes = {name: tensor.shape for name, tensor in weights.items()}
     (first, second), *rest = [list(weights.items())[:2], *list(weights.items())[2:]]
     engine.start_loading(shapes)
@@ -808,63 +610,20 @@ def test_repeated_or_missing_weight_is_an_error_until_all_are_loaded(build_rollo
     engine.load([first, *rest])
     with pytest.raises(RolloutError, match=f"weights did not come: {second[0]}"):
         engine.finish_loading(version=3)
-    load_weights(engine, weights.items(), version=2)
-    other = build_rollout(tiny_model(seed=1))
-    load_weights(other, weights.items(), version=2)
-    wanted = requests(SamplingParams(5))
-    assert generate(engine, wanted) == generate(other, wanted)
-
-
-def test_engine_of_one_rank_loads_whole_weights(build_rollout, tiny_model):
-    engine, wanted = build_rollout(tiny_model()), requests(SamplingParams(5))
-    before = generate(engine, wanted)
-    assert engine.boxes_to_load() == {}
-    assert generate(engine, wanted) == before
-
-
-def test_weights_load_in_any_order_and_in_several_calls(build_rollout, tiny_model):
-    weights, wanted = weights_of(tiny_model("qwen2", seed=1)), requests(SamplingParams(5))
-    other = build_rollout(tiny_model("qwen2", seed=1))
-    load_weights(other, weights.items(), version=2)
-    engine, items = build_rollout(tiny_model("qwen2")), list(weights.items())[::-1]
-    engine.start_loading({name: tensor.shape for name, tensor in items})
+    items = list(weights.items())[::-1]  # in any order and in several calls
+    engine.start_loading(shapes)
     for i in range(0, len(items), 3):
         engine.load(items[i : i + 3])
     engine.finish_loading(version=2)
+    other = build_rollout(tiny_model(seed=1))
+    load_weights(other, weights.items(), version=2)
     assert generate(engine, wanted) == generate(other, wanted)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_log_probs_of_given_sequences_equal_those_of_transformers(build_rollout, tiny_model, family):
-    stock = AutoModelForCausalLM.from_pretrained(tiny_model(family), attn_implementation="eager")
-    found = build_rollout(tiny_model(family)).log_probs([[3, 9, 12, 7, 38], [8, 1]])
-    for sequence, log_probs in zip([[3, 9, 12, 7, 38], [8, 1]], found, strict=True):
-        with torch.no_grad():
-            expected = stock(torch.tensor([sequence])).logits[0, :-1].log_softmax(-1)
-        assert log_probs == pytest.approx(
-            [float(row[t]) for row, t in zip(expected, sequence[1:], strict=True)], abs=1e-4
-        )
-
-
-def test_building_and_generating_keep_the_random_state(build_rollout, tiny_model):
-    random.seed(3), np.random.seed(3), torch.manual_seed(3)
-    before = capture_random_state()
-    engine = build_rollout(tiny_model())
-    generate(engine, requests(SamplingParams(4)))
-    engine.log_probs([[5, 6, 7]])
-    after = capture_random_state()
-    assert torch.equal(before["torch"], after["torch"])
-    assert torch.equal(before["python"]["words"], after["python"]["words"])
-    assert torch.equal(before["numpy"]["key"], after["numpy"]["key"])
-    assert before["numpy"]["position"] == after["numpy"]["position"]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_non_finite_weights_are_an_error_and_can_be_replaced(build_rollout, tiny_model, temperature):
-    engine = build_rollout(tiny_model())
-    wanted = requests(SamplingParams(5, temperature=temperature))
-    before = generate(engine, wanted)
-    weights = weights_of(tiny_model())
+    engine, wanted = build_rollout(tiny_model()), requests(SamplingParams(5, temperature=temperature))
+    before, weights = generate(engine, wanted), weights_of(tiny_model())
     diverged = weights | {"model.norm.weight": torch.full((64,), torch.nan, dtype=torch.float64)}
     load_weights(engine, diverged.items(), version=1)
     with pytest.raises(RolloutError, match=r"request \d: the model's logits are not finite"):
@@ -875,9 +634,8 @@ def test_non_finite_weights_are_an_error_and_can_be_replaced(build_rollout, tiny
 
 
 def test_a_memory_fault_between_two_steps_changes_no_token(build_rollout, tiny_model, tmp_path):
-    wanted = requests(SamplingParams(6))
-    engine = build_rollout(tiny_model())
-    expected = by_name(generate(engine, wanted))
+    wanted, engine = requests(SamplingParams(6)), build_rollout(tiny_model())
+    expected = generate(engine, wanted)
     plan_faults(tmp_path, [Fault.of_text("1: memory rollout/0 in generate")], 1)
     arm_faults(load_config(None, ["faults.random=1", f"trainer.run_dir={tmp_path}"]))
     token = current_worker.set("rollout/0")
@@ -888,10 +646,10 @@ def test_a_memory_fault_between_two_steps_changes_no_token(build_rollout, tiny_m
         if not isinstance(engine, EmbeddedRollout):  # which goes on with fewer sequences
             with pytest.raises(OutOfMemoryError, match="out of memory in generation by vLLM"):
                 serve(engine)
-        found = by_name([*engine.finished(), *serve(engine)])
-        assert {name: c.token_ids for name, c in found.items()} == {name: c.token_ids for name, c in expected.items()}
-        for name, completion in found.items():  # of fewer sequences at a time, which may round differently
-            assert completion.log_probs == pytest.approx(expected[name].log_probs, rel=1e-5)
+        found = sorted([*engine.finished(), *serve(engine)], key=lambda c: (c.request_id, c.index))
+        assert tokens_of(found) == tokens_of(expected)
+        for ours, theirs in zip(found, expected, strict=True):  # of fewer sequences at a time, which may round
+            assert ours.log_probs == pytest.approx(theirs.log_probs, rel=1e-5)
         assert unfired_faults() == []
     finally:
         current_worker.reset(token)

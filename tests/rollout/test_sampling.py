@@ -1,125 +1,133 @@
+"""Sampling of tokens, for rows with equal parameters and for rows with parameters of their own."""
+
 import math
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from hybridflow.rollout import SamplingParams
+from fixtures.rollouts import distribution, draw
+from hybridflow.rollout import Request, SamplingParams
+from hybridflow.rollout.decoding_batch import _uniforms
+from hybridflow.rollout.row_sampling import RowRules, SamplingKinds, sample_rows
 from hybridflow.rollout.sampling import sample_tokens
 from hybridflow.runtime import uniform
 
 LOGITS = torch.tensor([0.0, math.log(2), math.log(5), -math.inf, math.log(2)])  # probabilities .1 .2 .5 0 .2
 ALMOST_ONE = 1 - 2.0**-53
+ALL = SamplingKinds(greedy=True, restricted=True)
 
 
-def drawn(numbers: list[float], **parameters) -> list[int]:
-    numbers_ = torch.tensor(numbers, dtype=torch.float64)
-    return sample_tokens(LOGITS.double().expand(len(numbers), -1), numbers_, SamplingParams(1, **parameters))[
-        0
-    ].tolist()
-
-
-def log_prob(token: int, **parameters) -> float:
-    """Return the reported log-prob of a token, found by sampling all tokens."""
-    numbers = torch.arange(0.005, 1, 0.01, dtype=torch.float64)
-    tokens, log_probs = sample_tokens(
-        LOGITS.double().expand(len(numbers), -1), numbers, SamplingParams(1, **parameters)
+def rules(samplings: list[SamplingParams]) -> RowRules:
+    return RowRules(
+        torch.tensor([sampling.temperature for sampling in samplings], dtype=torch.float64),
+        torch.tensor([sampling.top_k if sampling.temperature else 0 for sampling in samplings]),
+        torch.tensor([sampling.top_p if sampling.temperature else 1.0 for sampling in samplings], dtype=torch.float64),
     )
-    (value,) = set(log_probs[tokens == token].tolist())
-    return value
 
 
-def test_token_is_the_first_whose_cumulative_probability_exceeds_u():
-    assert drawn([0.0, 0.099, 0.101, 0.299, 0.301, 0.799, 0.801, 0.999]) == [0, 0, 1, 1, 2, 2, 4, 4]
+def plain(samplings: list[SamplingParams]) -> SamplingKinds:
+    """Return the kinds that these rows need."""
+    return SamplingKinds(
+        greedy=any(sampling.temperature == 0 for sampling in samplings),
+        restricted=any(sampling.top_k or sampling.top_p < 1 for sampling in samplings),
+    )
 
 
-def test_largest_number_picks_the_last_possible_token():
-    assert drawn([ALMOST_ONE]) == [4]
-    logits = torch.tensor([[0.0, 0.0, -math.inf, -math.inf]])
-    number = torch.tensor([ALMOST_ONE], dtype=torch.float64)
-    assert sample_tokens(logits, number, SamplingParams(1))[0].tolist() == [1]
+def by_rows(logits, numbers, sampling):
+    """Sample as `sample_tokens` with `sample_rows`, which may do work that no row needs."""
+    samplings = [sampling] * len(logits)
+    tokens, log_probs = sample_rows(logits, numbers.double(), rules(samplings), plain(samplings))
+    more, same = sample_rows(logits, numbers.double(), rules(samplings), ALL)
+    assert torch.equal(tokens, more)
+    torch.testing.assert_close(log_probs, same, equal_nan=True)
+    return tokens, log_probs
 
 
-def test_smallest_number_skips_tokens_without_probability():
-    logits = torch.tensor([[-math.inf, -math.inf, 0.0, 0.0]])
-    assert sample_tokens(logits, torch.tensor([0.0]), SamplingParams(1))[0].tolist() == [2]
+@pytest.fixture(params=[sample_tokens, by_rows], ids=["tokens", "rows"])
+def sample(request):
+    """Return each way to sample."""
+    return request.param
 
 
-def test_log_probs_are_under_the_restricted_distribution():
-    assert log_prob(2) == pytest.approx(math.log(0.5))
-    # At temperature 0.5 the weights .1 .2 .5 .2 are squared: 1 4 25 4 of 34.
-    assert log_prob(2, temperature=0.5) == pytest.approx(math.log(25 / 34))
-    assert log_prob(2, top_k=1) == pytest.approx(0.0)
-    assert log_prob(2, top_k=2) == pytest.approx(math.log(5 / 7))
-    assert log_prob(1, top_p=0.6) == pytest.approx(math.log(2 / 7))
+@pytest.fixture
+def drawn(sample):
+    """Return a function that draws a token of LOGITS for each number."""
+    return lambda numbers, dtype=torch.float64, **parameters: sample(
+        LOGITS.to(dtype).expand(len(numbers), -1),
+        torch.tensor(numbers, dtype=torch.float64),
+        SamplingParams(1, **parameters),
+    )
 
 
-def test_top_k_prefers_the_lower_id_of_equal_logits():
-    assert set(drawn([0.0, 0.2, 0.4, 0.8, ALMOST_ONE], top_k=2)) == {1, 2}
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_token_is_the_first_whose_cumulative_probability_exceeds_u(drawn, dtype):
+    numbers = [0.0, 0.099, 0.101, 0.299, 0.301, 0.799, 0.801, 0.999, ALMOST_ONE]
+    assert drawn(numbers, dtype)[0].tolist() == [0, 0, 1, 1, 2, 2, 4, 4, 4]
+    assert drawn([0.05, 0.15, 0.5, 0.9], dtype, top_k=100)[0].tolist() == [0, 1, 2, 4]
 
 
-def test_top_k_above_the_vocabulary_size_keeps_all_tokens():
-    numbers = [0.05, 0.15, 0.5, 0.9]
-    assert drawn(numbers, top_k=100) == drawn(numbers) == [0, 1, 2, 4]
+@pytest.mark.parametrize(
+    ("parameters", "kept", "log_prob"),
+    [
+        ({}, {0, 1, 2, 4}, math.log(0.5)),
+        ({"temperature": 0.5}, {0, 1, 2, 4}, math.log(25 / 34)),  # .1 .2 .5 .2 are squared: 1 4 25 4 of 34
+        ({"temperature": 0.0}, {2}, math.log(0.5)),
+        ({"top_k": 1}, {2}, 0.0),
+        ({"top_k": 2}, {1, 2}, math.log(5 / 7)),  # of equal logits the lower id
+        ({"top_p": 0.1}, {2}, 0.0),
+        ({"top_p": 0.5 + 1e-6}, {1, 2}, math.log(5 / 7)),
+        ({"top_p": 0.7 + 1e-6}, {1, 2, 4}, math.log(5 / 9)),
+        ({"top_p": 0.95}, {0, 1, 2, 4}, math.log(0.5)),
+        ({"top_k": 2, "top_p": 0.7}, {2}, 0.0),  # of the top two, .5 and .2, the first has 5/7 of the mass
+        ({"top_k": 2, "top_p": 0.72}, {1, 2}, math.log(5 / 7)),
+    ],
+)
+def test_top_k_and_top_p_restrict_the_distribution(drawn, parameters, kept, log_prob):
+    tokens, log_probs = drawn(np.linspace(0, ALMOST_ONE, 200).tolist(), **parameters)
+    assert set(tokens.tolist()) == kept
+    assert log_probs[tokens == 2].tolist() == pytest.approx([log_prob] * int((tokens == 2).sum()))
 
 
-def test_top_p_keeps_the_fewest_tokens_that_reach_it():
-    numbers = np.linspace(0, ALMOST_ONE, 50).tolist()
-    assert set(drawn(numbers, top_p=0.1)) == {2}
-    assert set(drawn(numbers, top_p=0.5 + 1e-6)) == {1, 2}
-    assert set(drawn(numbers, top_p=0.7 + 1e-6)) == {1, 2, 4}
-    assert set(drawn(numbers, top_p=0.95)) == {0, 1, 2, 4}
+@pytest.mark.parametrize("possible", [[0], [4], [2, 3], [0, 8], [8]])
+def test_impossible_tokens_are_never_drawn(sample, possible):
+    logits = torch.full((4, 9), -math.inf)
+    logits[:, possible] = 0.0
+    numbers = torch.tensor([0.0, 2.0**-53, 0.5 - 2.0**-54, ALMOST_ONE], dtype=torch.float64)
+    tokens, log_probs = sample(logits, numbers, SamplingParams(1))
+    assert tokens.tolist() == [possible[0]] * 3 + [possible[-1]]
+    assert log_probs.tolist() == pytest.approx([-math.log(len(possible))] * 4)
 
 
-def test_top_p_applies_within_the_top_k():
-    # Of the top two, .5 and .2, the first has 5/7 of the mass: enough for 0.7, not for 0.72.
-    numbers = np.linspace(0, ALMOST_ONE, 50).tolist()
-    assert set(drawn(numbers, top_k=2, top_p=0.7)) == {2}
-    assert set(drawn(numbers, top_k=2, top_p=0.72)) == {1, 2}
-
-
-def test_greedy_ignores_the_number_and_reports_untempered_log_probs():
-    logits = torch.tensor([[1.0, 3.0, 3.0], [2.0, 0.0, -1.0]])
-    tokens, log_probs = sample_tokens(logits, torch.tensor([0.9, 0.9]), SamplingParams(1, temperature=0))
-    assert tokens.tolist() == [1, 0]
-    expected = [-math.log(math.exp(-2) + 2), -math.log(1 + math.exp(-2) + math.exp(-3))]
-    assert log_probs.tolist() == pytest.approx(expected)
-
-
-def test_log_probs_are_float32_unless_logits_are_float64():
+def test_log_probs_are_float32_unless_logits_are_float64(sample):
     for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
-        logits = torch.zeros(1, 3, dtype=dtype)
-        assert sample_tokens(logits, torch.tensor([0.5]), SamplingParams(1))[1].dtype == expected
-
-
-def test_bfloat16_logits_are_tempered_in_float32():
-    logits = torch.tensor([[1.0, 2.0, 4.0]], dtype=torch.bfloat16)
-    _, log_probs = sample_tokens(logits, torch.tensor([0.99]), SamplingParams(1, temperature=0.3))
-    expected = 4 / 0.3 - math.log(sum(math.exp(x / 0.3) for x in (1, 2, 4)))
-    assert log_probs.item() == pytest.approx(expected, abs=1e-6)
+        logits = torch.tensor([[1.0, 2.0, 4.0]], dtype=dtype)
+        _, log_probs = sample(logits, torch.tensor([0.99]), SamplingParams(1, temperature=0.3))
+        exact = 4 / 0.3 - math.log(sum(math.exp(x / 0.3) for x in (1, 2, 4)))
+        assert log_probs.dtype == expected
+        assert log_probs.item() == pytest.approx(exact, abs=1e-6)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_non_finite_logits_give_non_finite_log_probs(temperature, bad):
-    logits = torch.tensor([[0.0, bad, 0.0], [0.0, 1.0, 0.0]])
-    _, log_probs = sample_tokens(logits, torch.tensor([0.5, 0.5]), SamplingParams(1, temperature=temperature))
-    assert log_probs.isfinite().tolist() == [False, True]
+def test_non_finite_logits_give_non_finite_log_probs(sample, temperature, bad):
+    for width in (3, 600):
+        logits = torch.zeros(3, width)
+        logits[1, width // 2] = bad
+        tokens, log_probs = sample(logits, torch.full((3,), 0.5), SamplingParams(1, temperature=temperature))
+        assert log_probs.isfinite().tolist() == [True, False, True]
+        assert bool(((tokens >= 0) & (tokens < width)).all())  # the next step looks it up
 
 
-@pytest.mark.parametrize(
-    ("parameters", "probabilities"),
-    [
-        ({}, [0.1, 0.2, 0.5, 0.0, 0.2]),
-        ({"temperature": 0.5}, [1 / 34, 4 / 34, 25 / 34, 0.0, 4 / 34]),
-        ({"top_k": 3}, [0.0, 2 / 9, 5 / 9, 0.0, 2 / 9]),
-        ({"top_p": 0.6}, [0.0, 2 / 7, 5 / 7, 0.0, 0.0]),
-    ],
-)
-def test_frequencies_fit_the_probabilities(parameters, probabilities):
+@pytest.mark.parametrize("parameters", [{}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.6}])
+def test_frequencies_fit_the_probabilities(parameters):
     """Apply Pearson's chi-square test to 20000 draws with the noise of 500 prompts, groups of 4 and 10 tokens."""
     numbers = uniform(11, np.arange(500)[:, None, None], np.arange(4)[:, None], np.arange(10)).ravel()
-    counts = np.bincount(drawn(numbers.tolist(), **parameters), minlength=5)
+    sampling = SamplingParams(1, **parameters)
+    tokens, _ = sample_tokens(LOGITS.double().expand(len(numbers), -1), torch.from_numpy(numbers), sampling)
+    counts, probabilities = np.bincount(tokens.numpy(), minlength=5), distribution(LOGITS.tolist(), sampling)
     possible = [i for i, probability in enumerate(probabilities) if probability]
     assert counts.sum() == counts[possible].sum() == 20000
     chi_square = sum((counts[i] - 20000 * probabilities[i]) ** 2 / (20000 * probabilities[i]) for i in possible)
@@ -127,24 +135,56 @@ def test_frequencies_fit_the_probabilities(parameters, probabilities):
     assert chi_square < {1: 15.14, 2: 18.42, 3: 21.11}[len(possible) - 1]
 
 
+def random_logits(rows: int, vocabulary: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(rows, vocabulary + 1, generator=generator, dtype=torch.float64)
+    logits[:, ::7] = -math.inf
+    return logits[:, 1:]  # the first token is possible
+
+
+SAMPLINGS = st.builds(
+    SamplingParams,
+    st.just(1),
+    temperature=st.sampled_from([0.0, 0.7, 1.0, 1.5]),
+    top_k=st.sampled_from([0, 1, 7, 50, 10_000]),
+    top_p=st.sampled_from([1.0, 0.6, 0.8]),
+)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(st.lists(SAMPLINGS, min_size=1, max_size=8), st.sampled_from([1, 2, 5, 40, 151, 1000]), st.integers(0, 99))
+def test_rows_of_different_parameters_get_their_own_distribution(samplings, vocabulary, seed):
+    logits = random_logits(len(samplings), vocabulary, seed)
+    uniforms = torch.from_numpy(uniform(seed, np.arange(len(samplings))))
+    for kinds in (plain(samplings), ALL):
+        tokens, log_probs = sample_rows(logits, uniforms, rules(samplings), kinds)
+        for i, sampling in enumerate(samplings):
+            probabilities = distribution(logits[i].tolist(), sampling)
+            expected = draw(probabilities, float(uniforms[i])) if sampling.temperature else int(logits[i].argmax())
+            alone = sample_tokens(logits[i : i + 1], uniforms[i : i + 1], sampling)
+            assert int(tokens[i]) == int(alone[0]) == expected
+            exact = pytest.approx(math.log(probabilities[expected]), rel=1e-12, abs=1e-12)
+            assert float(log_probs[i]) == exact
+            assert float(alone[1]) == exact
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_fused_sampling_equals_sampling_in_float64(temperature, dtype):
-    generator = torch.Generator().manual_seed(0)
-    logits = (3 * torch.randn(500, 1000, generator=generator)).to(dtype)
-    logits[:, ::7] = -math.inf
-    numbers = torch.rand(500, generator=generator, dtype=torch.float64)
-    tokens, log_probs = sample_tokens(logits, numbers, SamplingParams(1, temperature=temperature))
-    exact_tokens, _ = sample_tokens(logits.double(), numbers, SamplingParams(1, temperature=temperature))
-    assert (tokens == exact_tokens).float().mean() > 0.99  # rounding moves a boundary now and then
-    exact = (logits.double() / (temperature or 1.0)).log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
-    torch.testing.assert_close(log_probs.double(), exact, rtol=1e-5, atol=1e-5)
+def test_low_precision_differs_only_where_a_draw_is_near_a_boundary(sample, temperature, dtype):
+    logits, sampling = random_logits(500, 300, 0).to(dtype), SamplingParams(1, temperature=temperature)
+    uniforms = torch.from_numpy(uniform(3, np.arange(500)))
+    tokens, log_probs = sample(logits, uniforms, sampling)
+    exact, _ = sample_tokens(logits.double(), uniforms, sampling)
+    all_log_probs = (logits.double() / (temperature or 1)).log_softmax(-1)
+    near = (all_log_probs.exp().cumsum(-1) - uniforms[:, None]).abs().amin(-1) < 1e-5
+    assert bool(((tokens == exact) | near).all())
+    assert log_probs.dtype == torch.float32
+    exact_log_probs = all_log_probs.gather(1, tokens[:, None]).squeeze(1)
+    torch.testing.assert_close(log_probs.double(), exact_log_probs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_single_non_finite_logit_gives_a_non_finite_log_prob(temperature):
-    logits = torch.zeros(3, 600)
-    logits[1, 300] = math.nan
-    logits[2, 300] = math.inf
-    _, log_probs = sample_tokens(logits, torch.full((3,), 0.5), SamplingParams(1, temperature=temperature))
-    assert log_probs.isfinite().tolist() == [True, False, False]
+def test_noise_depends_on_each_requests_key():
+    keys = [(3, 0, 1), (3, 0, 2), (7,), (-1, 2**64 - 5), (2, 5)]
+    wanted = [Request(i, [5], SamplingParams(4), 1 + i % 3, key) for i, key in enumerate(keys)]
+    expected = [uniform(*r.noise_key, np.arange(r.group_size)[:, None], np.arange(6)[None]) for r in wanted]
+    assert np.array_equal(_uniforms(wanted, 6), np.concatenate(expected))

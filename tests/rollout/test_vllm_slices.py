@@ -15,32 +15,34 @@ pytestmark = pytest.mark.vllm
 
 PROGRAM = Path(__file__).parent / "vllm_slices_rank.py"
 WRONG = "model.layers.1.mlp.down_proj.weight"
-
+FOUR_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128}
 LAYOUTS = {
     "data 2, 1 key-value head": (2, 1, 2, "float32", {}),
     "data 4, tied": (4, 1, 2, "bfloat16", {"tie_word_embeddings": True, "num_key_value_heads": 2}),
     "tensor 2 x data 2, tied": (4, 2, 2, "float32", {"tie_word_embeddings": True, "num_key_value_heads": 2}),
     "tensor 2": (2, 2, 2, "bfloat16", {"vocab_size": 128, "num_key_value_heads": 2}),
-    "data 4, engine on 4": (
-        *(4, 1, 4, "float32"),
-        {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128},
-    ),
+    "data 4, engine on 4": (4, 1, 4, "float32", FOUR_HEADS),
 }
 """Ranks, trainer's tensor parallel size, engine's, dtype, and the model; its vocabulary of 40 is padded to 64."""
+REPRESENTATIVE = "data 2, 1 key-value head"
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name == REPRESENTATIVE else pytest.mark.exhaustive, id=name) for name in LAYOUTS
+    ],
+)
 def run(request, tiny_model, run_world, tmp_path_factory):
     """Run the program in a layout, and return the results of its ranks."""
     num_ranks, trainer_tensor, rollout_tensor, dtype, config = LAYOUTS[request.param]
     path, output = tiny_model("qwen2", **config), tmp_path_factory.mktemp("slices")
-    run_world(PROGRAM, num_ranks, path, trainer_tensor, rollout_tensor, dtype, output)
+    unseeded = [] if request.param == REPRESENTATIVE else ["unseeded"]
+    run_world(PROGRAM, num_ranks, path, trainer_tensor, rollout_tensor, dtype, output, *unseeded)
     ranks = [json.loads((output / f"{rank}.json").read_text()) for rank in range(num_ranks)]
-    return SimpleNamespace(layout=request.param, ranks=ranks, dtype=getattr(torch, dtype))
+    return SimpleNamespace(layout=request.param, ranks=ranks, dtype=getattr(torch, dtype), path=path)
 
 
-@pytest.mark.slow
-@pytest.mark.xdist_group("tests/integration/test_vllm_runs.py")  # whose runs use /dev/shm too
 def test_slices_give_vllm_the_same_bits_as_whole_weights(run):
     for result in run.ranks:
         packed = {name for name in result["names"] if name.startswith("packed")}
@@ -48,6 +50,23 @@ def test_slices_give_vllm_the_same_bits_as_whole_weights(run):
         assert "model.embed_tokens.weight" in result["names"]
         assert result["different"] == []
         assert result["same tokens"]
+        assert result["left in shared memory"] == []
+
+
+def test_ranks_that_share_an_engine_equal_one_rank(run):
+    from fixtures.vllm_engines import lend_engine
+
+    if run.dtype != torch.float32:
+        pytest.skip("rounding differs between layouts")
+    for seed_requests in (True, False) if run.layout != REPRESENTATIVE else (True,):
+        engine = lend_engine(run.path, max_model_len=64, seed_requests=seed_requests)
+        load_weights(engine, load_causal_lm(run.path).named_parameters(), 1)
+        wanted = [Request(i, [5 + i, 6, 7], SamplingParams(8, temperature=i / 2), 2, (0, i)) for i in range(3)]
+        expected = generate(engine, wanted)
+        for result in run.ranks:
+            for (token_ids, log_probs), alone in zip(result[f"seeds {seed_requests}"], expected, strict=True):
+                assert token_ids == alone.token_ids
+                assert log_probs == pytest.approx(alone.log_probs, abs=1e-4)
 
 
 def area(box) -> int:
@@ -58,8 +77,6 @@ def rows_between(box, first, end):
     return [[max(box[0][0], first), max(min(box[0][1], end), max(box[0][0], first))], *box[1:]]
 
 
-@pytest.mark.slow
-@pytest.mark.xdist_group("tests/integration/test_vllm_runs.py")
 def test_a_rank_receives_only_what_it_loads_and_does_not_hold(run):
     num_ranks, trainer_tensor, rollout_tensor, _, config = LAYOUTS[run.layout]
     sliced, whole = (sum(result[key] for result in run.ranks) for key in ("sliced", "whole"))
@@ -70,25 +87,19 @@ def test_a_rank_receives_only_what_it_loads_and_does_not_hold(run):
     by_heads = {"q_proj"} if config.get("num_key_value_heads", 1) < rollout_tensor == 2 else {"q_proj", "k_proj"}
     assert by_heads | {"o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens"} <= names
     assert not {"norm", "input_layernorm"} & names
-    if trainer_tensor == 1:
-        for rank, result in enumerate(run.ranks):
-            expected = 0
-            for name, shape in result["shapes"].items():
-                step = -(-shape[0] // num_ranks)  # the rows that FSDP2 gives to a rank
-                wanted = result["boxes"].get(name, [[0, size] for size in shape])
-                expected += area(wanted) - area(rows_between(wanted, rank * step, min((rank + 1) * step, shape[0])))
-            assert result["sliced"] == expected * run.dtype.itemsize
-            shard = sum(
-                area(rows_between([[0, s] for s in shape], rank * step, min((rank + 1) * step, shape[0])))
-                for shape in result["shapes"].values()
-                for step in [-(-shape[0] // num_ranks)]
-            )
-            assert result["whole"] == result["num_bytes"] - shard * run.dtype.itemsize
+    for rank, result in enumerate(run.ranks if trainer_tensor == 1 else ()):
+        expected = shard = 0
+        for name, shape in result["shapes"].items():
+            step = -(-shape[0] // num_ranks)  # the rows that FSDP2 gives to a rank
+            first, end = rank * step, min((rank + 1) * step, shape[0])
+            wanted = result["boxes"].get(name, [[0, size] for size in shape])
+            expected += area(wanted) - area(rows_between(wanted, first, end))
+            shard += area(rows_between([[0, size] for size in shape], first, end))
+        assert result["sliced"] == expected * run.dtype.itemsize
+        assert result["whole"] == result["num_bytes"] - shard * run.dtype.itemsize
     assert sliced < whole * (1 / rollout_tensor + 0.12)  # norms, and keys and values of shared heads, are whole
 
 
-@pytest.mark.slow
-@pytest.mark.xdist_group("tests/integration/test_vllm_runs.py")
 def test_wrong_slices_are_errors_and_a_later_sync_succeeds(run):
     for result in run.ranks:
         other = result["errors"]["another rank's slice"]
@@ -98,45 +109,32 @@ def test_wrong_slices_are_errors_and_a_later_sync_succeeds(run):
         assert result["different after errors"] == []
 
 
-def build(path, **options):
-    from fixtures.vllm_engines import lend_engine
-
-    return lend_engine(path, **options)
-
-
 def test_slices_are_those_that_the_loaders_of_vllm_read(tiny_model, monkeypatch):
     from vllm.model_executor.parameter import RowvLLMParameter
 
-    engine = build(tiny_model("qwen2"))
-    assert engine.boxes_to_load() == {}  # with one rank, all of each weight
+    from fixtures.vllm_engines import lend_engine
+
+    engine = lend_engine(tiny_model("qwen2"))
+    wanted = [Request(0, [5, 6, 7], SamplingParams(8, temperature=1.0), 2, (0, 0))]
+    before = generate(engine, wanted)
 
     def load_half(self, loaded_weight):
         self.data[:, 8:24].copy_(loaded_weight[:, 8:24])
 
-    monkeypatch.setattr(RowvLLMParameter, "load_row_parallel_weight", load_half)
-    boxes = engine.boxes_to_load()
-    names = [
-        f"model.layers.{layer}.{name}.weight" for layer in range(2) for name in ("self_attn.o_proj", "mlp.down_proj")
-    ]
-    assert boxes == dict.fromkeys(names, ((0, 64), (8, 24)))
-
     def load_twice(self, loaded_weight):
         self.data.copy_(2 * loaded_weight)
 
-    monkeypatch.setattr(RowvLLMParameter, "load_row_parallel_weight", load_twice)
-    assert engine.boxes_to_load() == {}  # computed with, so it needs whole weights
-
-
-def test_determining_slices_leaves_the_weights_and_the_engine_as_they_are(tiny_model):
-    path = tiny_model("qwen2")
-    engine = build(path)
-    wanted = [Request(0, [5, 6, 7], SamplingParams(8, temperature=1.0), 2, (0, 0))]
-    before = [completion.token_ids for completion in generate(engine, wanted)]
-    engine.boxes_to_load()
-    assert [completion.token_ids for completion in generate(engine, wanted)] == before
+    names = [f"model.layers.{i}.{name}.weight" for i in range(2) for name in ("self_attn.o_proj", "mlp.down_proj")]
+    expected = dict.fromkeys(names, ((0, 64), (8, 24)))
+    for load, boxes in ((load_half, expected), (load_twice, {})):  # computed with, so it needs whole weights
+        with monkeypatch.context() as patch:
+            patch.setattr(RowvLLMParameter, "load_row_parallel_weight", load)
+            assert engine.boxes_to_load() == boxes
+    assert engine.boxes_to_load() == {}  # with one rank, all of each weight
+    assert generate(engine, wanted) == before
     engine.start_loading(engine._shapes)
     with pytest.raises(RolloutError, match="while weights are being loaded"):
         engine.boxes_to_load()
     engine.abandon_loading()
-    load_weights(engine, load_causal_lm(path).named_parameters(), version=0)
-    assert [completion.token_ids for completion in generate(engine, wanted)] == before
+    load_weights(engine, load_causal_lm(tiny_model("qwen2")).named_parameters(), version=0)
+    assert generate(engine, wanted) == before

@@ -1,8 +1,8 @@
 """One rank of a trainer whose ranks share vLLM engines, and sync weights as slices.
 
-Usage: `vllm_slices_rank.py RANK WORLD_SIZE STORE MODEL TRAINER_TENSOR ROLLOUT_TENSOR DTYPE OUTPUT`. Writes to
-`OUTPUT/<rank>.json`: the boxes that vLLM loads, bytes, names of tensors of vLLM that differ from those after a sync of
-whole weights, and the errors of planted bugs.
+Usage: `vllm_slices_rank.py RANK WORLD_SIZE STORE MODEL TRAINER_TENSOR ROLLOUT_TENSOR DTYPE OUTPUT [UNSEEDED]`.
+Writes to `OUTPUT/<rank>.json`: the boxes that vLLM loads, bytes, names of tensors of vLLM that differ from those after
+a sync of whole weights, the errors of planted bugs, and what the engine generates with and without seeds.
 """
 
 import json
@@ -15,6 +15,7 @@ from typing import Any
 rank, world_size = map(int, sys.argv[1:3])
 os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
@@ -23,11 +24,13 @@ from torch._C._distributed_c10d import FileStore  # noqa: E402
 from hybridflow.config import ParallelConfig, load_config  # noqa: E402
 from hybridflow.engines import TorchEngine, join_process_group  # noqa: E402
 from hybridflow.errors import HybridFlowError  # noqa: E402
-from hybridflow.rollout import Request, SamplingParams, generate  # noqa: E402
+from hybridflow.models import load_causal_lm  # noqa: E402
+from hybridflow.rollout import Request, SamplingParams, generate, load_weights  # noqa: E402
 from hybridflow.rollout.vllm import VLLMRollout  # noqa: E402
 from hybridflow.runtime.boxes import Box  # noqa: E402
 from hybridflow.weight_sync import InProcess, WeightReceiver, WeightSender, hand_over  # noqa: E402
 
+SHARED_MEMORY = Path("/dev/shm")
 packed: dict[int, Tensor] = {}
 """Copies of the weights of linear layers by id, which on a CPU vLLM packs and drops when a layer is loaded."""
 
@@ -58,6 +61,19 @@ def tensors_of(engine: VLLMRollout) -> dict[str, Tensor]:
     return copies
 
 
+def build(model: str, dtype: str, tensor_parallel: int, **options: Any) -> VLLMRollout:
+    """Start an engine that ranks share."""
+    options |= {"enforce_eager": True, "kv_cache_bytes": 2**26, "max_model_len": 64}
+    return VLLMRollout(model, dtype=dtype, tensor_parallel=tensor_parallel, in_group=True, **options)
+
+
+def generated(engine: VLLMRollout, model: str) -> list[tuple[list[int], list[float]]]:
+    """Return tokens and log-probs of a few requests with whole weights."""
+    load_weights(engine, load_causal_lm(model).named_parameters(), 1)
+    wanted = [Request(i, [5 + i, 6, 7], SamplingParams(8, temperature=i / 2), 2, (0, i)) for i in range(3)]
+    return [(c.token_ids, c.log_probs) for c in generate(engine, wanted)]
+
+
 def main() -> None:
     model, dtype, output = sys.argv[4], sys.argv[7], Path(sys.argv[8])
     trainer_tensor, rollout_tensor = int(sys.argv[5]), int(sys.argv[6])
@@ -74,15 +90,11 @@ def main() -> None:
         optimizer=settings.actor.optimizer,
         parallel=ParallelConfig(tensor=trainer_tensor),
     )
-    rollout = VLLMRollout(
-        model,
-        dtype=dtype,
-        enforce_eager=True,
-        kv_cache_bytes=2**26,
-        tensor_parallel=rollout_tensor,
-        in_group=True,
-        max_model_len=64,
-    )
+    before = set(SHARED_MEMORY.iterdir())
+    torch.manual_seed(rank), np.random.seed(rank)  # the ranks of a run may have used their generators differently
+    rollout = build(model, dtype, rollout_tensor)
+    dist.barrier()
+    left = {path.name for path in set(SHARED_MEMORY.iterdir()) - before}
     record_packed_weights()
     boxes = rollout.boxes_to_load()
     shapes = trainer.weight_shapes()
@@ -95,6 +107,7 @@ def main() -> None:
         return num_bytes
 
     result: dict[str, Any] = {"boxes": boxes, "shapes": shapes}
+    result["left in shared memory"] = [name for name in left if name.startswith(("hybridflow", "psm_"))]
     result["num_bytes"], result["whole"] = sync(None), trainer.bytes_received
     expected = tensors_of(rollout)
     packed.clear()
@@ -123,6 +136,9 @@ def main() -> None:
         dist.barrier()
     sync(boxes)
     result["different after errors"] = [n for n, t in tensors_of(rollout).items() if not torch.equal(expected[n], t)]
+    result["seeds True"] = generated(rollout, model)
+    if len(sys.argv) > 9:
+        result["seeds False"] = generated(build(model, dtype, rollout_tensor, seed_requests=False), model)
     (output / f"{rank}.json").write_text(json.dumps(result))
     dist.barrier()
     sys.stdout.flush()

@@ -45,20 +45,16 @@ class HostCalls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         large = args and isinstance(args[0], Tensor) and args[0].numel() > 8 and not args[0].is_meta
-        to_meta = name == "to" and args[1:2] == ("meta",)
-        if name in ON_HOST and large and not to_meta:
+        if name in ON_HOST and large and not (name == "to" and args[1:2] == ("meta",)):
             self.found[name] += 1
         return func(*args, **kwargs or {})
 
 
-def trainer(directory: Any) -> tuple[TorchEngine, WeightSender]:
-    settings = load_config(None, [f"model.path={directory}", "rollout.sync_bucket_bytes=20000"])
-    engine = TorchEngine(str(directory), "policy", model=settings.model, memory=settings.memory)
-    return engine, WeightSender(engine, settings, InProcess)
-
-
-def sync(sender: WeightSender, engine: Any) -> tuple[dict[str, int], Copies, HostCalls, int]:
-    """Hand the weights over; return where each tensor was when the engine got it, the copies and their sizes."""
+def sync(path: Any, engine: Any) -> tuple[TorchEngine, Copies, HostCalls, int]:
+    """Hand a trainer's weights over; require that the engine got its tensors, and return what was copied."""
+    settings = load_config(None, [f"model.path={path}", "rollout.sync_bucket_bytes=20000"])
+    trainer = TorchEngine(str(path), "policy", model=settings.model, memory=settings.memory)
+    sender, receiver = WeightSender(trainer, settings, InProcess), WeightReceiver(engine, "float32", InProcess())
     places: dict[str, int] = {}
     load = engine.load
 
@@ -68,37 +64,34 @@ def sync(sender: WeightSender, engine: Any) -> tuple[dict[str, int], Copies, Hos
         load(given)
 
     engine.load = recorded
-    receiver = WeightReceiver(engine, "float32", InProcess())
     Fingerprints({"": torch.zeros(8)}).read()  # the first one of a process moves a table of constants to the device
     with Copies() as copies, HostCalls() as calls:
         num_bytes = hand_over(sender, receiver)
     del engine.load
     receiver.check(sender.compute_probe())
-    return places, copies, calls, num_bytes
+    assert num_bytes > 0
+    assert places == {name: parameter.data_ptr() for name, parameter in trainer.model.named_parameters()}
+    return trainer, copies, calls, num_bytes
 
 
 def test_embedded_engine_gets_the_trainers_tensors(tiny_model):
-    engine, sender = trainer(tiny_model("qwen2"))
-    model = build_with_placeholders(tiny_model("qwen2"), "policy", torch.float32, torch.device("cpu"))
-    places, copies, _, num_bytes = sync(sender, EmbeddedRollout(model, shares_model=False))
-    assert places == {name: parameter.data_ptr() for name, parameter in engine.model.named_parameters()}
-    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == places
-    assert num_bytes > 0
+    path = tiny_model("qwen2")
+    model = build_with_placeholders(path, "policy", torch.float32, torch.device("cpu"))
+    trainer, copies, _, _ = sync(path, EmbeddedRollout(model, shares_model=False))
+    pointers = [[parameter.data_ptr() for parameter in each.parameters()] for each in (trainer.model, model)]
+    assert pointers[0] == pointers[1]
     assert copies.num_bytes == {}
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_vllm_gets_the_trainers_tensors_and_nothing_goes_through_the_host(tiny_model, tied):
-    from hybridflow.rollout.vllm import VLLMRollout
+    from fixtures.vllm_engines import lend_engine
 
     path = tiny_model("qwen2", hidden_size=64, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=tied)
-    engine, sender = trainer(path)
-    rollout = VLLMRollout(path, enforce_eager=True, kv_cache_bytes=2**26)
-    places, copies, calls, num_bytes = sync(sender, rollout)
-    assert places == {name: parameter.data_ptr() for name, parameter in engine.model.named_parameters()}
+    trainer, copies, calls, num_bytes = sync(path, lend_engine(path, weights=False))
     # The trainer's cast to the dtype of compute, which returns the same tensor.
-    assert calls.found == {"to": len(places)}
+    assert calls.found == {"to": len(list(trainer.model.named_parameters()))}
     assert set(copies.num_bytes) == {"copy_"}
     # vLLM loads a layer's weights into new memory, then copies them into the memory that CUDA graphs know.
     assert num_bytes <= copies.num_bytes["copy_"] <= 2 * num_bytes

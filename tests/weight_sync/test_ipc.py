@@ -1,4 +1,4 @@
-"""The `ipc` transport between processes: what the contract tests, which run in one process, cannot show."""
+"""The `ipc` transport: what the contract of transports cannot show, some of it between processes."""
 
 import gc
 import os
@@ -6,6 +6,8 @@ import pickle
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +34,14 @@ sys.stdout.buffer.flush()
 os.close(1)
 sys.stdin.read()
 """
+
+
+@contextmanager
+def sending_process() -> Iterator[tuple[subprocess.Popen, Sent]]:
+    """Start a process that shares two weights, and yield it with what it has sent."""
+    with subprocess.Popen([sys.executable, "-c", SENDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as sender:
+        assert sender.stdout is not None
+        yield sender, pickle.load(sender.stdout)
 
 
 def end(rank: int = 1, num_receivers: int = 1) -> Ipc:
@@ -67,37 +77,29 @@ def mapped_shared_memory() -> list[str]:
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if "hybridflow-weights" in line]
 
 
-def test_receivers_in_other_processes_keep_weights_of_a_killed_sender():
-    named = set(os.listdir("/dev/shm"))
-    with subprocess.Popen([sys.executable, "-c", SENDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as sender:
-        assert sender.stdout is not None
-        sent: Sent = pickle.load(sender.stdout)
+@pytest.mark.runs
+@pytest.mark.own_run("ray: its sender is killed while it shares weights")
+def test_receivers_keep_weights_of_a_killed_sender_which_is_a_lost_worker():
+    with sending_process() as (sender, sent):
         received = [end(rank, 2).receive(sent).weights for rank in (1, 2)]
-        assert set(os.listdir("/dev/shm")) == named  # nothing with a name
+        assert not [name for name in os.listdir("/dev/shm") if "hybridflow-weights" in name]  # nothing with a name
         sender.send_signal(signal.SIGKILL)
+        os.waitid(os.P_PID, sender.pid, os.WEXITED | os.WNOWAIT)  # a zombie from now on
+        for is_reaped in (False, True):
+            if is_reaped:
+                sender.wait()
+            with pytest.raises(LostWeightSyncError) as raised:
+                end().receive(sent)
+            message = str(raised.value)
+            assert f"process {sender.pid}, the trainer's rank 0, exited before this rollout engine had" in message
+            assert "use rollout.weight_sync" not in message
+            assert exit_code(raised.value) is ExitCode.AGAIN
     for weights in received:
         assert torch.equal(weights["a"], torch.arange(6000.0))
         assert torch.equal(weights["b"], torch.arange(7).to(torch.bfloat16))
-    with pytest.raises(WeightSyncError, match=r"cannot be mapped: .*No such file or directory"):
-        end().receive(sent)
-    del received, weights
+    del received, weights, raised
+    gc.collect()
     assert mapped_shared_memory() == []
-
-
-@pytest.mark.parametrize("is_reaped", [True, False])
-def test_an_exited_sender_is_a_lost_worker_not_a_setting(is_reaped):
-    with subprocess.Popen([sys.executable, "-c", SENDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as sender:
-        assert sender.stdout is not None
-        sent: Sent = pickle.load(sender.stdout)
-        sender.send_signal(signal.SIGKILL)
-        os.waitid(os.P_PID, sender.pid, os.WEXITED | os.WNOWAIT)  # a zombie from now on
-        if is_reaped:
-            sender.wait()
-        with pytest.raises(LostWeightSyncError) as raised:
-            end().receive(sent)
-    assert f"process {sender.pid}, the trainer's rank 0, exited before this rollout engine had" in str(raised.value)
-    assert "use rollout.weight_sync" not in str(raised.value)
-    assert exit_code(raised.value) is ExitCode.AGAIN
 
 
 def test_a_living_sender_that_closed_its_memory_is_not_lost():
@@ -109,23 +111,19 @@ def test_a_living_sender_that_closed_its_memory_is_not_lost():
     assert not isinstance(raised.value, LostWeightSyncError)
 
 
-def test_sender_holds_only_buckets_in_flight():
+def test_sender_holds_only_buckets_in_flight_which_can_be_received_late():
     sender, receiver = end(0), end()
+    sent = []
     for number in range(6):
-        receiver.receive(sender.send(bucket()))
+        sent.append(sender.send(bucket(number)))
+        receiver.receive(sent[-1])
         assert len(open_shared_memory()) == len(mapped_shared_memory()) == min(number, IN_FLIGHT) + 1
-    sender.finish()
-    assert open_shared_memory() == mapped_shared_memory() == []
-
-
-def test_last_buckets_in_flight_can_be_received_late():
-    sender, receiver = end(0), end()
-    sent = [sender.send(bucket(value)) for value in range(5)]
-    for value in (2, 3, 4):
+    for value in range(5 - IN_FLIGHT, 6):
         assert torch.equal(receiver.receive(sent[value]).weights["w"], torch.full((1000,), float(value)))
     with pytest.raises(WeightSyncError, match="cannot be mapped"):
         receiver.receive(sent[0])
     sender.finish()
+    assert open_shared_memory() == mapped_shared_memory() == []
 
 
 def test_what_a_receiver_writes_stays_in_its_own_copy():
@@ -135,32 +133,26 @@ def test_what_a_receiver_writes_stays_in_its_own_copy():
     first.zero_()
     assert torch.equal(second, torch.ones(1000))
     assert torch.equal(end(1, 2).receive(sent).weights["w"], torch.ones(1000))
+    empty = sender.send(Bucket({"w": torch.zeros(0, 3)}, {"w": 0}, 1))
+    assert end().receive(empty).weights["w"].shape == (0, 3)
     sender.finish()
 
 
-def test_empty_tensors_are_sent():
-    sender = end(0)
-    sent = sender.send(Bucket({"w": torch.zeros(0, 3)}, {"w": 0}, 1))
-    assert end().receive(sent).weights["w"].shape == (0, 3)
-    sender.finish()
-
-
-def test_sender_on_another_node_is_an_error_that_names_both():
+def test_sender_on_another_node_or_gpu_is_an_error_that_names_both():
     sender = end(0)
     sent = sender.send(bucket())
     elsewhere = sent.contents.handles[0]._replace(inode=0)  # the same number is another process's file there
-    contents = Shared("node-7", (elsewhere,))
-    message = r"needs the trainer's rank 0, on host node-7, and all rollout engines, here on host .*, on one node"
-    with pytest.raises(WeightSyncError, match=message):
-        end().receive(replace(sent, contents=contents))
+    places = {
+        elsewhere: r"needs the trainer's rank 0, on host node-7, and all rollout engines, here on host .*, on one node",
+        GpuHandle(
+            "8f1c", ()
+        ): r"the trainer is on GPU 8f1c and this rollout engine on a CPU; place both on one GPU, or "
+        r"use .*broadcast",
+    }
+    for handle, message in places.items():
+        with pytest.raises(WeightSyncError, match=message):
+            end().receive(replace(sent, contents=Shared("node-7", (handle,))))
     sender.finish()
-
-
-def test_sender_on_another_gpu_is_an_error_that_names_both():
-    sent = Sent(bucket().specs, {}, 1, Shared("node-7", (GpuHandle("8f1c", ()),)))
-    message = r"the trainer is on GPU 8f1c and this rollout engine on a CPU; place both on one GPU, or use .*broadcast"
-    with pytest.raises(WeightSyncError, match=message):
-        end().receive(sent)
 
 
 def test_a_system_without_anonymous_files_is_an_error_at_the_start(monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hybridflow.errors import HybridFlowError, RolloutError, WeightSyncError
-from hybridflow.models import DTYPES, load_causal_lm
+from hybridflow.models import DTYPES, build_with_placeholders, load_causal_lm
 from hybridflow.rollout import EmbeddedRollout, Request, RolloutEngine, SamplingParams, generate
 from hybridflow.weight_sync import (
     Announcement,
@@ -17,7 +17,6 @@ from hybridflow.weight_sync import (
     WeightReceiver,
     WeightSpec,
     fill_buckets,
-    fingerprint,
     plan_buckets,
     probe_sequences,
     spec_of,
@@ -28,26 +27,14 @@ WANTED = [Request(0, [5, 6, 7], SamplingParams(6), 2, (0,))]
 
 
 def embedded(path: Path, dtype: str) -> RolloutEngine:
-    from hybridflow.models import build_with_placeholders
-
     model = build_with_placeholders(path, "policy", DTYPES[dtype], torch.device("cpu"))
     return EmbeddedRollout(model, shares_model=False)
 
 
 def vllm(path: Path, dtype: str) -> RolloutEngine:
-    from hybridflow.rollout.vllm import VLLMRollout
+    from fixtures.vllm_engines import lend_engine
 
-    return VLLMRollout(path, dtype=dtype, enforce_eager=True, kv_cache_bytes=2**26)
-
-
-@pytest.fixture(params=["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
-def build(request) -> Callable[..., RolloutEngine]:
-    return {"embedded": embedded, "vllm": vllm}[request.param]
-
-
-@pytest.fixture
-def path(tiny_model) -> Path:
-    return tiny_model("qwen2", hidden_size=64, num_attention_heads=2, num_key_value_heads=1)
+    return lend_engine(path, dtype=dtype, weights=False)
 
 
 class Trainer:
@@ -68,18 +55,7 @@ class Trainer:
 
     def probe(self) -> Probe:
         sequences = probe_sequences(40, 64)
-        log_probs = []
-        for sequence in sequences:
-            tokens = torch.tensor(sequence)
-            with torch.no_grad():
-                logits = EmbeddedRollout(self.model).log_probs([sequence])[0]
-            assert len(logits) == len(tokens) - 1
-            log_probs.append(logits)
-        return Probe(sequences, log_probs)
-
-
-def receiver_of(engine: RolloutEngine, dtype: str = "float32") -> WeightReceiver:
-    return WeightReceiver(engine, dtype, InProcess())
+        return Probe(sequences, EmbeddedRollout(self.model).log_probs(sequences))
 
 
 def sync(
@@ -101,24 +77,49 @@ def sync(
     return receiver.check(trainer.probe())
 
 
+@pytest.fixture(params=["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
+def build(request) -> Callable[..., RolloutEngine]:
+    return {"embedded": embedded, "vllm": vllm}[request.param]
+
+
+@pytest.fixture(autouse=True)
+def engines_taken_back(request) -> Iterator[None]:
+    yield
+    if request.node.get_closest_marker("vllm"):
+        from fixtures.vllm_engines import take_back_engines
+
+        take_back_engines()
+
+
+@pytest.fixture
+def path(tiny_model) -> Path:
+    return tiny_model("qwen2", hidden_size=64, num_attention_heads=2, num_key_value_heads=1)
+
+
+@pytest.fixture
+def trainer(path) -> Trainer:
+    return Trainer(path)
+
+
+@pytest.fixture
+def engine(build, path) -> RolloutEngine:
+    return build(path, "float32")
+
+
+@pytest.fixture
+def receiver(engine) -> WeightReceiver:
+    return WeightReceiver(engine, "float32", InProcess())
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sync_gives_trainer_log_probs_and_version(build, path, dtype):
     trainer, engine = Trainer(path, dtype), build(path, dtype)
-    receiver = receiver_of(engine, dtype)
-    for _ in range(3):
+    receiver = WeightReceiver(engine, dtype, InProcess())
+    for learning_rate in (0.02, 1e-6, 1e-6):  # the smallest of them changes the engine too
         metrics = sync(trainer, receiver)
         assert metrics["weight_sync/probe_diff_mean"] < (1e-5 if dtype == "float32" else 0.05)
-        versions = {version for c in generate(engine, WANTED) for version in c.versions}
-        assert versions == {trainer.version}
-        trainer.step(lr=0.02)
-
-
-def test_step_with_learning_rate_1e_6_changes_engine(build, path):
-    trainer, engine = Trainer(path), build(path, "float32")
-    receiver = receiver_of(engine)
-    for _ in range(4):
-        sync(trainer, receiver)
-        trainer.step(lr=1e-6)
+        assert {version for c in generate(engine, WANTED) for version in c.versions} == {trainer.version}
+        trainer.step(learning_rate if dtype == "float32" else 0.02)
 
 
 def one_unit(buckets: Iterator[Bucket]) -> Iterator[Bucket]:
@@ -159,108 +160,71 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_fault_in_transit_error_names_tensor(build, path, fault):
-    trainer, engine = Trainer(path), build(path, "float32")
-    receiver = receiver_of(engine)
+def test_fault_in_transit_is_an_error_that_names_the_tensor(trainer, engine, receiver):
     sync(trainer, receiver)
     expected = generate(engine, WANTED)
-    in_transit, message = FAULTS[fault]
-    with pytest.raises(WeightSyncError, match=message):
-        sync(trainer, receiver, in_transit=in_transit)
-    with pytest.raises(RolloutError, match=r"no complete set of weights|no weights to generate with"):
-        generate(engine, WANTED)
+    for in_transit, message in FAULTS.values():
+        with pytest.raises(WeightSyncError, match=message):
+            sync(trainer, receiver, in_transit=in_transit)
+        with pytest.raises(RolloutError, match=r"no complete set of weights|no weights to generate with"):
+            generate(engine, WANTED)
     sync(trainer, receiver)
     assert [c.token_ids for c in generate(engine, WANTED)] == [c.token_ids for c in expected]
 
 
-def test_stale_weights_in_transit_are_detected(build, path):
-    trainer, engine = Trainer(path), build(path, "float32")
-    receiver = receiver_of(engine)
-    previous = trainer.weights()
-    sync(trainer, receiver)
-    trainer.step(lr=1e-6)
-
-    def stale(buckets: Iterator[Bucket]) -> Iterator[Bucket]:
-        for bucket in buckets:
-            yield Bucket({name: previous[name] for name in bucket.weights}, bucket.fingerprints, bucket.version)
-
-    with pytest.raises(WeightSyncError, match="changed in transit"):
-        sync(trainer, receiver, in_transit=stale)
-
-
-def test_bucket_of_another_version_is_detected_despite_valid_fingerprints(build, path):
-    trainer, engine = Trainer(path), build(path, "float32")
-    receiver = receiver_of(engine)
-    sent = []
+def test_stale_weights_and_buckets_of_another_version_are_detected(trainer, receiver):
+    previous, sent = trainer.weights(), []
 
     def keeping(buckets: Iterator[Bucket]) -> Iterator[Bucket]:
         for bucket in buckets:
             sent.append(bucket)
             yield bucket
 
+    def stale(buckets: Iterator[Bucket]) -> Iterator[Bucket]:
+        for bucket in buckets:
+            yield Bucket({name: previous[name] for name in bucket.weights}, bucket.fingerprints, bucket.version)
+
     sync(trainer, receiver, in_transit=keeping)
     trainer.step(lr=1e-6)
+    with pytest.raises(WeightSyncError, match="changed in transit"):
+        sync(trainer, receiver, in_transit=stale)
     with pytest.raises(WeightSyncError, match=r"received weights of version 0 .* but expected version 1"):
         sync(trainer, receiver, in_transit=lambda buckets: iter([*list(buckets)[:-1], sent[-1]]))
 
 
-def test_probe_detects_engine_that_keeps_most_old_weights(build, path, monkeypatch):
-    trainer, engine = Trainer(path), build(path, "float32")
-    receiver = receiver_of(engine)
-    sync(trainer, receiver)
-    old, load = trainer.weights(), engine.load
-    new = "model.norm.weight"
-    monkeypatch.setattr(engine, "load", lambda ws: load([(n, t if n == new else old[n]) for n, t in ws]))
-    trainer.step(lr=1e-5)
-    with pytest.raises(WeightSyncError, match=r"after loading version 1 .* differ from the trainer's"):
-        sync(trainer, receiver)
-
-
-def test_probe_detects_trainer_that_sends_stale_weights(build, path):
-    trainer, engine = Trainer(path), build(path, "float32")
-    receiver = receiver_of(engine)
-    previous = trainer.weights()
-    sync(trainer, receiver)
-    trainer.step(lr=1e-6)
-    with pytest.raises(WeightSyncError, match=r"the engine still has the old weights"):
-        sync(trainer, receiver, weights=previous)
-    with pytest.raises(RolloutError):
-        generate(engine, WANTED)
-
-
-def test_probe_detects_engine_that_ignores_loaded_weights(build, path, monkeypatch):
-    trainer, engine = Trainer(path), build(path, "float32")
-    receiver = receiver_of(engine)
-    sync(trainer, receiver)
-    old, load = trainer.weights(), engine.load
-    monkeypatch.setattr(engine, "load", lambda weights: load([(name, old[name]) for name, _ in weights]))
-    trainer.step(lr=1e-6)
-    with pytest.raises(WeightSyncError, match=r"after loading version 1 .* the engine still has the old weights"):
-        sync(trainer, receiver)
-
-
-def test_probe_detects_transposed_block_inside_fused_weight(build, path, monkeypatch):
-    trainer, engine = Trainer(path), build(path, "float32")
-    receiver, load = receiver_of(engine), engine.load
+def test_probe_detects_weights_that_are_not_the_trainers(trainer, engine, receiver, monkeypatch):
+    previous, load = trainer.weights(), engine.load
 
     def transposing(weights):
         for name, tensor in weights:
-            if name.endswith(
-                "layers.0.self_attn.k_proj.weight"
-            ):  # vLLM fuses it with the weights of queries and values
+            if name.endswith("layers.0.self_attn.k_proj.weight"):  # vLLM fuses it with those of queries and values
                 tensor = tensor.clone()
                 tensor[:16, :16] = tensor[:16, :16].T.clone()
             yield name, tensor
 
-    monkeypatch.setattr(engine, "load", lambda weights: load(transposing(weights)))
-    with pytest.raises(WeightSyncError, match="a weight was loaded into the wrong parameter, or not loaded"):
-        sync(trainer, receiver)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "load", lambda weights: load(transposing(weights)))
+        with pytest.raises(WeightSyncError, match="a weight was loaded into the wrong parameter, or not loaded"):
+            sync(trainer, receiver)
+    sync(trainer, receiver)
+    trainer.step(lr=1e-5)
+    with pytest.raises(WeightSyncError, match=r"the engine still has the old weights"):  # sent by the trainer
+        sync(trainer, receiver, weights=previous)
+    with pytest.raises(RolloutError):
+        generate(engine, WANTED)
+    for kept, message in (
+        ("", "the engine still has the old weights"),
+        ("model.norm.weight", "differ from the trainer's"),
+    ):
+        with monkeypatch.context() as patch:  # an engine that ignores all weights, or all but one
+            patch.setattr(
+                engine, "load", lambda ws, new=kept: load([(n, t if n == new else previous[n]) for n, t in ws])
+            )
+            with pytest.raises(WeightSyncError, match=rf"after loading version 1 .*{message}"):
+                sync(trainer, receiver)
 
 
-def test_announcement_is_checked_before_anything_is_loaded(build, path):
-    trainer, engine = Trainer(path), build(path, "float32")
-    receiver = receiver_of(engine)
+def test_announcement_is_checked_before_anything_is_loaded(trainer, engine, receiver):
     sync(trainer, receiver)
     expected = generate(engine, WANTED)
     for specs, message in (
@@ -273,34 +237,25 @@ def test_announcement_is_checked_before_anything_is_loaded(build, path):
         assert generate(engine, WANTED) == expected
 
 
-def test_nan_log_probs_are_detected(path):
-    trainer, engine = Trainer(path), embedded(path, "float32")
+def test_nan_log_probs_are_detected(trainer, path):
     trainer.model.model.norm.weight.fill_(float("nan"))
     with pytest.raises(WeightSyncError, match="differ from the trainer's: mean difference nan"):
-        sync(trainer, receiver_of(engine))
+        sync(trainer, WeightReceiver(embedded(path, "float32"), "float32", InProcess()))
 
 
-def test_fingerprints_of_bucket_are_those_of_its_tensors(path):
-    weights = Trainer(path).weights()
-    plan = plan_buckets([spec_of(name, tensor) for name, tensor in weights.items()], 10**9)
-    (bucket,) = fill_buckets(plan, weights.items(), 1)
-    assert bucket.fingerprints == {name: fingerprint(tensor) for name, tensor in weights.items()}
-    assert bucket.num_bytes == sum(tensor.nbytes for tensor in weights.values())
-
-
-@pytest.mark.parametrize("method", ["load", "finish_loading", "log_probs"])
-def test_out_of_memory_of_an_engine_names_settings_and_it_recovers(path, monkeypatch, method):
+def test_out_of_memory_of_an_engine_names_settings_and_it_recovers(trainer, path, monkeypatch):
     def lacks_memory(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    trainer, engine = Trainer(path), embedded(path, "float32")
-    receiver = receiver_of(engine)
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, method, lacks_memory)
-        message = r"^out of memory in a weight sync: CUDA .*; set a smaller rollout\.sync_bucket_bytes or rollout\.gpu"
-        with pytest.raises(WeightSyncError, match=message):
-            sync(trainer, receiver)
-    with pytest.raises(RolloutError, match="has no weights to generate with"):
-        generate(engine, WANTED)
+    engine = embedded(path, "float32")
+    receiver = WeightReceiver(engine, "float32", InProcess())
+    for method in ("load", "finish_loading", "log_probs"):
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, method, lacks_memory)
+            message = r"^out of memory in a weight sync: CUDA .*; set a smaller rollout\.sync_bucket_bytes or rollout"
+            with pytest.raises(WeightSyncError, match=message):
+                sync(trainer, receiver)
+        with pytest.raises(RolloutError, match="has no weights to generate with"):
+            generate(engine, WANTED)
     sync(trainer, receiver)
     assert len(generate(engine, WANTED)) == 2
