@@ -1,14 +1,12 @@
-"""Fixtures for a tiny task and `hybridflow` commands on it, run in this process or in a separate one."""
+"""Fixtures for `hybridflow` commands on a tiny task, run in this process, in a separate one, or on a Ray cluster."""
 
 import contextlib
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
@@ -63,34 +61,33 @@ def hybridflow(capfd, caplog) -> Iterator[Callable[..., Outcome]]:
 
 @pytest.fixture
 def run(task, tmp_path, hybridflow) -> Callable[..., Path]:
-    """Return a function that trains with changes in the directory `name` and returns the directory."""
+    """Return `run`, which trains in this process with changes, by default for one step, and returns the directory.
 
-    def train(name, *changes):
-        outcome = hybridflow("train", task / "rl.toml", f"trainer.run_dir={tmp_path / name}", *changes)
-        assert outcome.status == 0, outcome.err
+    It checks for this `status`; with `problem` also for these words in the errors.
+    """
+
+    def train(*changes, name="run", command="train", status=0, problem="", recipe="rl.toml"):
+        quick = ("trainer.total_steps=1", "data.val_files=[]")
+        if command == "train":
+            quick = (*quick, "reward.processes=0")
+        outcome = hybridflow(command, task / recipe, f"trainer.run_dir={tmp_path / name}", *quick, *changes)
+        assert outcome.status == status, outcome.err
+        assert problem in outcome.err
         return tmp_path / name
 
     return train
 
 
-RECIPES = {"train": "rl.toml", "sft": "sft.toml", "dpo": "pairs.toml", "reward-model": "pairs.toml"}
+@pytest.fixture
+def refuse(task, tmp_path, hybridflow) -> Callable[..., str]:
+    """Return a function that runs a command, checks that it fails with `status`, and returns its error message."""
 
-
-@pytest.fixture(scope="session")
-def finished_run(task, tmp_path_factory) -> Callable[..., Path]:
-    """Return `finished_run`, which runs a command with its changes once per session and returns the run directory.
-
-    Example: `finished_run("train", "trainer.total_steps=2")`. Tests share the directory and must not write to it.
-    """
-    runs: dict[tuple[str, ...], Path] = {}
-
-    def run(*arguments: str) -> Path:
-        if arguments not in runs:
-            command, *changes = arguments
-            runs[arguments] = directory = tmp_path_factory.mktemp("finished") / "run"
-            with restored_process():
-                assert main([command, f"{task}/{RECIPES[command]}", f"trainer.run_dir={directory}", *changes]) == 0
-        return runs[arguments]
+    def run(*changes, command="train", recipe="rl.toml", run_dir=tmp_path / "run", status=2):
+        outcome = hybridflow(command, task / recipe, f"trainer.run_dir={run_dir}", *changes)
+        assert outcome.status == status, outcome.err
+        assert "error: " in outcome.err
+        assert "Traceback" not in outcome.err
+        return outcome.err
 
     return run
 
@@ -114,57 +111,45 @@ SEQUENTIAL = """
 import contextlib, json, sys
 from hybridflow.cli.main import main
 from hybridflow.controller.ray.local_cluster import LocalCluster
-commands, shares_cluster, forks_workers = json.loads(sys.argv[1])
-if forks_workers:
-    from fixtures.forked import fork_ray_workers
-    fork_ray_workers()
-with LocalCluster(16, object_store_bytes=512 * 2**20) if shares_cluster else contextlib.nullcontext():
-    status = max(main(arguments) for arguments in commands)
-sys.exit(status)
+commands, own_cluster, program = json.loads(sys.argv[1])
+exec(program)
+with LocalCluster(16, object_store_bytes=512 * 2**20) if own_cluster else contextlib.nullcontext():
+    statuses = [main(arguments) for arguments in commands]
+print(json.dumps(statuses))
 """
 
 
 @pytest.fixture(scope="session")
-def run_in_turn(fork_server: "ForkServer") -> Callable[..., str]:
+def run_in_turn(fork_server: "ForkServer", request: pytest.FixtureRequest) -> Callable[..., str]:
     """Return a function that runs `hybridflow` commands one after another in one separate process.
 
-    It returns what they wrote to stderr.
-
-    With `shares_cluster=True` they use one existing Ray cluster, whose workers the fork server starts (see
-    `fork_ray_workers`) unless `forks_workers` is False; otherwise each run starts and stops its own.
+    It returns what they wrote to stderr. With `shares_cluster=True` they use the cluster of the session; with
+    `forks_workers=False` one of their own, whose workers no fork server starts; otherwise each run on Ray has its own.
+    `program`: Python that runs before. `statuses`: of the commands.
     """
 
     def run(
-        *commands: Sequence[str | Path], shares_cluster: bool = False, forks_workers: bool = True, **environment: str
+        *commands: Sequence[str | Path],
+        shares_cluster: bool = False,
+        forks_workers: bool = True,
+        program: str = "",
+        statuses: Sequence[int] = (),
+        **environment: str,
     ) -> str:
-        argument_lists = [[str(part) for part in command] for command in commands]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "FORK_SERVER": fork_server.address, **environment}
-        program = ["-c", SEQUENTIAL, json.dumps([argument_lists, shares_cluster, shares_cluster and forks_workers])]
-        process = fork_server.start(program, environment=environment)
-        try:
-            out, err = process.communicate()
-        finally:
-            process.discard()
-        assert process.returncode == 0, out[-2000:] + err[-4000:]
-        return err
+        lists = [[str(part) for part in command] for command in commands]
+        if shares_cluster and forks_workers:
+            import ray
+
+            request.getfixturevalue("ray_backend")
+            address = f"controller.address={ray.get_runtime_context().gcs_address}"
+            for arguments in lists:
+                arguments += [address] if "controller.backend=ray" in arguments else []
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+        arguments = json.dumps([lists, shares_cluster and not forks_workers, program])
+        done = fork_server.run(["-c", SEQUENTIAL, arguments], environment=environment)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        expected = list(statuses) or [0] * len(lists)
+        assert json.loads(done.stdout.splitlines()[-1]) == expected, done.stderr[-4000:]
+        return done.stderr
 
     return run
-
-
-@pytest.fixture(scope="session")
-def uninterrupted(tiny, task, tmp_path_factory) -> SimpleNamespace:
-    """Return the directories of six-step runs `grpo` and `ppo`, and of stopped runs `grpo_after_3` and `ppo_after_1`.
-
-    They run in a separate process: in this one, the shape checks draw from Python's random number generator, whose
-    state is part of a checkpoint.
-    """
-    runs = tmp_path_factory.mktemp("uninterrupted")
-    commands = []
-    for name, stop in (("grpo", 3), ("ppo", 1)):
-        arguments = tiny.commands(task)[name]
-        commands.append([*arguments, f"trainer.run_dir={runs}/{name}"])
-        commands.append([*arguments, f"trainer.run_dir={runs}/{name}_after_{stop}", "--stop-after", str(stop)])
-    arguments = json.dumps([commands, False, False])
-    program = [sys.executable, "-c", SEQUENTIAL, arguments]  # with a string hash seed unlike the forks'
-    subprocess.run(program, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    return SimpleNamespace(**{directory.name: directory for directory in runs.iterdir()})

@@ -1,4 +1,4 @@
-"""Tiny runs with every advantage estimator and policy loss, dynamic sampling, reward shaping and user functions."""
+"""Steps with every advantage estimator and policy loss, dynamic sampling, reward shaping and user functions."""
 
 import math
 import shutil
@@ -38,165 +38,124 @@ def of_values(*, values, scores, response_mask):
 
 def loss(*, log_probs, advantages, sharpness):
     return -sharpness * advantages * log_probs
+
+def coarse(*, solution_str, **_):
+    return len(solution_str) % 2
+
+def flat(**_):
+    return 0.5
 """
 
 
 @pytest.fixture
-def train(task, tmp_path, hybridflow):
-    """Return a function that runs two steps in the directory `name` and returns the metric rows and the weights."""
-
-    def run(*changes, name="run", recipes=()):
-        directory = tmp_path / name
-        changes = [change.replace("{task}", str(task)) for change in changes]
-        outcome = hybridflow(
-            *("train", task / "rl.toml", *recipes, f"trainer.run_dir={directory}", "trainer.total_steps=2"),
-            *("trainer.val_before_train=false", "data.val_files=[]", *changes),
-        )
-        assert outcome.status == 0, outcome.err
-        weights = open_checkpoint(directory / "checkpoints" / "step_000002").load("actor", "model")
-        return read_jsonl(directory / "metrics.jsonl"), weights
-
-    return run
+def mine(tmp_path):
+    (tmp_path / "mine.py").write_text(USER_FUNCTIONS)
+    return tmp_path / "mine.py"
 
 
-def are_equal(a, b) -> bool:
-    return all(torch.equal(a[name], b[name]) for name in a)
+@pytest.fixture
+def step(run):
+    """Return a function that runs a step with changes and returns its metrics."""
+
+    def step(*changes, name="run", steps=1):
+        directory = run(*changes, f"trainer.total_steps={steps}", name=name)
+        return read_jsonl(directory / "metrics.jsonl")[-1]
+
+    return step
 
 
-@pytest.mark.slow
+@pytest.mark.runs
+@pytest.mark.sampled
 @pytest.mark.parametrize("recipe", OVERLAYS, ids=lambda recipe: recipe.stem)
-def test_every_algorithm_recipe_trains(train, recipe):
-    rows, _ = train(*TINY_CHANGES.get(recipe.stem, []), recipes=[recipe])
+def test_every_algorithm_recipe_trains(task, tmp_path, hybridflow, recipe):
+    changes = [change.replace("{task}", str(task)) for change in TINY_CHANGES.get(recipe.stem, [])]
+    changes += ["trainer.total_steps=2", "data.val_files=[]", "trainer.val_before_train=false", "reward.processes=0"]
+    outcome = hybridflow("train", task / "rl.toml", recipe, f"trainer.run_dir={tmp_path / 'run'}", *changes)
+    assert outcome.status == 0, outcome.err
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert all(math.isfinite(row["actor/loss"]) for row in rows)
     assert any(row["actor/grad_norm"] > 0 for row in rows)
 
 
-@pytest.mark.slow
+@pytest.mark.runs
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_every_policy_loss_trains_independently_of_micro_batch_size(train, name):
+def test_every_policy_loss_trains_independently_of_micro_batch_size(run, name):
     aggregation = (*LOSSES[name].aggregations, "token-mean")[0]
     changes = (f"actor.policy_loss={name}", f"actor.loss_aggregation={aggregation}", *OFF_POLICY)
-    rows, weights = train(*changes, name="small")
-    whole_rows, whole_weights = train(*changes, "memory.max_tokens_per_micro_batch=4096")
-    for row, other in zip(rows, whole_rows, strict=True):
-        assert row["actor/grad_norm"] > 0
-        assert row["actor/policy_loss"] == pytest.approx(other["actor/policy_loss"], abs=2e-6)
-        assert row["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=1e-4)
+    runs = run(*changes, name="small"), run(*changes, "memory.max_tokens_per_micro_batch=4096", name="whole")
+    (row,), (whole_row,) = (read_jsonl(directory / "metrics.jsonl") for directory in runs)
+    assert row["actor/grad_norm"] > 0
+    assert row["actor/policy_loss"] == pytest.approx(whole_row["actor/policy_loss"], abs=2e-6)
+    assert row["actor/grad_norm"] == pytest.approx(whole_row["actor/grad_norm"], rel=1e-4)
+    weights, whole = (open_checkpoint(path / "checkpoints" / "step_000001").load("actor", "model") for path in runs)
     for tensor in weights:
-        torch.testing.assert_close(weights[tensor], whole_weights[tensor], rtol=0, atol=2e-4)
+        torch.testing.assert_close(weights[tensor], whole[tensor], rtol=0, atol=2e-4)
 
 
-def test_remax_baseline_is_the_greedy_response_score(train):
-    rows, _ = train("algorithm.advantage=remax", "rollout.temperature=0", "rollout.group_size=1")
-    assert [row["critic/advantages/max"] for row in rows] == [0, 0]  # each response is its own baseline
-    assert [row["critic/advantages/min"] for row in rows] == [0, 0]
+def test_remax_baseline_is_the_greedy_response_score(step):
+    row = step("algorithm.advantage=remax", "rollout.temperature=0", "rollout.group_size=1")
+    assert row["critic/advantages/max"] == row["critic/advantages/min"] == 0  # each response is its own baseline
 
 
-def test_dynamic_sampling_keeps_groups_with_different_scores(train, tmp_path):
-    (tmp_path / "coarse.py").write_text("def score(*, solution_str, **_):\n    return len(solution_str) % 2\n")
-    coarse = (f"reward.function={tmp_path / 'coarse.py'}:score", "rollout.group_size=2")
-    plain, _ = train(*coarse, name="plain")
-    assert plain[0]["critic/zero_variance_groups"] > 0
-    rows, _ = train(*coarse, "algorithm.filter_groups=true")
-    for row in rows:
-        assert row["sampling/rounds"] > 1
-        assert row["sampling/differing_groups"] < 1
-        assert row["critic/zero_variance_groups"] == row["sampling/filled_groups"] == 0
+def test_dynamic_sampling_keeps_groups_with_different_scores(step, mine):
+    coarse = (f"reward.function={mine}:coarse", "rollout.group_size=2")
+    assert step(*coarse, name="plain")["critic/zero_variance_groups"] > 0
+    row = step(*coarse, "algorithm.filter_groups=true")
+    assert row["sampling/rounds"] > 1
+    assert row["sampling/differing_groups"] < 1
+    assert row["critic/zero_variance_groups"] == row["sampling/filled_groups"] == 0
 
 
-def test_dynamic_sampling_stops_after_max_sampling_rounds(task, train, tmp_path):
-    (tmp_path / "flat.py").write_text("def score(**_):\n    return 0.5\n")
-    rows, _ = train(
-        "algorithm.filter_groups=true",
-        "algorithm.max_sampling_rounds=2",
-        f"reward.function={tmp_path / 'flat.py'}:score",
-    )
-    for row in rows:
-        assert row["sampling/rounds"] == 2
-        assert row["sampling/filled_groups"] == row["critic/zero_variance_groups"] == 1
-    assert rows[0]["training/epoch"] == 0
+def test_dynamic_sampling_stops_after_max_sampling_rounds(step, mine):
+    changes = ("algorithm.filter_groups=true", "algorithm.max_sampling_rounds=2", f"reward.function={mine}:flat")
+    row = step(*changes)
+    assert (row["sampling/rounds"], row["training/epoch"]) == (2, 0)
+    assert row["sampling/filled_groups"] == row["critic/zero_variance_groups"] == 1
 
 
-def test_overlong_penalty_lowers_the_score(train):
-    plain, _ = train("trainer.total_steps=2", name="plain")
-    rows, _ = train("reward.overlong_buffer=12", "reward.overlong_penalty=6.0")
-    before, after = plain[0], rows[0]
-    penalty = 6.0 * before["response_length/mean"] / 12
-    assert after["critic/score/mean"] == pytest.approx(before["critic/score/mean"] - penalty, abs=1e-5)
+def test_scores_are_weighted_sums_less_a_penalty_for_length(step):
+    plain = step(name="plain")
+    weighted = step("reward.weights={num_words = 0.5, score = 2.0}", name="weighted")
+    expected = 2 * plain["critic/score/mean"] + 0.5 * plain["reward/num_words/mean"]
+    assert weighted["critic/score/mean"] == pytest.approx(expected, abs=1e-5)
+    shaped = step("reward.overlong_buffer=12", "reward.overlong_penalty=6.0")
+    penalty = 6.0 * plain["response_length/mean"] / 12
+    assert shaped["critic/score/mean"] == pytest.approx(plain["critic/score/mean"] - penalty, abs=1e-5)
 
 
-def test_score_is_the_weighted_sum_of_several_rewards(train):
-    plain, _ = train(name="plain")
-    rows, _ = train("reward.weights={num_words = 0.5, score = 2.0}")
-    expected = 2 * plain[0]["critic/score/mean"] + 0.5 * plain[0]["reward/num_words/mean"]
-    assert rows[0]["critic/score/mean"] == pytest.approx(expected, abs=1e-5)
+def test_rejected_samples_give_zero_gradient_and_fresh_ones_weigh_one(step):
+    row = step("algorithm.rollout_reject={token_ratio = [100.0, 200.0]}")
+    assert (row["rollout_correction/rejected_share"], row["actor/grad_norm"]) == (1, 0)
+    row = step("algorithm.rollout_weights=sequence", name="weighted")
+    assert row["rollout_correction/weight_mean"] == pytest.approx(1, abs=1e-3)
+    assert row["rollout_correction/effective_share"] == pytest.approx(1, abs=1e-3)
 
 
-def test_weight_of_a_missing_reward_is_an_error(task, tmp_path, hybridflow):
-    outcome = hybridflow(
-        "train", task / "rl.toml", f"trainer.run_dir={tmp_path / 'run'}", "reward.weights={correct = 1.0}"
-    )
-    assert outcome.status == 1
-    assert "whose 'correct' is missing or not a finite number" in outcome.err
-
-
-def test_kl_in_reward_changes_score_based_advantages(train):
-    rows, weights = train("algorithm.kl_in_reward=true", "algorithm.kl_coef=0.5", *OFF_POLICY)
-    assert "critic/kl" in rows[0]
-    assert not are_equal(weights, train(*OFF_POLICY, name="without")[1])
-
-
-def test_rejected_samples_give_zero_gradient(train):
-    reject_all = "algorithm.rollout_reject={token_ratio = [100.0, 200.0]}"
-    rows, _ = train(reject_all)
-    assert rows[0]["rollout_correction/rejected_share"] == 1
-    assert rows[0]["actor/grad_norm"] == 0
-    rows, _ = train("algorithm.rollout_weights=sequence", name="weighted")
-    assert rows[0]["rollout_correction/weight_mean"] == pytest.approx(1, abs=1e-3)
-    assert rows[0]["rollout_correction/effective_share"] == pytest.approx(1, abs=1e-3)
-
-
-def test_user_functions_replace_built_in_algorithms(train, tmp_path):
-    (tmp_path / "mine.py").write_text(USER_FUNCTIONS)
-    mine = tmp_path / "mine.py"
-    rows, _ = train(
+def test_user_functions_replace_built_in_algorithms(step, mine):
+    row = step(
         *(f"algorithm.advantage={mine}:advantages", "algorithm.advantage_kwargs.factor=2.0"),
         *(f"actor.policy_loss={mine}:loss", "actor.policy_loss_kwargs.sharpness=0.5", "rollout.group_size=1"),
     )
-    assert rows[0]["actor/grad_norm"] > 0
-    rows, _ = train(f"algorithm.advantage={mine}:of_values", "critic.always=true", name="with_critic")
-    assert "critic/loss" in rows[0]
+    assert row["actor/grad_norm"] > 0
+    assert "critic/loss" in step(f"algorithm.advantage={mine}:of_values", "critic.always=true", name="with_critic")
 
 
 @pytest.mark.parametrize(
-    ("changes", "problem"),
+    ("changes", "problem", "status"),
     [
-        (
-            ["actor.policy_loss=sapo", "actor.policy_loss_kwargs.tau_pos=-1"],
-            "tau_pos=-1 is out of range; it must be a number above 0",
-        ),
-        (["algorithm.advantage=pass@k", "algorithm.advantage_kwargs.k=0"], "k=0 is not valid"),
+        (["actor.policy_loss=sapo", "actor.policy_loss_kwargs.tau_pos=-1"], "tau_pos=-1 is out of range; it must", 2),
+        (["algorithm.advantage=pass@k", "algorithm.advantage_kwargs.k=0"], "k=0 is not valid", 2),
+        (["actor.policy_loss={mine}:loss"], "takes sharpness, which is neither a column of the batch nor a key of", 2),
+        (["reward.weights={correct = 1.0}"], "whose 'correct' is missing or not a finite number", 1),
     ],
 )
-def test_out_of_range_parameter_is_rejected_before_writing_files(task, tmp_path, hybridflow, changes, problem):
-    outcome = hybridflow("train", task / "rl.toml", f"trainer.run_dir={tmp_path / 'run'}", *changes)
-    assert outcome.status == 2
-    assert problem in outcome.err
-    assert not (tmp_path / "run").exists()
+def test_a_parameter_that_does_not_fit_is_an_error(run, mine, changes, problem, status):
+    directory = run(*(change.replace("{mine}", str(mine)) for change in changes), status=status, problem=problem)
+    assert directory.exists() == (status == 1)
 
 
-def test_user_function_parameter_without_a_value_is_rejected_at_start(task, tmp_path, hybridflow):
-    (tmp_path / "mine.py").write_text(USER_FUNCTIONS)
-    outcome = hybridflow(
-        *("train", task / "rl.toml", f"trainer.run_dir={tmp_path / 'run'}"),
-        f"actor.policy_loss={tmp_path / 'mine.py'}:loss",
-    )
-    assert outcome.status == 2
-    assert "takes sharpness, which is neither a column of the batch nor a key of [actor]" in outcome.err
-    assert not (tmp_path / "run").exists()
-
-
-def test_teacher_vocabulary_may_be_larger_and_limits_top_k(train, task, tmp_path, hybridflow):
+def test_teacher_vocabulary_may_be_larger_and_limits_top_k(step, run, task, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(task / "teacher")
     num_tokens = model.config.vocab_size
     model.resize_token_embeddings(num_tokens + 40, mean_resizing=False)
@@ -205,10 +164,6 @@ def test_teacher_vocabulary_may_be_larger_and_limits_top_k(train, task, tmp_path
     shutil.copytree(task / "teacher", tmp_path / "padded")
     model.save_pretrained(tmp_path / "padded")
     teacher = [f"teacher.model_path={tmp_path}/padded", "teacher.loss=forward_kl", "algorithm.advantage=none"]
-    rows, _ = train(*teacher, f"teacher.top_k={num_tokens}")
-    assert all(math.isfinite(row["actor/teacher_loss"]) for row in rows)
-    outcome = hybridflow("train", task / "rl.toml", f"trainer.run_dir={tmp_path}/none", *teacher, "teacher.top_k=9999")
-    assert (
-        f"teacher.top_k=9999, but policy and teacher share {num_tokens} tokens; use at most {num_tokens}" in outcome.err
-    )
-    assert not (tmp_path / "none").exists()
+    assert math.isfinite(step(*teacher, f"teacher.top_k={num_tokens}")["actor/teacher_loss"])
+    problem = f"teacher.top_k=9999, but policy and teacher share {num_tokens} tokens; use at most {num_tokens}"
+    assert not run(*teacher, "teacher.top_k=9999", name="none", status=2, problem=problem).exists()

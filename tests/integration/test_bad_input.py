@@ -11,6 +11,7 @@ import pytest
 
 from hybridflow.checkpoint import CheckpointStore
 from hybridflow.controller import LocalBackend
+from hybridflow.observability import read_jsonl
 
 REWARDS = """
 def nan(**_):
@@ -22,25 +23,42 @@ def none(**_):
 def raising(**_):
     raise KeyError("target")
 """
+POOLS = ("placement.pools={learn=[1],generate=[1]}", "placement.roles.rollout=generate")
+ON_RAY = ("controller.backend=ray", *POOLS)
+LAG = ("trainer.lag=2", "algorithm.rollout_weights=token")
+IN_FLIGHT = (*LAG, "rollout.on_new_weights=retract")
+
+INCONSISTENT = [
+    (["algorithm.advantage=grop"], "algorithm.advantage='grop' is invalid: expected one of 'gae', 'grpo', 'rloo', "),
+    (["actor.mini_batch_size=3"], "actor.mini_batch_size=3 does not divide data.train_batch_size=8"),
+    (["rollout.group_size=1"], "rollout.group_size=1 makes every advantage of algorithm.advantage='grpo' 0"),
+    (["controller.num_workers=2"], "controller.num_workers=2 with controller.backend='local' runs ranks one after"),
+    (["model.path="], "model.path must be set"),
+    (["model.path=", "data.train_files=[]"], "model.path and data.train_files must be set"),
+    (["model.path=absent"], "model.path='absent' is not a model directory: config.json not found"),
+    (["algorithm.advantage=gae", "critic.model_path=absent"], "critic.model_path='absent' is not a model directory"),
+    (["algorithm.kl_in_loss=true", "reference.model_path=absent"], "reference.model_path='absent' is not a model"),
+    (["algorithm.advantage=gae", "critic.warmup_steps=6"], "leaves the actor no step of the 6"),
+    (["data.train_files=['missing.parquet']"], "missing.parquet: no such file."),
+    (["data.val_files=['missing.parquet']"], "missing.parquet: no such file."),
+    (["data.max_prompt_length=5"], "all 24 prompts are longer than max_prompt_length=5"),
+    (["data.train_batch_size=25"], "train_batch_size=25 is larger than the data set of 24 rows"),
+    (["data.max_response_length=251", "memory.max_tokens_per_micro_batch=512"], "but the model has 256 positions"),
+    ([*LAG, "trainer.lag=6"], "samples all 6 batches of the run with the initial weights; use a lag below 6"),
+    ([*IN_FLIGHT, *ON_RAY, "trainer.lag=6"], "samples all 6 batches of the run with the initial weights"),
+    (
+        [*IN_FLIGHT, *ON_RAY, "algorithm.advantage=remax"],
+        "='retract' is not supported with algorithm.advantage='remax'",
+    ),
+    ([*IN_FLIGHT, *POOLS, "rollout.replay=."], "schedule.jsonl not found"),
+    ([*LAG, *POOLS, "rollout.replay=."], "needs rollout.on_new_weights = 'retract' or 'keep-kv', and a separate pool"),
+    (["placement.lend=true", *POOLS], "placement.pools is set, but controller.backend='local' has one process"),
+]
 
 
-@pytest.fixture
-def refuse(task, tmp_path, hybridflow):
-    """Return a function that runs a command, checks that it fails with `status`, and returns its error message."""
-
-    def run(*changes, command="train", recipe=task / "rl.toml", run_dir=tmp_path / "run", status=2):
-        outcome = hybridflow(command, recipe, f"trainer.run_dir={run_dir}", *changes)
-        assert outcome.status == status
-        assert outcome.err.startswith("error: ")
-        assert "Traceback" not in outcome.err
-        return outcome.err
-
-    return run
-
-
-@pytest.mark.parametrize("key", ["train_files", "val_files"])
-def test_missing_data_file_is_rejected(key, refuse, tmp_path):
-    assert "missing.parquet: no such file." in refuse(f'data.{key}=["{tmp_path}/missing.parquet"]')
+@pytest.mark.parametrize(("changes", "problem"), INCONSISTENT)
+def test_inconsistent_configuration_is_rejected_before_writing_files(changes, problem, refuse, tmp_path):
+    assert problem in refuse(*changes)
     assert not (tmp_path / "run").exists()
 
 
@@ -59,25 +77,16 @@ def test_unknown_data_sources_are_rejected_at_the_start(task, tmp_path, refuse, 
     assert not (tmp_path / "run").exists()
 
 
-def test_empty_data_file_is_rejected(task, tmp_path, refuse):
+def test_data_files_that_cannot_be_read_are_rejected(task, tmp_path, refuse):
     pq.write_table(pq.read_table(task / "train.parquet").slice(0, 0), tmp_path / "empty.parquet")
-    assert "empty.parquet: the file has no rows." in refuse(f'data.train_files=["{tmp_path}/empty.parquet"]', status=1)
-
-
-def test_data_file_that_is_not_parquet_is_rejected(tmp_path, refuse):
     (tmp_path / "text.parquet").write_text("prompt, answer\n")
-    assert "text.parquet: not a readable parquet file" in refuse(
-        f'data.train_files=["{tmp_path}/text.parquet"]', status=1
-    )
-
-
-def test_prompts_over_max_prompt_length_are_rejected(refuse):
-    assert "all 24 prompts are longer than max_prompt_length=5" in refuse("data.max_prompt_length=5")
+    for name, problem in (("empty", "the file has no rows."), ("text", "not a readable parquet file")):
+        assert f"{name}.parquet: {problem}" in refuse(f'data.train_files=["{tmp_path}/{name}.parquet"]', status=1)
     problem = refuse("data.max_prompt_length=5", "data.overlong_prompts=error", status=1)
     assert "train.parquet: row 0: 6 tokens, but max_prompt_length=5" in problem
 
 
-def test_a_link_in_the_run_directory_is_rejected_at_the_start(tmp_path, refuse, monkeypatch):
+def test_a_file_of_the_run_directory_that_is_not_regular_is_rejected(tmp_path, refuse, monkeypatch):
     monkeypatch.setattr(LocalBackend, "call_all", None)  # fail if a worker is called
     (tmp_path / "run").mkdir()
     (tmp_path / "mine.toml").write_text("precious")
@@ -89,35 +98,38 @@ def test_a_link_in_the_run_directory_is_rejected_at_the_start(tmp_path, refuse, 
     assert "metrics.jsonl' is a FIFO, not a regular file" in refuse()
 
 
+def test_a_replay_of_the_run_itself_is_an_error_that_keeps_its_schedule(tmp_path, refuse):
+    (tmp_path / "run").mkdir()
+    schedule = tmp_path / "run" / "schedule.jsonl"
+    schedule.write_text('{"step": 1, "rank": 0, "event": "load", "number": 0, "engine_steps": null}\n')
+    before = schedule.read_text()
+    problem = refuse(*IN_FLIGHT, *ON_RAY, f"rollout.replay={tmp_path}/../{tmp_path.name}/run")
+    assert "is trainer.run_dir, whose schedule this run writes; set another trainer.run_dir" in problem
+    assert schedule.read_text() == before
+
+
+def test_run_directories_that_cannot_be_used_are_rejected(task, refuse):
+    assert "rl.toml' is a file; choose a directory." in refuse(run_dir=task / "rl.toml")
+    assert "is not empty and trainer.resume='never'" in refuse("trainer.resume=never", run_dir=task)
+
+
 def test_missing_vllm_is_reported_with_the_install_command(refuse, monkeypatch):
     monkeypatch.setattr("hybridflow.rollout.vllm.versions.PACKAGES", ("no-such-package",))
     problem = refuse("rollout.backend=vllm")
     assert "rollout.backend='vllm' needs vLLM, which is not installed: `pip install 'vllm==0.32.*'`" in problem
 
 
-def test_train_batch_larger_than_the_data_set_is_rejected(refuse):
-    assert "train_batch_size=25 is larger than the data set of 24 rows" in refuse("data.train_batch_size=25")
-
-
-def test_sequences_longer_than_the_model_positions_are_rejected(refuse):
-    problem = refuse("data.max_response_length=251", "memory.max_tokens_per_micro_batch=512")
-    assert "but the model has 256 positions" in problem
-
-
-def test_tokenizer_without_eos_token_is_rejected(task, tmp_path, refuse):
-    shutil.copytree(task / "model", tmp_path / "model")
-    file = tmp_path / "model" / "tokenizer_config.json"
-    settings = json.loads(file.read_text())
+def test_models_without_eos_token_or_tokenizer_are_rejected(task, tmp_path, refuse):
+    model = shutil.copytree(task / "model", tmp_path / "model")
+    settings = json.loads((model / "tokenizer_config.json").read_text())
     del settings["eos_token"]
-    file.write_text(json.dumps(settings))
-    assert "has no EOS token, so no response could end" in refuse(f"model.path={tmp_path}/model", status=1)
-
-
-def test_model_directory_without_tokenizer_is_rejected(task, tmp_path, refuse):
-    shutil.copytree(task / "model", tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*"))
-    assert f"model.path='{tmp_path}/model' has no tokenizer" in refuse(f"model.path={tmp_path}/model")
-    teacher = (f"teacher.model_path={tmp_path}/model", "teacher.loss=reverse_kl")
-    assert f"teacher.model_path='{tmp_path}/model' has no tokenizer" in refuse(*teacher)
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert "has no EOS token, so no response could end" in refuse(f"model.path={model}", status=1)
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    assert f"model.path='{model}' has no tokenizer" in refuse(f"model.path={model}")
+    teacher = (f"teacher.model_path={model}", "teacher.loss=reverse_kl")
+    assert f"teacher.model_path='{model}' has no tokenizer" in refuse(*teacher)
 
 
 @pytest.mark.parametrize(
@@ -126,57 +138,20 @@ def test_model_directory_without_tokenizer_is_rejected(task, tmp_path, refuse):
         ("nan", "returned nan, which is not a finite number"),
         ("none", "returned None, which is not a finite number"),
         ("raising", "raised KeyError: 'target'"),
-        ("absent", "has no function 'absent'; it has nan, none, raising."),
     ],
 )
 def test_invalid_reward_is_reported_with_its_sample(function, problem, tmp_path, refuse):
     (tmp_path / "rewards.py").write_text(REWARDS)
-    status = 2 if function == "absent" else 1
-    message = refuse(f"reward.function={tmp_path}/rewards.py:{function}", "data.val_files=[]", status=status)
+    function = f"reward.function={tmp_path}/rewards.py:{function}"
+    message = refuse(function, "data.val_files=[]", "reward.processes=0", status=1)
     assert problem in message
-    if function != "absent":
-        assert "\n  prompt: " in message  # the sample is shown
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        (
-            ["algorithm.advantage=grop"],
-            "algorithm.advantage='grop' is invalid: expected one of 'gae', 'grpo', 'rloo', ",
-        ),
-        (["actor.mini_batch_size=3"], "actor.mini_batch_size=3 does not divide data.train_batch_size=8"),
-        (["rollout.group_size=1"], "rollout.group_size=1 makes every advantage of algorithm.advantage='grpo' 0"),
-        (["controller.num_workers=2"], "controller.num_workers=2 with controller.backend='local' runs ranks one after"),
-        (["model.path="], "model.path must be set"),
-        (["model.path=", "data.train_files=[]"], "model.path and data.train_files must be set"),
-        (["model.path=absent"], "model.path='absent' is not a model directory: config.json not found"),
-        (
-            ["algorithm.advantage=gae", "critic.model_path=absent"],
-            "critic.model_path='absent' is not a model directory",
-        ),
-        (["algorithm.kl_in_loss=true", "reference.model_path=absent"], "reference.model_path='absent' is not a model"),
-        (["algorithm.advantage=gae", "critic.warmup_steps=6"], "leaves the actor no step of the 6"),
-    ],
-)
-def test_inconsistent_configuration_is_rejected_before_writing_files(changes, problem, refuse, tmp_path):
-    assert problem in refuse(*changes)
-    assert not (tmp_path / "run").exists()
+    assert "\n  prompt: " in message  # the sample is shown
 
 
 def test_duplicate_recipe_key_is_rejected(tmp_path, refuse):
     (tmp_path / "twice.toml").write_text("[trainer]\nseed = 1\nseed = 2\n")
-    assert "twice.toml, line 3: this key already has a value: each key once: seed = 2" in refuse(
-        recipe=tmp_path / "twice.toml"
-    )
-
-
-def test_run_directory_that_is_a_file_is_rejected(task, refuse):
-    assert "rl.toml' is a file; choose a directory." in refuse(run_dir=task / "rl.toml")
-
-
-def test_resume_never_rejects_a_directory_that_is_not_empty(task, refuse):
-    assert "is not empty and trainer.resume='never'" in refuse("trainer.resume=never", run_dir=task)
+    problem = refuse(recipe=tmp_path / "twice.toml")
+    assert "twice.toml, line 3: this key already has a value: each key once: seed = 2" in problem
 
 
 def test_read_only_run_directory_is_rejected(small_disk, refuse):
@@ -184,53 +159,41 @@ def test_read_only_run_directory_is_rejected(small_disk, refuse):
     assert "run' cannot be written: [Errno 30] Read-only file system" in refuse(run_dir=small_disk / "run")
 
 
-def test_truncated_checkpoint_error_names_the_newest_valid_one(task, tmp_path, hybridflow, refuse):
-    hybridflow("train", task / "rl.toml", f"trainer.run_dir={tmp_path}/run", "trainer.save_every=3")
-    weights = tmp_path / "run" / "checkpoints" / "step_000006" / "actor.safetensors"
+@pytest.mark.runs
+def test_truncated_checkpoint_error_names_the_newest_valid_one(grpo_run, tmp_path, hybridflow):
+    run = shutil.copytree(grpo_run, tmp_path / "run")
+    weights = run / "checkpoints" / "step_000006" / "actor.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    rows = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    problem = refuse("trainer.save_every=3", status=1)
-    assert "step_000006/actor.safetensors' is damaged: it has 1000 bytes, but was saved with " in problem
-    assert f"The newest valid checkpoint before it is '{tmp_path}/run/checkpoints/step_000003'" in problem
-    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == rows
+    rows = (run / "metrics.jsonl").read_bytes()
+    damaged = hybridflow("train", run / "config.toml", f"trainer.run_dir={run}")
+    assert damaged.status == 1
+    assert "step_000006/actor.safetensors' is damaged: it has 1000 bytes, but was saved with " in damaged.err
+    assert f"The newest valid checkpoint before it is '{run}/checkpoints/step_000005'" in damaged.err
+    assert "same command" not in damaged.err
+    assert (run / "metrics.jsonl").read_bytes() == rows
 
 
-def test_full_disk_during_a_checkpoint_keeps_the_earlier_one(tiny, task, small_disk, hybridflow, refuse):
-    changes = [*tiny.PPO, "trainer.save_every=1"]
+@pytest.mark.runs
+@pytest.mark.own_run("resumed: its disk is full")
+def test_full_disk_during_a_checkpoint_keeps_the_earlier_one(task, tiny, small_disk, run, refuse):
+    changes = [*tiny.PPO, "critic.warmup_steps=0", "trainer.save_every=1", "trainer.total_steps=3", "data.val_files=[]"]
+    changes += ["reward.processes=0"]
     problem = refuse(*changes, run_dir=small_disk / "run", status=75)
     assert "the checkpoint of step 2 was not saved: " in problem
     assert "No space left on device" in problem
     assert "Earlier checkpoints are untouched, the newest is " in problem
     assert problem.endswith("\nThe same command continues from the last checkpoint, that of step 1.\n")
     assert CheckpointStore(small_disk / "run" / "checkpoints").list() == (1,)
-
     subprocess.run(["mount", "-o", "remount,size=16m", small_disk], check=True)
-    assert hybridflow("train", task / "rl.toml", f"trainer.run_dir={small_disk}/run", *changes).status == 0
-    rows = [json.loads(line)["step"] for line in (small_disk / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert rows == [0, 1, 2, 3, 4, 5, 6]
+    run(*changes, f"trainer.run_dir={small_disk}/run")
+    assert [row["step"] for row in read_jsonl(small_disk / "run" / "metrics.jsonl")] == [1, 2, 3]
 
 
-def test_full_disk_during_a_metrics_write_is_reported(task, small_disk, refuse):
+@pytest.mark.exhaustive
+def test_full_disk_during_a_metrics_write_is_reported(small_disk, refuse):
     with open(small_disk / "others", "wb") as file:
         file.write(bytes(984 * 1024))  # 40 KiB remain; 30 steps need 45 KiB
-    changes = ["data.val_files=[]", "trainer.total_steps=30", "trainer.log_samples=0"]
+    changes = ["data.val_files=[]", "trainer.total_steps=30", "trainer.log_samples=0", "reward.processes=0"]
     problem = refuse(*changes, run_dir=small_disk / "run", status=75)
     assert re.search(r"/(metrics|trace/calls)\.jsonl: \d+ characters could not be written: .*No space left", problem)
     assert problem.endswith("\nThe same command starts again: there is no checkpoint yet.\n")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (["--run", "absent"], "--run 'absent' is not the directory of a run: 'absent/config.toml' does not exist."),
-        (["--checkpoint", "absent"], "'absent' is neither a checkpoint nor a run with checkpoints"),
-        (["--step", "3"], "--step 3 needs a run; add --run DIR."),
-        (["data.val_files=[]"], "data.val_files must be set"),
-        (["model.path="], "no model is named; give --run DIR, a RECIPE or model.path=DIR."),
-    ],
-)
-def test_evaluate_rejects_missing_inputs(arguments, problem, task, hybridflow):
-    outcome = hybridflow("evaluate", task / "rl.toml", *arguments)
-    assert outcome.status == 2
-    assert outcome.err.startswith("error: ")
-    assert problem in outcome.err

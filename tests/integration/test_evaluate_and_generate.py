@@ -9,17 +9,9 @@ import pytest
 
 from hybridflow.observability import read_jsonl
 
-
-@pytest.fixture(scope="module")
-def trained(task, tmp_path_factory):
-    """Return a GRPO run of four steps with checkpoints and validation at steps 2 and 4."""
-    from hybridflow.config import load_config
-    from hybridflow.trainers import build_trainer
-
-    run = tmp_path_factory.mktemp("trained") / "run"
-    changes = ["trainer.total_steps=4", "trainer.save_every=2", "trainer.val_every=2", "actor.optimizer.lr=1e-2"]
-    build_trainer(load_config(task / "rl.toml", [f"trainer.run_dir={run}", *changes])).fit()
-    return run
+SAMPLED = ("validation.group_size=2", "validation.temperature=1", "reward.processes=0")
+FEW = ("data.max_response_length=4", "controller.threads=1", "validation.group_size=8", "validation.temperature=1")
+PROMPT = ("--prompt", "3 17 5 => 9 :")
 
 
 def table(out):
@@ -33,31 +25,37 @@ def validated(run, step):
     return {name: round(value, 4) for name, value in row.items() if name.startswith("val/")}
 
 
-def test_evaluate_equals_validation_during_training(trained, hybridflow):
-    newest = hybridflow("evaluate", "--run", trained)
+def responses_of(file):
+    return [sample["response"] for sample in read_jsonl(file)]
+
+
+@pytest.mark.runs
+@pytest.mark.own_run("grpo: it is evaluated, with processes for rewards")
+def test_evaluate_equals_validation_during_training(grpo_run, hybridflow):
+    newest = hybridflow("evaluate", "--run", grpo_run)
     assert newest.status == 0
-    assert table(newest.out) == validated(trained, 4)
-    earlier = hybridflow("evaluate", "--run", trained, "--step", "2")
-    assert table(earlier.out) == validated(trained, 2)
+    assert table(newest.out) == validated(grpo_run, 6)
+    # an untrained model has the scores of validation before the first step; step 1 is another model
+    assert table(hybridflow("evaluate", grpo_run / "config.toml").out) == validated(grpo_run, 0)
+    earlier = hybridflow("evaluate", "--run", grpo_run, "--step", "1")
     by_directory = hybridflow(
-        "evaluate", trained / "config.toml", "--checkpoint", trained / "checkpoints" / "step_000002"
+        "evaluate", grpo_run / "config.toml", "--checkpoint", grpo_run / "checkpoints" / "step_000001"
     )
-    assert by_directory.out == earlier.out
-    assert newest.out != earlier.out
+    assert by_directory.out == earlier.out != newest.out
 
 
-def test_evaluating_the_model_equals_validation_before_training(task, trained, hybridflow):
-    assert table(hybridflow("evaluate", task / "rl.toml").out) == validated(trained, 0)
-
-
+@pytest.mark.runs
 def test_evaluation_on_three_ranks_equals_one_rank(task, hybridflow):
-    one, three = (hybridflow("evaluate", task / "rl.toml", f"controller.num_workers={n}") for n in (1, 3))
+    one, three = (
+        hybridflow("evaluate", task / "rl.toml", f"controller.num_workers={n}", "reward.processes=0") for n in (1, 3)
+    )
+    assert one.status == 0
     assert one.out == three.out
 
 
 def test_evaluation_metrics_are_means_over_the_written_samples(task, tmp_path, hybridflow):
-    changes = ["validation.group_size=2", "validation.temperature=1", "validation.batch_size=4"]
-    out = hybridflow("evaluate", task / "rl.toml", *changes, "--output", tmp_path / "samples.jsonl").out
+    changes = [*SAMPLED, "validation.batch_size=4", "--output", tmp_path / "samples.jsonl"]
+    out = hybridflow("evaluate", task / "rl.toml", *changes).out
     samples = read_jsonl(tmp_path / "samples.jsonl")
     assert [sample["index"] for sample in samples] == [index for index in range(10) for _ in range(2)]
     assert set(samples[0]) == {
@@ -68,50 +66,41 @@ def test_evaluation_metrics_are_means_over_the_written_samples(task, tmp_path, h
     assert "val/countdown/pass@2" in table(out)
 
 
-def test_generate_with_typed_prompts_equals_validation_responses(task, tmp_path, hybridflow):
-    hybridflow("evaluate", task / "rl.toml", "--output", tmp_path / "samples.jsonl")
-    first, second = read_jsonl(tmp_path / "samples.jsonl")[:2]
-    outcome = hybridflow("generate", task / "rl.toml", "--prompt", first["prompt"], "--prompt", second["prompt"])
-    assert outcome.status == 0
-    shown = [line for line in outcome.out.splitlines() if line]
-    assert shown[0] == f"prompt: {first['prompt']}"
-    assert shown[1] == f"response (cut): {first['response']}"  # no EOS within 12 tokens
-    assert shown[2] == f"prompt: {second['prompt']}"
-
-
-def test_generate_with_a_prompts_file_equals_evaluation_responses(task, tmp_path, hybridflow):
-    file = tmp_path / "prompts.parquet"
-    pq.write_table(pq.read_table(task / "test.parquet", columns=["prompt"]), file)
-    changes = ["validation.group_size=2", "validation.temperature=1", "validation.batch_size=3"]
-    outcome = hybridflow(
-        *("generate", task / "rl.toml", *changes, "--prompts-file", file, "--output", tmp_path / "rows.jsonl")
-    )
+def test_generate_gives_the_responses_of_evaluation(task, tmp_path, hybridflow):
+    files = ["--prompts-file", tmp_path / "prompts.parquet", "--output", tmp_path / "rows.jsonl"]
+    pq.write_table(pq.read_table(task / "test.parquet", columns=["prompt"]), tmp_path / "prompts.parquet")
+    outcome = hybridflow("generate", task / "rl.toml", *SAMPLED, "validation.batch_size=3", *files)
     assert outcome.status == 0
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert len(rows) == 10
-    assert {len(row["responses"]) for row in rows} == {2}
+    assert [len(row["responses"]) for row in rows] == [2] * 10
     assert outcome.out.count("\nresponse") == 20
-    hybridflow("evaluate", task / "rl.toml", *changes, "--output", tmp_path / "samples.jsonl")
-    scored = [sample["response"] for sample in read_jsonl(tmp_path / "samples.jsonl")]
-    assert [response for row in rows for response in row["responses"]] == scored
+    hybridflow("evaluate", task / "rl.toml", *SAMPLED, "--output", tmp_path / "sampled.jsonl")
+    assert [response for row in rows for response in row["responses"]] == responses_of(tmp_path / "sampled.jsonl")
 
-
-def test_generate_works_without_a_recipe(task, trained, hybridflow):
-    changes = ["--prompt", "3 17 5 => 9 :", "data.max_response_length=4", "controller.threads=1"]
-    changes += ["validation.group_size=8", "validation.temperature=1"]
-    plain = hybridflow("generate", "--model", task / "model", *changes)
-    assert plain.status == 0
-    assert [line.partition(":")[0].split()[0] for line in plain.out.splitlines() if line] == [
-        "prompt",
-        *["response"] * 8,
+    hybridflow("evaluate", task / "rl.toml", "reward.processes=0", "--output", tmp_path / "greedy.jsonl")
+    first, second = read_jsonl(tmp_path / "greedy.jsonl")[:2]
+    typed = hybridflow("generate", task / "rl.toml", "--prompt", first["prompt"], "--prompt", second["prompt"])
+    shown = [line for line in typed.out.splitlines() if line]
+    assert shown[:3] == [
+        f"prompt: {first['prompt']}",
+        f"response (cut): {first['response']}",  # no EOS within 12 tokens
+        f"prompt: {second['prompt']}",
     ]
-    from_run = hybridflow("generate", "--run", trained, *changes)
+
+
+@pytest.mark.runs
+def test_generate_works_without_a_recipe(task, grpo_run, hybridflow):
+    plain = hybridflow("generate", "--model", task / "model", *PROMPT, *FEW)
+    assert plain.status == 0
+    lines = [line.partition(":")[0].split()[0] for line in plain.out.splitlines() if line]
+    assert lines == ["prompt", *["response"] * 8]
+    from_run = hybridflow("generate", "--run", grpo_run, *PROMPT, *FEW)
     assert from_run.status == 0
     assert from_run.out != plain.out
 
 
 def test_generate_caps_the_default_response_length_at_the_positions(task, hybridflow):
-    arguments = ["generate", "--model", task / "model", "--prompt", "3 17 5 => 9 :", "controller.threads=1"]
+    arguments = ["generate", "--model", task / "model", *PROMPT, "controller.threads=1"]
     capped = hybridflow(*arguments)
     assert capped.status == 0
     assert "exceeds the 250 of 256 positions of the model that a prompt of 6 tokens leaves" in capped.log
@@ -127,9 +116,7 @@ def test_generate_caps_the_default_response_length_at_the_positions(task, hybrid
 
 def test_generate_puts_a_system_message_before_the_prompt(task, tmp_path, hybridflow):
     def answer(*arguments):
-        changes = ["--prompt", "3 17 5", "data.max_response_length=4", "controller.threads=1"]
-        changes += ["validation.group_size=8", "validation.temperature=1"]
-        return hybridflow("generate", "--model", tmp_path / "model", *changes, *arguments)
+        return hybridflow("generate", "--model", tmp_path / "model", "--prompt", "3 17 5", *FEW, *arguments)
 
     model = shutil.copytree(task / "model", tmp_path / "model")
     assert "--system needs a chat template, but the tokenizer has none" in answer("--system", "9 4").err
@@ -145,36 +132,40 @@ def test_generate_puts_a_system_message_before_the_prompt(task, tmp_path, hybrid
     assert "omits system messages" in answer("--system", "9 4").err
 
 
+@pytest.mark.runs
+@pytest.mark.own_run("grpo: its recipe has relative paths")
 def test_run_with_relative_paths_is_evaluated_from_another_directory(task, tmp_path, monkeypatch, hybridflow):
     monkeypatch.chdir(shutil.copytree(task, tmp_path / "project"))
-    relative = (task / "rl.toml").read_text().replace(f"{task}/", "")
-    Path("relative.toml").write_text(relative)
+    Path("relative.toml").write_text((task / "rl.toml").read_text().replace(f"{task}/", ""))
     assert hybridflow("train", "relative.toml", "trainer.run_dir=run", "trainer.total_steps=1").status == 0
     here = hybridflow("evaluate", "--run", "run")
     monkeypatch.chdir(tmp_path)
     there = hybridflow("evaluate", "--run", "project/run")
     assert (there.status, there.out) == (0, here.out)
     assert not (tmp_path / "run").exists()
-    generate = ["generate", "--run", "project/run", "--prompt", "3 17 5 => 9 :", "data.max_response_length=4"]
-    assert hybridflow(*generate).status == 0
-    exported = hybridflow("export", "project/run", "exported")
-    assert exported.status == 0
+    assert hybridflow("generate", "--run", "project/run", *PROMPT, "data.max_response_length=4").status == 0
+    assert hybridflow("export", "project/run", "exported").status == 0
     typed = hybridflow("evaluate", "--run", "project/run", 'data.val_files=["test.parquet"]')
     assert (typed.status, "test.parquet: no such file." in typed.err) == (2, True)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "problem"),
-    [
-        (["--prompt", "1 " * 20], 1, "prompt 0 has 20 tokens; it must have 1 to data.max_prompt_length=16."),
-        (["--prompt", "1 2", "--prompt", ""], 1, "prompt 1 has 0 tokens; it must have 1 to data.max_prompt_length=16."),
-        (["--prompts-file", "missing.parquet"], 2, "missing.parquet: no such file."),
-        (["--prompt", "1", "--model", "absent"], 2, "model.path='absent' is not a model directory"),
-        (["--prompt", "1", "--output", "absent/rows.jsonl"], 2, "--output absent/rows.jsonl cannot be written"),
-    ],
-)
-def test_generate_rejects_invalid_prompts_and_paths(arguments, status, problem, task, hybridflow):
-    outcome = hybridflow("generate", task / "rl.toml", *arguments)
+ERRORS = [
+    ("generate", ["--prompt", "1 " * 20], 1, "prompt 0 has 20 tokens; it must have 1 to data.max_prompt_length=16."),
+    ("generate", ["--prompt", "1 2", "--prompt", ""], 1, "prompt 1 has 0 tokens; it must have 1 to data.max_prompt_"),
+    ("generate", ["--prompts-file", "missing.parquet"], 2, "missing.parquet: no such file."),
+    ("generate", ["--prompt", "1", "--model", "absent"], 2, "model.path='absent' is not a model directory"),
+    ("generate", ["--prompt", "1", "--output", "absent/a.jsonl"], 2, "--output absent/a.jsonl cannot be written"),
+    ("evaluate", ["--run", "absent"], 2, "--run 'absent' is not the directory of a run: 'absent/config.toml' does not"),
+    ("evaluate", ["--checkpoint", "absent"], 2, "'absent' is neither a checkpoint nor a run with checkpoints"),
+    ("evaluate", ["--step", "3"], 2, "--step 3 needs a run; add --run DIR."),
+    ("evaluate", ["data.val_files=[]"], 2, "data.val_files must be set"),
+    ("evaluate", ["model.path="], 2, "no model is named; give --run DIR, a RECIPE or model.path=DIR."),
+]
+
+
+@pytest.mark.parametrize(("command", "arguments", "status", "problem"), ERRORS)
+def test_evaluate_and_generate_reject_invalid_inputs(command, arguments, status, problem, task, hybridflow):
+    outcome = hybridflow(command, task / "rl.toml", *arguments)
     assert outcome.status == status
     assert outcome.err.startswith("error: ")
     assert problem in outcome.err

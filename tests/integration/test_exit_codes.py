@@ -1,7 +1,4 @@
-"""Exit statuses of the command in a separate process.
-
-test_signals.py covers 0 and 130 after signals in the training loop; test_ray_runs.py covers 75 after a killed rank.
-"""
+"""Exit statuses of the command in a separate process, also after signals. test_ray_runs.py covers a killed rank."""
 
 import errno
 import os
@@ -10,9 +7,12 @@ import subprocess
 import sys
 import time
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+
+from fixtures.tiny_run import GRPO, differing
+from hybridflow.observability import read_jsonl
+
+pytestmark = [pytest.mark.runs, pytest.mark.own_run("grpo: it ends with an error or by a signal")]
 
 REWARDS = """
 import pathlib, sys, time
@@ -41,142 +41,128 @@ def save_file(tensors, path, metadata, *, save_file=state_files.save_file):
 state_files.save_file = save_file
 sys.exit(main(sys.argv[2:]))
 """
+EXHAUSTIVE = pytest.mark.exhaustive
+ROWS = '{"question": "1 + 1?", "answer": "two"}\n'
+RAISING = "reward.function={directory}/rewards.py:raising"
+
+STATUSES = [
+    (2, ["trian", "rl.toml"], "'trian' is not a command; did you mean train?"),
+    pytest.param(2, ["train", "{task}/rl.toml", "--stop-afetr", "3"], "unrecognized arguments", marks=EXHAUSTIVE),
+    (2, ["train", "{task}/rl.toml", "trainer.sed=1"], "trainer.sed"),
+    pytest.param(2, ["train", "{task}/absent.toml"], "absent.toml does not exist", marks=EXHAUSTIVE),
+    (1, ["prepare", "gsm8k", "--train-file", "{rows}", "--test-file", "{rows}"], "line 1: the answer must end in"),
+    pytest.param(1, ["sft", "{task}/sft.toml", "offline.optimizer.lr=1e30"], "not finite", marks=EXHAUSTIVE),
+    (1, ["train", "{task}/rl.toml", RAISING], "raised KeyError: 'target'"),
+]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (["trian", "rl.toml"], "'trian' is not a command; did you mean train?"),
-        (["train", "{task}/rl.toml", "--stop-afetr", "3"], "unrecognized arguments"),
-        (["train", "{task}/rl.toml", "trainer.sed=1"], "trainer.sed"),
-        (["train", "{task}/absent.toml"], "absent.toml does not exist"),
-        (["prepare", "gsm8k", "--train-file", "absent.jsonl", "--test-file", "absent.jsonl"], "no such file"),
-    ],
-)
-def test_exit_2_for_usage_configuration_and_missing_file_errors(arguments, problem, task, start):
-    process = start(*(argument.format(task=task) for argument in arguments))
-    _, errors = process.communicate(timeout=100)
-    assert process.returncode == 2
-    assert problem in errors
-
-
-def test_exit_1_for_a_malformed_row_in_prepare(task, tmp_path, start):
-    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "two"}\n')
-    files = ("--train-file", tmp_path / "rows.jsonl", "--test-file", tmp_path / "rows.jsonl")
-    process = start("prepare", "gsm8k", *files, "--output-dir", tmp_path / "out")
-    _, errors = process.communicate(timeout=100)
-    assert process.returncode == 1
-    assert "line 1: the answer must end in '#### number'" in errors
-
-
-@pytest.mark.slow
-def test_exit_1_for_a_malformed_row_of_training_data(task, tmp_path, start):
-    rows = pq.read_table(task / "train.parquet").to_pylist()
-    rows[3]["prompt"] = []
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    process = start(
-        "train", task / "rl.toml", f'data.train_files=["{tmp_path}/rows.parquet"]', f"trainer.run_dir={tmp_path}/run"
-    )
-    _, errors = process.communicate(timeout=100)
-    assert process.returncode == 1
-    assert "row 3: column 'prompt' has no messages." in errors
-
-
-@pytest.mark.slow
-def test_exit_0_for_a_finished_run_and_1_for_a_damaged_checkpoint(task, tmp_path, start):
-    command = ["train", task / "rl.toml", f"trainer.run_dir={tmp_path}/run", "data.val_files=[]"]
-    process = start(*command, "trainer.total_steps=1")
-    _, errors = process.communicate(timeout=100)
-    assert process.returncode == 0, errors
-    weights = tmp_path / "run" / "checkpoints" / "step_000001" / "actor.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    process = start(*command, "trainer.total_steps=2")
-    _, errors = process.communicate(timeout=100)
-    assert process.returncode == 1
-    assert "has 1000 bytes, but was saved with" in errors
-    assert "same command" not in errors
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("command", "recipe", "change", "problem"),
-    [
-        ("sft", "sft.toml", "offline.optimizer.lr=1e30", "not finite"),
-        ("train", "rl.toml", "reward.function={directory}/rewards.py:raising", "raised KeyError: 'target'"),
-    ],
-)
-def test_exit_1_for_a_non_finite_loss_and_a_raising_reward(command, recipe, change, problem, task, tmp_path, start):
+@pytest.mark.parametrize(("status", "arguments", "problem"), STATUSES)
+def test_exit_1_for_failures_and_2_for_errors_of_usage(status, arguments, problem, task, tmp_path, start):
+    (tmp_path / "rows.jsonl").write_text(ROWS)
     (tmp_path / "rewards.py").write_text(REWARDS)
-    change = change.format(directory=tmp_path)
-    process = start(command, task / recipe, f"trainer.run_dir={tmp_path}/run", "data.val_files=[]", change)
-    _, errors = process.communicate(timeout=100)
-    assert process.returncode == 1
+    given = {"task": task, "rows": tmp_path / "rows.jsonl", "directory": tmp_path}
+    arguments = [argument.format(**given) for argument in arguments]
+    arguments += [f"trainer.run_dir={tmp_path}/run", "data.val_files=[]"] if arguments[0] in ("train", "sft") else []
+    process = start(*arguments)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == status
     assert problem in errors
     assert errors.count("Traceback") == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_exit_75_for_a_full_disk_and_the_same_command_resumes(number, task, tmp_path, start):
+@pytest.mark.parametrize("number", [errno.ENOSPC, pytest.param(errno.EDQUOT, marks=EXHAUSTIVE)])
+def test_exit_75_for_a_full_disk_and_0_for_the_same_command(number, task, tmp_path, start, fork_server):
     command = ["train", task / "rl.toml", f"trainer.run_dir={tmp_path}/run", "data.val_files=[]"]
     command += ["trainer.save_every=1", "trainer.total_steps=3"]
-    failed = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(number), *map(str, command)], capture_output=True, text=True
-    )
+    failed = fork_server.run(["-c", FULL_DISK, number, *command])
     assert failed.returncode == 75
     assert f"error: the checkpoint of step 2 was not saved: cannot write '{tmp_path}/run/" in failed.stderr
     assert os.strerror(number) in failed.stderr
     assert failed.stderr.endswith("\nThe same command continues from the last checkpoint, that of step 1.\n")
     process = start(*command)
-    _, errors = process.communicate(timeout=100)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     assert "after step 1" in errors
 
 
-@pytest.mark.slow
 def test_exit_75_for_a_run_directory_in_use_by_another_process(task, tmp_path, start):
     run = ["train", task / "rl.toml", f"trainer.run_dir={tmp_path}/run", "data.val_files=[]"]
-    first = start(*run, SECONDS_FOR_EACH_REWARD="10", FILE_OF_FIRST_REWARD=str(tmp_path / "begun"))
-    wait_for(tmp_path / "begun", first)
+    first = start(*run, SECONDS_FOR_EACH_REWARD="600", FILE_OF_FIRST_REWARD=str(tmp_path / "begun"))
+    wait_until((tmp_path / "begun").exists, first)
     second = start(*run)
-    _, errors = second.communicate(timeout=100)
+    _, errors = second.communicate(timeout=300)
     assert second.returncode == 75
     assert "another process is running in trainer.run_dir" in errors
     assert errors.endswith("\nThe same command starts again: there is no checkpoint yet.\n")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_exit_75_of_prepare_gives_no_resume_advice(small_disk):
     with open(small_disk / "others", "wb") as file:
         file.write(bytes(1024 * 1024))
-    done = subprocess.run(
-        [sys.executable, "-m", "hybridflow", "prepare", "countdown", "--output-dir", small_disk / "data"],
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "hybridflow", "prepare", "countdown", "--output-dir", small_disk / "data"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 75
     assert "No space left on device" in done.stderr
     assert "same command" not in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_exit_130_for_one_signal_before_the_first_step(number, task, tmp_path, start):
     (tmp_path / "wait.py").write_text(REWARDS)
-    process = start(
-        "train", task / "rl.toml", f"trainer.run_dir={tmp_path}/run", f"reward.function={tmp_path}/wait.py:waiting"
-    )
-    wait_for(tmp_path / "wait.begun", process)
+    function = f"reward.function={tmp_path}/wait.py:waiting"
+    process = start("train", task / "rl.toml", f"trainer.run_dir={tmp_path}/run", function)
+    wait_until((tmp_path / "wait.begun").exists, process)
     process.send_signal(number)
-    _, errors = process.communicate(timeout=100)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 130
     assert errors.endswith("interrupted\n")
     assert not (tmp_path / "run").exists()
 
 
-def wait_for(file, process):
-    end = time.monotonic() + 100
-    while not file.exists():
+def test_killed_then_terminated_then_finished_equals_uninterrupted(task, grpo_run, tmp_path, start):
+    run = tmp_path / "run"
+    command = ["train", task / "rl.toml", *GRPO, "model.dtype=float64", "trainer.save_every=1"]
+    command.append(f"trainer.run_dir={run}")
+
+    def last_step():
+        return read_jsonl(run / "metrics.jsonl")[-1]["step"] if (run / "metrics.jsonl").exists() else 0
+
+    killed = start(*command, SECONDS_FOR_EACH_REWARD="0.02")
+    wait_until(lambda: last_step() > 1, killed)
+    killed.kill()
+    killed.wait()
+    terminated = start(*command, SECONDS_FOR_EACH_REWARD="0.02")
+    wait_until(lambda: last_step() > 3, terminated)
+    terminated.send_signal(signal.SIGTERM)
+    _, err = terminated.communicate(timeout=300)
+    assert terminated.returncode == 0
+    assert "SIGTERM: this step will be finished, then a checkpoint is saved" in err
+    assert f"stopped after step {last_step()} of 6; run the same command to continue" in err
+    assert (run / "checkpoints" / f"step_{last_step():06d}").is_dir()
+    continuing = f"continuing '{run}' after step {last_step()}"
+    finished = start(*command)
+    _, err = finished.communicate(timeout=300)
+    assert finished.returncode == 0
+    assert continuing in err
+    assert differing(run, grpo_run, 6) == set()
+
+
+@pytest.mark.exhaustive
+def test_second_signal_exits_immediately(task, tmp_path, start):
+    run, begun = tmp_path / "run", tmp_path / "begun"
+    command = ["train", task / "rl.toml", f"trainer.run_dir={run}", "data.val_files=[]"]
+    process = start(*command, SECONDS_FOR_EACH_REWARD="600", FILE_OF_FIRST_REWARD=str(begun))
+    wait_until(begun.exists, process)
+    process.send_signal(signal.SIGINT)
+    assert "A second signal ends it at once" in next(line for line in process.stderr if "SIGINT" in line)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=300) == 130
+    assert not (run / "checkpoints").exists()
+
+
+def wait_until(condition, process):
+    while not condition():
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end
         time.sleep(0.02)

@@ -5,12 +5,12 @@ import signal
 
 import pytest
 
+from fixtures.tiny_run import FROM_RAY, GRPO, differing
 from hybridflow.config import load_config
 from hybridflow.config.faults import PHASES, phases_of
 
-ON_RAY = ("controller.backend=ray", "controller.cpus_per_worker=0.5")
 TWO_POOLS = (
-    *ON_RAY,
+    *("controller.backend=ray", "controller.cpus_per_worker=0.5"),
     *("placement.pools={learn=[2],generate=[2]}", "placement.roles.rollout=generate"),
     *("algorithm.advantage=gae", "trainer.save_in_background=true"),
 )
@@ -24,17 +24,11 @@ def fired(run):
     return [json.loads(line)["fault"] for line in (run / "faults" / "fired.jsonl").read_text().splitlines()]
 
 
-def require_same_results(tiny, one, other, step):
-    one, other = tiny.results_of(one, step), tiny.results_of(other, step)
-    assert one.keys() == other.keys()
-    # Ray draws from Python's random number generator in the driver; our code does not.
-    assert {name for name in one if one[name] != other[name]} <= {"controller.safetensors", "sha256 of files"}
-
-
-@pytest.mark.slow
-def test_faults_of_the_driver_end_a_local_run_that_goes_on_to_the_same_bits(tiny, task, tmp_path, start):
-    command = ["train", f"{task}/rl.toml", *tiny.GRPO, "data.val_files=[]", "trainer.save_every=1"]
-    command += ["trainer.total_steps=4", plan("2: disk driver in publish", "3: kill driver in log")]
+@pytest.mark.runs
+@pytest.mark.own_run("grpo: its driver is killed")
+def test_faults_of_the_driver_end_a_local_run_that_goes_on_to_the_same_bits(task, grpo_run, tmp_path, start):
+    faults = ("2: disk driver in publish", "3: kill driver in log")
+    command = ["train", f"{task}/rl.toml", *GRPO, "model.dtype=float64", "trainer.save_every=1", plan(*faults)]
     outcomes = []
     for _ in range(3):
         process = start(*command, f"trainer.run_dir={tmp_path}/faulty")
@@ -45,31 +39,25 @@ def test_faults_of_the_driver_end_a_local_run_that_goes_on_to_the_same_bits(tiny
     assert "this run injects into itself: 3: kill driver in log" in killed
     assert "continuing" in finished
     assert "did not fire" not in finished
-    assert fired(tmp_path / "faulty") == ["2: disk driver in publish", "3: kill driver in log"]
-    whole = start(*command, "faults.plan=[]", f"trainer.run_dir={tmp_path}/whole")
-    assert "faults" not in whole.communicate()[1]
-    assert not list((tmp_path / "whole").glob("faults*"))
-    require_same_results(tiny, tmp_path / "faulty", tmp_path / "whole", 4)
+    assert fired(tmp_path / "faulty") == list(faults)
+    assert not list(grpo_run.glob("faults*"))
+    assert differing(tmp_path / "faulty", grpo_run, 6) == set()
 
 
-def test_a_finished_run_names_the_faults_that_did_not_fire(run, task, tmp_path, hybridflow):
-    changes = ["data.val_files=[]", "trainer.total_steps=2", f"trainer.run_dir={tmp_path}/run", "faults.delay_s=0"]
-    late = plan("1: delay driver in publish", "2: delay driver in publish")
-    outcome = hybridflow("train", task / "rl.toml", *changes, late)
-    assert outcome.status == 0
-    assert "faults that did not fire" in outcome.log
-    assert fired(tmp_path / "run") == ["1: delay driver in publish"]
-    assert json.loads((tmp_path / "run" / "faults.json").read_text()) == [
-        "1: delay driver in publish",
-        "2: delay driver in publish",
-    ]
-    evaluated = hybridflow("evaluate", "--run", tmp_path / "run", f"data.val_files=['{task}/test.parquet']")
+def test_a_finished_run_names_the_faults_that_did_not_fire(run, task, hybridflow, caplog):
+    faults = ["1: delay driver in publish", "2: delay driver in publish"]
+    directory = run("trainer.total_steps=2", "faults.delay_s=0", plan(*faults))
+    assert "faults that did not fire" in caplog.text
+    assert fired(directory) == faults[:1]
+    assert json.loads((directory / "faults.json").read_text()) == faults
+    evaluated = hybridflow("evaluate", "--run", directory, f"data.val_files=['{task}/test.parquet']")
     assert (evaluated.status, "fault" in evaluated.log) == (0, False)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.ray
-def test_every_fault_point_of_a_run_on_ray_fires_and_changes_no_bit(tiny, task, tmp_path, run_in_turn):
+@pytest.mark.own_run("ray_two: with every fault point")
+def test_every_fault_point_of_a_run_on_ray_fires_and_changes_no_bit(task, tmp_path, run_in_turn):
     command = ["train", f"{task}/rl.toml", *TWO_POOLS, "data.val_files=[]", "trainer.total_steps=3"]
     config = load_config(f"{task}/rl.toml", TWO_POOLS)
     roles = ("actor_rollout", "rollout", "critic", "reward")
@@ -83,22 +71,4 @@ def test_every_fault_point_of_a_run_on_ray_fires_and_changes_no_bit(tiny, task, 
         shares_cluster=True,
     )
     assert sorted(fired(tmp_path / "faulty")) == sorted(faults)
-    require_same_results(tiny, tmp_path / "faulty", tmp_path / "whole", 3)
-
-
-@pytest.mark.slow
-@pytest.mark.ray
-def test_a_rank_killed_in_backward_ends_the_run_which_goes_on_to_the_same_bits(
-    tiny, task, tmp_path, start, run_in_turn
-):
-    command = ["train", f"{task}/rl.toml", *tiny.GRPO, *ON_RAY, "controller.num_workers=2", "data.val_files=[]"]
-    command += ["trainer.save_every=1", "trainer.total_steps=3", "recovery.max_restarts=0"]
-    faulty = [*command, f"trainer.run_dir={tmp_path}/faulty", plan("2: kill actor_rollout/0 in backward")]
-    process = start(*faulty)
-    _, errors = process.communicate()
-    assert process.returncode == 75, errors
-    assert "actor_rollout" in errors
-    assert errors.endswith("\nThe same command continues from the last checkpoint, that of step 1.\n")
-    run_in_turn(faulty, [*command, f"trainer.run_dir={tmp_path}/whole"], shares_cluster=True)
-    assert fired(tmp_path / "faulty") == ["2: kill actor_rollout/0 in backward"]
-    require_same_results(tiny, tmp_path / "faulty", tmp_path / "whole", 3)
+    assert differing(tmp_path / "faulty", tmp_path / "whole", 3) <= FROM_RAY

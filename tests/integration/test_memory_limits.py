@@ -16,8 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hybridflow.observability import read_jsonl
 
 pytestmark = [
+    pytest.mark.exhaustive,
     pytest.mark.ray,
-    pytest.mark.slow,
+    pytest.mark.own_run("recovered: with little memory"),
     pytest.mark.skipif(sys.platform != "linux", reason="a limit of memory"),
 ]
 
@@ -79,16 +80,15 @@ def runs(task, tmp_path_factory, run_in_turn):
     return SimpleNamespace(log=log, **{place: directory / place for place in PLACES})
 
 
-def test_generation_without_memory_goes_on_with_fewer_sequences(runs):
-    assert [row["step"] for row in read_jsonl(runs.generation / "metrics.jsonl")] == list(range(1, STEPS + 1))
-    assert not (runs.generation / "recoveries.jsonl").exists()
-    assert "generation ran out of memory with " in runs.log
-
-
-@pytest.mark.parametrize(("place", "step"), [("training", "an update"), ("scoring", "a forward pass")])
-def test_a_run_without_memory_goes_on_to_its_end_with_fewer_tokens(runs, place, step):
+@pytest.mark.parametrize("place", PLACES)
+def test_a_run_without_memory_goes_on_to_its_end_with_fewer_tokens(runs, place):
     run = getattr(runs, place)
     assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == list(range(1, STEPS + 1))
+    if place == "generation":  # with fewer sequences at a time, within the step
+        assert not (run / "recoveries.jsonl").exists()
+        assert "generation ran out of memory with " in runs.log
+        return
+    step = {"training": "an update", "scoring": "a forward pass"}[place]
     recoveries = read_jsonl(run / "recoveries.jsonl")
     assert {row["action"] for row in recoveries} == {"smaller"}
     assert any(f"out of memory in {step}, nothing was applied" in row["errors"][0] for row in recoveries)

@@ -1,4 +1,4 @@
-"""Tiny runs with failing reward functions, a reward journal, a judge endpoint and built-in rewards."""
+"""Steps with failing reward functions, a reward journal, a judge endpoint and built-in rewards."""
 
 import json
 import threading
@@ -29,20 +29,23 @@ def bad(data_source, solution_str, ground_truth, extra_info):
         raise ValueError("not this one")
     return number(solution_str) % 5
 """
+OWN = pytest.mark.own_run("grpo: its rewards fail")
 
 
 @pytest.fixture
-def train(task, tmp_path, hybridflow):
+def train(run, tmp_path):
+    """Return a function that trains for a step with a function of REWARD."""
     (tmp_path / "mine.py").write_text(REWARD)
 
-    def run(function, *changes, name="run"):
-        return hybridflow(
-            *("train", task / "rl.toml", f"trainer.run_dir={tmp_path / name}", "trainer.total_steps=1"),
-            *("data.val_files=[]", "trainer.log_samples=24", f"reward.function={tmp_path / 'mine.py'}:{function}"),
-            *changes,
-        )
+    def train(function, *changes, **given):
+        function = f"reward.function={tmp_path / 'mine.py'}:{function}"
+        return run("trainer.log_samples=24", function, *changes, **given)
 
-    return run
+    return train
+
+
+def scores_of(run):
+    return [row["score"] for row in read_jsonl(run / "samples.jsonl")]
 
 
 @pytest.fixture
@@ -83,52 +86,40 @@ def endpoint():
     server.server_close()
 
 
-def test_reward_errors_and_timeouts_are_counted_and_other_scores_kept(train, tmp_path):
-    changes = ["reward.on_error=zero", "reward.error_score=-1.0", "reward.max_failure_rate=1.0", "reward.timeout_s=0.3"]
-    assert train("good", name="good").status == 0
-    outcome = train("bad", *changes, name="bad")
-    assert outcome.status == 0, outcome.err
-    good, bad = ([row["score"] for row in read_jsonl(tmp_path / name / "samples.jsonl")] for name in ("good", "bad"))
-    assert len(good) == len(bad) == 24
-    assert [b for g, b in zip(good, bad, strict=True) if b != -1.0] == [
-        g for g, b in zip(good, bad, strict=True) if b != -1.0
-    ]
-    (row,) = read_jsonl(tmp_path / "bad" / "metrics.jsonl")
-    (clean,) = read_jsonl(tmp_path / "good" / "metrics.jsonl")
+@pytest.mark.runs
+@OWN
+def test_reward_errors_and_timeouts_are_counted_and_other_scores_kept(train):
+    changes = ["reward.on_error=zero", "reward.error_score=-1.0", "reward.timeout_s=0.3", "reward.processes=2"]
+    good = train("good", name="good")
+    bad = train("bad", *changes, "reward.max_failure_rate=1.0", name="bad")
+    pairs = list(zip(scores_of(good), scores_of(bad), strict=True))
+    assert len(pairs) == 24
+    assert all(b in (g, -1.0) for g, b in pairs)
+    (row,), (clean,) = (read_jsonl(directory / "metrics.jsonl") for directory in (bad, good))
     assert row["reward/error_rate"] > 0
-    assert row["reward/error_rate"] + row["reward/timeout_rate"] < 0.6
+    failed = row["reward/error_rate"] + row["reward/timeout_rate"]
+    assert failed == pytest.approx(sum(b == -1.0 for _, b in pairs) / 24)
     assert clean["reward/error_rate"] == clean["reward/timeout_rate"] == 0
-    assert clean["reward/zero_rate"] > 0
+    assert clean["reward/zero_rate"] == pytest.approx(sum(g == 0 for g, _ in pairs) / 24) > 0
     assert row["reward/zero_rate"] <= clean["reward/zero_rate"]
 
 
-def test_reward_failure_stops_the_run_and_shows_its_sample(train):
-    outcome = train("bad", "reward.timeout_s=0.3")
-    assert outcome.status == 1
-    assert "reward function bad" in outcome.err
-    assert "The sample:" in outcome.err
-    assert "ground_truth: {'target'" in outcome.err
+@pytest.mark.runs
+@OWN
+def test_reward_failures_stop_the_run_and_show_a_sample(train, hybridflow, capfd):
+    failing = ("reward.timeout_s=0.3", "reward.processes=2")
+    train("bad", *failing, status=1, problem="The sample:")
+    problem = "rewards failed, more than reward.max_failure_rate=0.01 allows"
+    train("bad", *failing, "reward.on_error=zero", "reward.max_failure_rate=0.01", status=1, problem=problem)
+    train("nothing", status=2, problem="has no function 'nothing'; it has number, good, bad", name="absent")
 
 
-def test_too_many_reward_failures_stop_the_run(train):
-    outcome = train("bad", "reward.on_error=zero", "reward.timeout_s=0.3", "reward.max_failure_rate=0.01")
-    assert outcome.status == 1
-    assert "rewards failed, more than reward.max_failure_rate=0.01 allows" in outcome.err
-
-
-@pytest.mark.parametrize("processes", [0, 1, 3])
-def test_scores_do_not_depend_on_the_number_of_reward_processes(train, tmp_path, processes):
-    for name, number in (("some", processes), ("two", 2)):
-        assert train("good", f"reward.processes={number}", name=name).status == 0
-    some, two = (read_jsonl(tmp_path / name / "metrics.jsonl")[0] for name in ("some", "two"))
-    assert some["critic/score/mean"] == two["critic/score/mean"]
-    assert some["actor/grad_norm"] == two["actor/grad_norm"]
-
-
-def test_missing_reward_function_is_rejected(train, tmp_path):
-    outcome = train("nothing")
-    assert outcome.status == 2
-    assert "has no function 'nothing'; it has number, good, bad" in outcome.err
+@pytest.mark.runs
+@OWN
+@pytest.mark.parametrize("processes", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_scores_do_not_depend_on_the_number_of_reward_processes(train, processes):
+    none, some = train("good", name="none"), train("good", f"reward.processes={processes}", name="some")
+    assert scores_of(none) == scores_of(some)
 
 
 COUNTING_REWARD = """
@@ -144,21 +135,21 @@ def score(data_source, solution_str, ground_truth, extra_info):
     os.close(file)
     if num_calls == 40 and not os.path.exists(os.path.join(HERE, "go_on")):
         open(os.path.join(HERE, "waiting"), "w").close()
-        time.sleep(60)
+        time.sleep(600)
     return num_calls
 """
 
 
+@pytest.mark.exhaustive
+@pytest.mark.own_run("grpo: it is killed")
 def test_killed_run_reuses_the_rewards_in_its_journal(task, tmp_path, start, hybridflow):
     (tmp_path / "mine.py").write_text(COUNTING_REWARD)
     changes = ["trainer.total_steps=3", "data.val_files=[]", "trainer.log_samples=24", "reward.processes=1"]
     command = ["train", task / "rl.toml", f"trainer.run_dir={tmp_path}/run", *changes]
     command += [f"reward.function={tmp_path}/mine.py:score"]
     killed = start(*command)
-    deadline = time.monotonic() + 120
     while not (tmp_path / "waiting").exists():
-        assert killed.poll() is None
-        assert time.monotonic() < deadline
+        assert killed.poll() is None, killed.communicate()
         time.sleep(0.05)
     killed.kill()  # in the second step, without a checkpoint
     killed.wait()
@@ -166,55 +157,54 @@ def test_killed_run_reuses_the_rewards_in_its_journal(task, tmp_path, start, hyb
     first = [row["score"] for row in read_jsonl(tmp_path / "run" / "samples.jsonl") if row["step"] == 1]
     outcome = hybridflow(*command)
     assert outcome.status == 0, outcome.err
-    scores = [row["score"] for row in read_jsonl(tmp_path / "run" / "samples.jsonl")]
-    assert scores[: len(first)] == first  # of step 1: from the journal, since a new call returns another score
+    assert scores_of(tmp_path / "run")[: len(first)] == first  # from the journal: a new call returns another score
     assert (tmp_path / "calls").stat().st_size == 3 * 24 + 1  # one call was killed before it returned
 
 
-def test_reward_journal_is_kept_while_a_checkpoint_needs_it(train, tmp_path):
-    assert train("good", "trainer.total_steps=6", "trainer.save_every=1", "trainer.keep_checkpoints=2").status == 0
-    left = sorted(path.name for path in (tmp_path / "run" / "rewards").iterdir())
-    assert left == [f"step_{step:06d}_rank_0.jsonl" for step in (4, 5)]
+@pytest.mark.runs
+@pytest.mark.own_run("grpo: it keeps two checkpoints")
+def test_reward_journal_is_kept_while_a_checkpoint_needs_it(train):
+    changes = ("trainer.total_steps=4", "trainer.save_every=1", "trainer.keep_checkpoints=2", "reward.processes=1")
+    left = sorted(path.name for path in (train("good", *changes) / "rewards").iterdir())
+    assert left == [f"step_{step:06d}_rank_0.jsonl" for step in (2, 3)]
 
 
-def test_judge_model_behind_an_endpoint_scores_a_run(task, tmp_path, hybridflow, endpoint):
-    outcome = hybridflow(
-        *("train", task / "rl.toml", f"trainer.run_dir={tmp_path}/run", "trainer.total_steps=1", "data.val_files=[]"),
-        *("reward.function=hybridflow.rewards:judge_reward", "trainer.log_samples=24"),
-        f'reward.kwargs={{url = "{endpoint.url}/v1", model = "judge", retries = 2}}',
-    )
-    assert outcome.status == 0, outcome.err
-    scores = {round(row["score"], 6) for row in read_jsonl(tmp_path / "run" / "samples.jsonl")}
-    assert scores <= {number / 10 for number in range(11)}
-    assert len(scores) > 1
+@pytest.mark.runs
+@pytest.mark.own_run("grpo: a judge scores it")
+def test_judge_model_behind_an_endpoint_scores_a_run(run, endpoint):
+    judge = f'reward.kwargs={{url = "{endpoint.url}/v1", model = "judge", retries = 2}}'
+    scores = scores_of(run("reward.function=hybridflow.rewards:judge_reward", "trainer.log_samples=24", judge))
+    assert {round(score, 6) for score in scores} <= {number / 10 for number in range(11)}
+    assert len(set(scores)) > 1
     assert endpoint.num_served == 24
     assert endpoint.max_concurrent > 4  # samples are scored concurrently
 
 
-def test_data_source_selects_code_and_math_rewards(task, tmp_path, hybridflow):
+@pytest.mark.runs
+@pytest.mark.own_run("grpo: it runs code")
+def test_data_source_selects_code_and_math_rewards(run, tmp_path):
     from hybridflow.data import prompt_row, write_prompt_file
 
     rows = [
         prompt_row(data_source="code", prompt="1 2 =>", ground_truth='{"tests": ["assert x"]}', split="train", index=0),
         prompt_row(data_source="math", prompt="1 3 =>", ground_truth="3", split="train", index=1),
-        prompt_row(data_source="countdown", prompt="1 => 1", ground_truth="1", split="train", index=2),
     ]
-    write_prompt_file(tmp_path / "mixed.parquet", rows[:2])
-    outcome = hybridflow(
-        *("train", task / "rl.toml", f"trainer.run_dir={tmp_path}/run", "trainer.total_steps=1", "data.val_files=[]"),
-        *("reward.function=", f"data.train_files=['{tmp_path}/mixed.parquet']", "data.train_batch_size=2"),
-    )
-    assert outcome.status == 0, outcome.err
-    (row,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    write_prompt_file(tmp_path / "mixed.parquet", rows)
+    files = (f"data.train_files=['{tmp_path}/mixed.parquet']", "data.train_batch_size=2")
+    directory = run("reward.function=", *files, "reward.processes=1")
+    (row,) = read_jsonl(directory / "metrics.jsonl")
     assert row["reward/error_rate"] == 0
     assert row["reward/passed/mean"] == 0
-    assert len(list((tmp_path / "run" / "rewards").iterdir())) == 1
+    assert len(list((directory / "rewards").iterdir())) == 1
 
 
-def test_invalid_reward_kwargs_are_rejected(task, hybridflow):
-    outcome = hybridflow("train", task / "rl.toml", "reward.function=", 'reward.kwargs={url = "x"}')
-    assert "needs reward.function, which is empty" in outcome.err
-    outcome = hybridflow("train", task / "rl.toml", 'reward.kwargs={solution_str = "x"}')
-    assert "reward.kwargs.solution_str is reserved for the sample" in outcome.err
-    outcome = hybridflow("train", task / "rl.toml", "reward.function=hybridflow.rewards:judge_reward")
-    assert "missing a required argument: 'url'" in outcome.err
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (("reward.function=", 'reward.kwargs={url = "x"}'), "needs reward.function, which is empty"),
+        (('reward.kwargs={solution_str = "x"}',), "reward.kwargs.solution_str is reserved for the sample"),
+        (("reward.function=hybridflow.rewards:judge_reward",), "missing a required argument: 'url'"),
+    ],
+)
+def test_invalid_reward_kwargs_are_rejected(refuse, changes, problem):
+    assert problem in refuse(*changes, "reward.processes=0")

@@ -8,7 +8,7 @@ from hybridflow.controller.ray.resource_pool import nodes_of_cluster
 from hybridflow.observability import read_jsonl
 from hybridflow.trainers import build_trainer
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.ray, pytest.mark.own_run("ray_two: another program has the room")]
 
 SETTINGS = (
     *("controller.backend=ray", "placement.pools={main=[1],rollout=[2]}", "placement.roles.rollout=rollout"),

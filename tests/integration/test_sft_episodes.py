@@ -39,6 +39,8 @@ def model(tmp_path):
     return tmp_path / "model"
 
 
+@pytest.mark.runs
+@pytest.mark.own_run("sft: on conversations with a tool")
 def test_a_model_learns_to_call_a_tool(model, tmp_path, hybridflow):
     greeting = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]
     tools = [Tool.of(add).schema()]
@@ -79,7 +81,6 @@ def test_rows_that_the_template_cannot_write_end_the_run_before_it_starts(model,
     settings = [f"model.path={model}", f"data.train_files=['{tmp_path}/episodes.jsonl']", "offline.batch_size=2"]
     outcome = hybridflow("sft", *settings, f"trainer.run_dir={tmp_path}/run")
     assert outcome.status == 2
-    assert (
-        "episodes.jsonl: line 2: the chat template writes calls of tools in a format that is not known" in outcome.err
-    )
+    problem = "episodes.jsonl: line 2: the chat template writes calls of tools in a format that is not known"
+    assert problem in outcome.err
     assert not (tmp_path / "run").exists()

@@ -1,12 +1,9 @@
 """A rank that really becomes slow is named, and the results of its run are those of an undisturbed one, bit for bit."""
 
-from types import SimpleNamespace
-
 import pytest
 
+from fixtures.tiny_run import differing
 from hybridflow.observability import read_jsonl
-
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 STEPS, SLOW_STEP = 7, 6
 """Five steps are needed to judge one, so that a busy machine cannot lead to an earlier measurement."""
@@ -30,6 +27,7 @@ def score(solution_str, **sample):
     return len(solution_str) % 11 / 10
 
 def slow_down(**sample):
+    "On a core with a busy program of a higher priority, which leaves the rank about 10% of it."
     global num_rows
     num_rows += 1
     if os.environ["RANK"] == "1" and num_rows == ROWS_OF_A_STEP * {SLOW_STEP - 1} + 1:
@@ -41,38 +39,26 @@ def slow_down(**sample):
             os.setpriority(os.PRIO_PROCESS, thread, 10)
     return score(**sample)
 """
-"""`slow_down` starts a busy program on the core of rank 1, which calls it, and leaves the rank about 10% of the core.
-
-On a busy machine the rank has less of it, and the other rank still has many times more.
-"""
 
 
-@pytest.fixture(scope="module")
-def runs(tiny, task, tmp_path_factory, run_in_turn):
-    directory = tmp_path_factory.mktemp("slow_ranks")
-    (directory / "reward.py").write_text(REWARD)
+@pytest.mark.exhaustive
+@pytest.mark.ray
+@pytest.mark.own_run("ray_two: a rank is slow")
+def test_a_rank_that_becomes_slow_is_named_and_changes_no_bit(tiny, task, tmp_path, run_in_turn):
+    (tmp_path / "reward.py").write_text(REWARD)
     common = [*tiny.commands(task)["grpo"], *ON_RAY, FACTOR, "reward.processes=0", f"trainer.total_steps={STEPS}"]
     run_in_turn(
         *(
-            [*common, f"reward.function={directory}/reward.py:{function}", f"trainer.run_dir={directory}/{function}"]
+            [*common, f"reward.function={tmp_path}/reward.py:{function}", f"trainer.run_dir={tmp_path}/{function}"]
             for function in ("score", "slow_down")
         ),
         shares_cluster=True,
     )
-    return SimpleNamespace(undisturbed=directory / "score", slowed=directory / "slow_down")
-
-
-def test_a_rank_that_becomes_slow_is_named(runs):
-    measured = {row["step"]: row.get("recovery/slow_ranks") for row in read_jsonl(runs.slowed / "metrics.jsonl")}
-    named = [step for step, count in measured.items() if count is not None]
-    assert len(named) == 1
-    assert named[0] in (SLOW_STEP, SLOW_STEP + 1)
-    assert measured[named[0]] == 1
-    (event,) = (row for row in read_jsonl(runs.slowed / "trace" / "calls.jsonl") if row["kind"] == "recovery")
-    assert (event["where"], event["worker"], event["step"]) == ("slow", "actor_rollout/1", named[0])
-
-
-def test_the_results_of_a_run_with_a_slow_rank_are_those_of_an_undisturbed_one(tiny, runs):
-    slowed, undisturbed = (tiny.results_of(path, STEPS) for path in (runs.slowed, runs.undisturbed))
-    assert slowed.keys() == undisturbed.keys()
-    assert [name for name in slowed if slowed[name] != undisturbed[name]] == []
+    slowed = tmp_path / "slow_down"
+    measured = {row["step"]: row.get("recovery/slow_ranks") for row in read_jsonl(slowed / "metrics.jsonl")}
+    (named,) = [step for step, count in measured.items() if count is not None]
+    assert named in (SLOW_STEP, SLOW_STEP + 1)
+    assert measured[named] == 1
+    (event,) = (row for row in read_jsonl(slowed / "trace" / "calls.jsonl") if row["kind"] == "recovery")
+    assert (event["where"], event["worker"], event["step"]) == ("slow", "actor_rollout/1", named)
+    assert differing(slowed, tmp_path / "score", STEPS) == set()

@@ -5,9 +5,7 @@ import pytest
 from hybridflow.observability.run_files import RunFiles
 from hybridflow.observability.timeline import coverage, events_until, step_span, who_waited
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
-
-STEPS, SLOW_STEP, PAUSE_S = 4, 3, 0.75
+STEPS, SLOW_STEP, PAUSE_S = 4, 3, 3.0
 
 ON_RAY = (
     *("controller.backend=ray", "controller.num_workers=2", "controller.cpus_per_worker=0.5"),
@@ -29,37 +27,24 @@ def score(solution_str, **sample):
 """
 
 
-@pytest.fixture(scope="module")
-def run(task, tmp_path_factory, run_in_turn):
-    directory = tmp_path_factory.mktemp("timeline")
-    (directory / "reward.py").write_text(REWARD)
+@pytest.mark.exhaustive
+@pytest.mark.ray
+@pytest.mark.own_run("ray_two: a rank pauses")
+def test_a_planted_pause_is_found_at_the_rank_that_waits_for_it(task, tmp_path, run_in_turn):
+    (tmp_path / "reward.py").write_text(REWARD)
     # on-policy, without a KL term: after its rewards a rank waits for those of the other, with no collective in between
-    common = ["train", f"{task}/rl.toml", *ON_RAY, f"trainer.total_steps={STEPS}"]
-    common.append(f"reward.function={directory}/reward.py:score")
-    run_in_turn(
-        [*common, f"trainer.run_dir={directory}/run", "trainer.profile_steps=[2]", "trainer.profile_ranks=[1]"],
-        shares_cluster=True,
-    )
-    return RunFiles(directory / "run")
-
-
-def test_calls_and_gaps_cover_each_step_of_each_process(run):
-    shares = coverage(run.events)
-    assert {step: len(of_step) for step, of_step in shares.items() if step} == dict.fromkeys(range(1, STEPS + 1), 2)
-    assert [share for of_step in shares.values() for share in of_step.values()] == pytest.approx(
-        [1.0] * sum(map(len, shares.values())), abs=0.02
-    )
-
-
-def test_a_planted_pause_is_found_at_the_rank_that_waits_for_it(run):
+    command = ["train", f"{task}/rl.toml", *ON_RAY, f"trainer.total_steps={STEPS}", f"trainer.run_dir={tmp_path}/run"]
+    command += [f"reward.function={tmp_path}/reward.py:score", "trainer.profile_steps=[2]", "trainer.profile_ranks=[1]"]
+    run_in_turn(command, shares_cluster=True)
+    run = RunFiles(tmp_path / "run")
     waits = who_waited(events_until(run.events, SLOW_STEP), *step_span(run.events[SLOW_STEP]))
     processes = {times.process.rpartition("/")[2]: times for times in waits}
     assert set(processes) == {"0", "1"}
-    assert PAUSE_S - 0.2 < processes["0"].waited_for["score on reward/1"] < PAUSE_S + 0.75  # ranks also differ by load
+    assert PAUSE_S - 0.5 < processes["0"].waited_for["score on reward/1"] < PAUSE_S + 2  # ranks also differ by load
     assert processes["1"].waited_for.get("score on reward/0", 0.0) < PAUSE_S / 2
-    assert processes["0"].waiting_s > PAUSE_S - 0.2
-
-
-def test_only_the_chosen_rank_writes_a_profile(run):
+    assert processes["0"].waiting_s > PAUSE_S - 0.5
+    shares = coverage(run.events)
+    assert {step: len(of_step) for step, of_step in shares.items() if step} == dict.fromkeys(range(1, STEPS + 1), 2)
+    assert all(share == pytest.approx(1.0, abs=0.02) for of_step in shares.values() for share in of_step.values())
     files = [str(file.relative_to(run.path)) for file in (run.path / "profile").rglob("*") if file.is_file()]
     assert files == ["profile/step_000002/actor_rollout_1.json.gz"]

@@ -4,12 +4,13 @@ from contextlib import contextmanager
 
 import pytest
 
+from fixtures.tiny_run import metrics_differ
 from hybridflow.config import load_config
 from hybridflow.controller.part_sizes import MeasuredParts
 from hybridflow.observability import read_jsonl
 from hybridflow.trainers import build_sft_trainer, build_trainer
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.ray, pytest.mark.own_run("ray_two: with unequal parts")]
 
 EXACT = ("model.dtype=float64", "data.val_files=[]", "trainer.total_steps=2", "trainer.val_every=0")
 ON_RAY = (
@@ -38,53 +39,41 @@ def trainer_of(tiny, task, run_dir, *changes):
         yield trainer
 
 
-@pytest.fixture(scope="module")
-def equal(tiny, task, tmp_path_factory, ray_backend):
-    """Return the metrics of a run on one process, and those of its stream."""
-    found = {}
-    for name, changes in (("plain", ()), ("stream", (*STREAM, "controller.backend=ray"))):
-        run_dir = tmp_path_factory.mktemp("equal") / name
-        with trainer_of(tiny, task, run_dir, "controller.threads=1", *changes) as trainer:
-            trainer.fit()
-        found[name] = read_jsonl(run_dir / "metrics.jsonl")
-    return found
-
-
-def require_equal(before, after):
-    for one, other in zip(before, after, strict=True):
-        for name in ("actor/loss", "actor/grad_norm", "actor/entropy", "critic/loss", "critic/grad_norm", "critic/kl"):
-            assert other[name] == pytest.approx(one[name], rel=1e-9, abs=1e-12), name
-        assert other["critic/score/mean"] == one["critic/score/mean"]
-
-
-@pytest.mark.parametrize("changes", [(), APART, ("controller.balance=none",)], ids=str)
-def test_ppo_with_unequal_shares_has_the_loss_and_gradients_of_one_process(
-    tiny, task, tmp_path, equal, ray_backend, changes
-):
-    with trainer_of(tiny, task, tmp_path / "run", *ON_RAY, *MEASURED, *changes) as trainer:
-        trainer.rank_speeds = None
-        shares_of(trainer.actor, [0.8, 0.2])
-        if trainer.critic.shares.of_ranks is not trainer.actor.shares.of_ranks:
-            shares_of(trainer.critic, [0.3, 0.7])
+def trained(tiny, task, run_dir, *changes):
+    with trainer_of(tiny, task, run_dir, *changes) as trainer:
+        if changes[: len(ON_RAY)] == ON_RAY:
+            trainer.rank_speeds = None
+            shares_of(trainer.actor, [0.8, 0.2])
+            if trainer.critic.shares.of_ranks is not trainer.actor.shares.of_ranks:
+                shares_of(trainer.critic, [0.3, 0.7])
         trainer.fit()
-        sizes = trainer.actor.shares.least()
-    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    require_equal(equal["plain"], rows)
-    assert sizes["update_actor"] == sizes["generate_sequences"] == pytest.approx(0.4)
-    assert rows[-1]["parts/gen"] == rows[-1]["parts/update_actor"] == pytest.approx(0.4)
-    assert rows[-1]["parts/update_critic"] == pytest.approx(0.6 if changes == APART else 0.4)
+        return read_jsonl(run_dir / "metrics.jsonl"), trainer.actor.shares.least()
 
 
-def test_a_stream_with_unequal_shares_equals_one_with_equal_ones(tiny, task, tmp_path, equal, ray_backend):
-    with trainer_of(tiny, task, tmp_path / "run", *ON_RAY, *MEASURED, *STREAM) as trainer:
-        trainer.rank_speeds = None
-        shares_of(trainer.actor, [0.8, 0.2])
-        trainer.fit()
-    require_equal(equal["stream"], read_jsonl(tmp_path / "run" / "metrics.jsonl"))
+NAMES = (
+    "actor/loss",
+    "actor/grad_norm",
+    "actor/entropy",
+    "critic/loss",
+    "critic/grad_norm",
+    "critic/kl",
+    "critic/score",
+)
+
+
+@pytest.mark.parametrize("changes", [(), APART, ("controller.balance=none",), STREAM], ids=str)
+def test_ppo_with_unequal_shares_has_the_loss_and_gradients_of_one_process(tiny, task, tmp_path, ray_backend, changes):
+    streamed = (*STREAM, "controller.backend=ray") if changes == STREAM else ()
+    trained(tiny, task, tmp_path / "equal", "controller.threads=1", *streamed)
+    rows, sizes = trained(tiny, task, tmp_path / "run", *ON_RAY, *MEASURED, *changes)
+    assert metrics_differ(tmp_path / "equal", tmp_path / "run", *NAMES) == []
+    if changes != STREAM:
+        assert sizes["update_actor"] == sizes["generate_sequences"] == pytest.approx(0.4)
+        assert rows[-1]["parts/gen"] == rows[-1]["parts/update_actor"] == pytest.approx(0.4)
+        assert rows[-1]["parts/update_critic"] == pytest.approx(0.6 if changes == APART else 0.4)
 
 
 def test_supervised_training_with_unequal_shares_equals_equal_ones(task, tmp_path, ray_backend):
-    found = []
     for name, changes in (("one", ()), ("uneven", (*ON_RAY, *MEASURED))):
         keys = [*EXACT, "controller.threads=1", *changes, f"trainer.run_dir={tmp_path}/{name}"]
         with build_sft_trainer(load_config(task / "sft.toml", keys)) as trainer:
@@ -93,11 +82,8 @@ def test_supervised_training_with_unequal_shares_equals_equal_ones(task, tmp_pat
                 (group,) = trainer.groups.values()
                 group.shares.of_ranks.values = [0.8, 0.2]
             trainer.fit()
-        found.append(read_jsonl(tmp_path / name / "metrics.jsonl"))
-    for one, other in zip(*found, strict=True):
-        assert other["sft/loss"] == pytest.approx(one["sft/loss"], rel=1e-9)
-        assert other["sft/grad_norm"] == pytest.approx(one["sft/grad_norm"], rel=1e-9)
-    assert found[1][-1]["parts/update_sft"] == pytest.approx(0.4)
+    assert metrics_differ(tmp_path / "one", tmp_path / "uneven", "sft/loss", "sft/grad_norm") == []
+    assert read_jsonl(tmp_path / "uneven" / "metrics.jsonl")[-1]["parts/update_sft"] == pytest.approx(0.4)
 
 
 def test_measured_ranks_get_shares_while_the_run_goes_on(tiny, task, tmp_path, ray_backend):
