@@ -62,31 +62,33 @@ EVERY_2 = ("data.val_files=['v.parquet']", "trainer.val_every=2")
 
 
 @pytest.mark.parametrize(
-    ("total_steps", "settings", "options", "calls"),
+    ("total_steps", "settings", "stop", "calls"),
     [
-        (3, (), {}, "validate 0, step 1, step 2, step 3, validate 3, save 3"),
+        (3, (), None, "validate 0, step 1, step 2, step 3, validate 3, save 3"),
         (
             5,
             (LATER, *EVERY_2, "trainer.save_every=3", "trainer.save_every_s=0"),
-            {},
+            None,
             "step 1, step 2, validate 2, step 3, save 3, step 4, validate 4, step 5, validate 5, save 5",
         ),
         (
             5,
             EVERY_2,  # each validation is saved
-            {},
+            None,
             "validate 0, step 1, step 2, validate 2, save 2, step 3, step 4, validate 4, save 4, step 5, validate 5, save 5",
         ),
-        (3, (LATER, "trainer.save_every_s=1e-9"), {}, "step 1, save 1, step 2, save 2, step 3, validate 3, save 3"),
-        (1, (LATER,), {"stop_after": 7}, "step 1, validate 1, save 1"),
-        (5, (LATER,), {"signal_in": "step 2"}, "step 1, step 2, save 2"),
-        (5, (LATER, "trainer.save_every=2"), {"signal_in": "save 2"}, "step 1, step 2, save 2, step 3, save 3"),
-        (5, (), {"signal_in": "validate 0"}, "validate 0"),
+        (3, (LATER, "trainer.save_every_s=1e-9"), None, "step 1, save 1, step 2, save 2, step 3, validate 3, save 3"),
+        (1, (LATER,), 7, "step 1, validate 1, save 1"),
+        (5, (LATER,), "step 2", "step 1, step 2, save 2"),
+        (5, (LATER, "trainer.save_every=2"), "save 2", "step 1, step 2, save 2, step 3, save 3"),
+        (5, (), "validate 0", "validate 0"),
     ],
 )
-def test_a_run_validates_and_saves_as_configured_or_stops_and_saves(make, total_steps, settings, options, calls):
-    trainer = make(total_steps, *settings, signal_in=options.pop("signal_in", None))
-    fit(trainer, **options)
+def test_a_run_validates_and_saves_as_configured_or_stops_and_saves(make, total_steps, settings, stop, calls):
+    """Stop after the step of a number, or with a signal in the call of a name."""
+    is_step = isinstance(stop, int)
+    trainer = make(total_steps, *settings, signal_in=None if is_step else stop)
+    fit(trainer, stop_after=stop if is_step else None)
     assert ", ".join(trainer.calls) == calls
 
 
