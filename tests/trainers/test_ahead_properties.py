@@ -164,9 +164,7 @@ class Runs(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
-@pytest.mark.parametrize(
-    ("num_runs", "num_rules"), [(12, 20), pytest.param(400, 50, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize(("num_runs", "num_rules"), [(12, 20), pytest.param(400, 50, marks=pytest.mark.exhaustive)])
 def test_any_interleaving_of_steps_saves_and_crashes_uses_each_prompt_once(num_runs, num_rules):
     run_state_machine_as_test(
         Runs,

@@ -82,7 +82,9 @@ def test_each_mini_batch_is_split_and_all_rows_are_kept(data):
     num_ranks, num_steps = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
     lengths = data.draw(st.lists(st.integers(1, 60), min_size=num_ranks * num_steps, max_size=24))
     steps = [[100 + row for row in range(step, len(lengths), num_steps)] for step in range(num_steps)]
-    order, sizes, metrics = balanced_order(batch_of(lengths), num_ranks, steps, data.draw(st.sampled_from([None, SHAPE])))
+    order, sizes, metrics = balanced_order(
+        batch_of(lengths), num_ranks, steps, data.draw(st.sampled_from([None, SHAPE]))
+    )
     assert sorted(order.tolist()) == list(range(len(lengths)))
     assert metrics["balance/imbalance_after"] >= -1e-9
     for step in steps:

@@ -1,6 +1,7 @@
 """Trackers of a run: what the libraries read back from their files equals metrics.jsonl."""
 
 import json
+import sys
 import urllib.request
 from pathlib import Path
 
@@ -9,9 +10,12 @@ import pytest
 from fixtures import tiny_run
 from fixtures.wandb_file import history_of
 from hybridflow.cli.main import main
+from hybridflow.config import load_config
 from hybridflow.errors import ConfigError
-from hybridflow.observability import read_jsonl
+from hybridflow.observability import MLflowTracker, PrometheusTracker, WandbTracker, read_jsonl
 from hybridflow.runtime import capture_random_state, restore_random_state
+from hybridflow.trainers import RunDirectory
+from hybridflow.trainers.run_trackers import run_trackers
 
 OWN = """
 import json
@@ -65,16 +69,15 @@ def numbers_of(run_dir):
     }
 
 
-@pytest.mark.runs
+@pytest.mark.exhaustive
 @pytest.mark.own_run("grpo: with trackers, which may start processes")
 @pytest.mark.filterwarnings("ignore")  # of the packages of trackers
-def test_wandb_mlflow_and_tensorboard_have_the_numbers_of_metrics_jsonl(task, tmp_path):
+def test_wandb_and_mlflow_have_the_numbers_of_metrics_jsonl(task, tmp_path):
     from mlflow import MlflowClient
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = tmp_path / "run"
     for steps in (2, 3):  # the second start goes on
-        assert train(task, run, ["wandb", "mlflow", "tensorboard"], steps) == 0
+        assert train(task, run, ["wandb", "mlflow"], steps) == 0
     wanted = numbers_of(run)
     assert sorted(wanted) == [0, 1, 2, 3]
 
@@ -93,14 +96,25 @@ def test_wandb_mlflow_and_tensorboard_have_the_numbers_of_metrics_jsonl(task, tm
     assert found.info.status == "FINISHED"
     for name in wanted[3]:
         history = {metric.step: metric.value for metric in client.get_metric_history(found.info.run_id, name)}
-        assert history == pytest.approx({step: row[name] for step, row in wanted.items() if name in row})
+        assert history == pytest.approx(of_steps(wanted, name))
     assert (run / "mlflow" / found.info.run_id / "artifacts/samples/step_000003.json").is_file()
 
-    events = EventAccumulator(str(run / "tensorboard"))
+
+def of_steps(numbers, name):
+    return {step: row[name] for step, row in numbers.items() if name in row}
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("run", ["grpo_run", "resumed_run"])
+def test_tensorboard_has_the_numbers_of_metrics_jsonl(request, run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    directory = request.getfixturevalue(run)
+    wanted, events = numbers_of(directory), EventAccumulator(str(directory / "tensorboard"))
     events.Reload()
-    for name in wanted[3]:
+    for name in wanted[6]:
         found = {event.step: event.value for event in events.Scalars(name)}
-        assert found == pytest.approx({step: row[name] for step, row in wanted.items() if name in row}, rel=1e-6)
+        assert found == pytest.approx(of_steps(wanted, name), rel=1e-6)
 
 
 @pytest.mark.runs
@@ -144,18 +158,18 @@ def test_trackers_of_a_run_have_its_newest_numbers_and_may_fail(task, tmp_path, 
         ("Missing", "has no function 'Missing'"),
     ],
 )
-def test_a_tracker_that_cannot_be_made_is_an_error(tmp_path, function, problem):
+def test_a_tracker_that_cannot_be_made_is_an_error(tmp_path, model_dir, function, problem):
     (tmp_path / "own.py").write_text(f"FAILS = 0\n{OWN}")
     trackers = f"trainer.trackers=['{tmp_path}/own.py:{function}']"
     with pytest.raises(ConfigError, match=problem):
-        build_trackers(load_config(None, [trackers, f"trainer.run_dir={tmp_path}/run"]), tmp_path / "run")
+        run_trackers(
+            RunDirectory(
+                load_config(None, [trackers, f"trainer.run_dir={tmp_path}/run", f"model.path={model_dir}"]), "train"
+            )
+        )
 
 
 def test_a_package_that_is_missing_and_a_port_that_is_taken_are_errors(tmp_path, monkeypatch):
-    import sys
-
-    from hybridflow.observability import MLflowTracker, PrometheusTracker, WandbTracker
-
     first = PrometheusTracker(0, "a")
     port = int(first.address.rpartition(":")[2].partition("/")[0])
     with pytest.raises(ConfigError, match=rf"trainer\.prometheus_port={port} cannot be used"):

@@ -14,7 +14,7 @@ from hybridflow.workers.generating import DATASET_COLUMNS
 
 
 def generate(num_prompts, num_engines, assigned=(), *changes):
-    """Return the parts of prompts on engines, to which rows are `assigned`, and the calls; placeholders end in order."""
+    """Return parts of prompts on engines, to which rows are `assigned`, and the calls; placeholders end in order."""
     backend = PlaceholderBackend()
     group = WorkerGroup(
         ResourcePool([num_engines]),

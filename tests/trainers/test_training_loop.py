@@ -75,7 +75,8 @@ EVERY_2 = ("data.val_files=['v.parquet']", "trainer.val_every=2")
             5,
             EVERY_2,  # each validation is saved
             None,
-            "validate 0, step 1, step 2, validate 2, save 2, step 3, step 4, validate 4, save 4, step 5, validate 5, save 5",
+            "validate 0, step 1, step 2, validate 2, save 2, step 3, step 4, validate 4, save 4, "
+            "step 5, validate 5, save 5",
         ),
         (3, (LATER, "trainer.save_every_s=1e-9"), None, "step 1, save 1, step 2, save 2, step 3, validate 3, save 3"),
         (1, (LATER,), 7, "step 1, validate 1, save 1"),
