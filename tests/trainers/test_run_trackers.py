@@ -105,21 +105,10 @@ def of_steps(numbers, name):
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("run", ["grpo_run", "resumed_run"])
-def test_tensorboard_has_the_numbers_of_metrics_jsonl(request, run):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    directory = request.getfixturevalue(run)
-    wanted, events = numbers_of(directory), EventAccumulator(str(directory / "tensorboard"))
-    events.Reload()
-    for name in wanted[6]:
-        found = {event.step: event.value for event in events.Scalars(name)}
-        assert found == pytest.approx(of_steps(wanted, name), rel=1e-6)
-
-
-@pytest.mark.runs
 @pytest.mark.own_run("grpo: with trackers, one of which fails")
 def test_trackers_of_a_run_have_its_newest_numbers_and_may_fail(task, tmp_path, monkeypatch, caplog):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     asked = []
     close = PrometheusTracker.close
 
@@ -132,7 +121,9 @@ def test_trackers_of_a_run_have_its_newest_numbers_and_may_fail(task, tmp_path, 
     monkeypatch.setattr(PrometheusTracker, "close", ask_and_close)
     (tmp_path / "own.py").write_text(f"FAILS = 2\n{OWN}")
     run = tmp_path / "run"
-    assert train(task, run, [f"{tmp_path}/own.py:Own", "prometheus"], 3, "trainer.prometheus_port=0") == 0
+    assert (
+        train(task, run, [f"{tmp_path}/own.py:Own", "tensorboard", "prometheus"], 3, "trainer.prometheus_port=0") == 0
+    )
 
     rows = [json.loads(line) for line in (run / "own.jsonl").read_text().splitlines()]
     assert rows[0] == 3
@@ -148,6 +139,13 @@ def test_trackers_of_a_run_have_its_newest_numbers_and_may_fail(task, tmp_path, 
     for name, value in numbers_of(run)[3].items():
         gauge = f"hybridflow_{''.join(c if c.isalnum() else '_' for c in name)}"
         assert float(shown[f'{gauge}{{run="run"}}']) == pytest.approx(value)
+
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    wanted = numbers_of(run)
+    for name in wanted[3]:
+        found = {event.step: event.value for event in events.Scalars(name)}
+        assert found == pytest.approx(of_steps(wanted, name), rel=1e-6)
 
 
 @pytest.mark.parametrize(
