@@ -9,12 +9,8 @@ CUT = GOOD | {"response_length/clip_ratio": 0.9}
 ALL_CUT = GOOD | {"response_length/clip_ratio": 1.0}
 
 
-@pytest.fixture
-def monitor_of():
-    def build(*changes, total_steps=100, rows=()):
-        return AdviceMonitor(load_config(None, ["advice.window=4", *changes]), total_steps, rows)
-
-    return build
+def monitor_of(*changes, total_steps=100, rows=()):
+    return AdviceMonitor(load_config(None, ["advice.window=4", *changes]), total_steps, rows)
 
 
 @pytest.fixture
@@ -33,31 +29,28 @@ def warnings_of(caplog):
     return run
 
 
-def test_a_finding_is_logged_once_in_each_window(monitor_of, warnings_of):
-    assert warnings_of(monitor_of(), [CUT] * 10) == {
-        4: ["steps 1 to 4: truncation"],
-        8: ["steps 5 to 8: truncation"],
-    }
+@pytest.mark.parametrize(
+    ("monitor", "steps", "expected"),
+    [
+        ((), [CUT] * 10, {4: ["steps 1 to 4: truncation"], 8: ["steps 5 to 8: truncation"]}),  # once in each window
+        ((), [ALL_CUT] * 8, {1: ["step 1: truncation"], 8: ["steps 5 to 8: truncation"]}),  # a total fault at once
+        ((), [GOOD] * 8, {}),
+        (("advice.enabled=false",), [ALL_CUT] * 8, {}),
+    ],
+)
+def test_a_finding_is_logged_once_in_each_window(warnings_of, monitor, steps, expected):
+    assert warnings_of(monitor_of(*monitor), steps) == expected
 
 
-def test_a_total_fault_is_logged_at_step_1(monitor_of, warnings_of):
-    assert warnings_of(monitor_of(), [ALL_CUT] * 8) == {1: ["step 1: truncation"], 8: ["steps 5 to 8: truncation"]}
-
-
-def test_a_run_shorter_than_a_window_is_looked_at_when_it_ends(monitor_of, warnings_of):
+def test_a_run_shorter_than_a_window_is_looked_at_when_it_ends(warnings_of):
     assert warnings_of(monitor_of(total_steps=3), [CUT] * 3) == {3: ["steps 1 to 3: truncation"]}
 
 
-def test_a_healthy_or_silenced_run_logs_nothing(monitor_of, warnings_of):
-    assert warnings_of(monitor_of(), [GOOD] * 8) == {}
-    assert warnings_of(monitor_of("advice.enabled=false"), [ALL_CUT] * 8) == {}
-
-
-def test_validation_before_the_first_step_is_not_a_step(monitor_of, warnings_of):
+def test_validation_before_the_first_step_is_not_a_step(warnings_of):
     assert warnings_of(monitor_of(), [{"val/accuracy": 0.0}, ALL_CUT], first=0) == {1: ["step 1: truncation"]}
 
 
-def test_entropy_is_compared_with_the_first_step_of_a_long_or_resumed_run(monitor_of, warnings_of):
+def test_entropy_is_compared_with_the_first_step_of_a_long_or_resumed_run(warnings_of):
     steps = [GOOD | {"actor/entropy": 4.0 / step} for step in range(1, 49)]
     expected = {step: [f"steps {step - 3} to {step}: entropy collapse"] for step in range(12, 49, 4)}
     assert warnings_of(monitor_of(), steps) == expected
@@ -66,14 +59,14 @@ def test_entropy_is_compared_with_the_first_step_of_a_long_or_resumed_run(monito
     assert resumed == {step: expected[step] for step in (40, 44, 48)}
 
 
-def test_steps_that_are_made_again_count_once(monitor_of, warnings_of):
+def test_steps_that_are_made_again_count_once(warnings_of):
     monitor = monitor_of()
     assert warnings_of(monitor, [GOOD, CUT, CUT]) == {}
     monitor.rewind(1)
     assert warnings_of(monitor, [GOOD, GOOD, GOOD], first=2) == {}
 
 
-def test_samples_of_the_window_are_looked_at(monitor_of, warnings_of):
+def test_samples_of_the_window_are_looked_at(warnings_of):
     def samples(step):
         kept = [{"step": step, "prompt": "2 + 2", "ground_truth": step % 2, "tokens": {"ids": [1]}}]
         return Samples(kept, {"step": step, "group": [0, 0], "prompt_id": ["a", "a"]})

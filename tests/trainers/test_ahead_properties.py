@@ -146,20 +146,6 @@ class Runs(RuleBasedStateMachine):
         self.is_alive, self.saving = False, self.saved
         del self.trained[self.saved[0] :]
 
-    @precondition(lambda self: self.is_alive)
-    @rule()
-    def stop(self) -> None:
-        self.save()
-        self.finish_save()
-        self.crash()
-
-    @precondition(lambda self: self.is_alive)
-    @rule()
-    def finish(self) -> None:
-        while self.step < len(self.admitted):
-            self.train()
-        self.stop()
-
     @invariant()
     def each_prompt_is_used_once_with_weights_of_the_right_step(self) -> None:
         whole = BatchLoader(Prompts(self.num_rows), BATCH_SIZE, seed=3)
@@ -171,19 +157,18 @@ class Runs(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not self.is_alive:
             self.resume(more_steps=0)
-        self.finish()
+        while self.step < len(self.admitted):
+            self.train()
         assert len(self.trained) == len(self.admitted)
         self.each_prompt_is_used_once_with_weights_of_the_right_step()
         self.folder.cleanup()
 
 
-SETTINGS = settings(max_examples=12, stateful_step_count=20, deadline=None, database=None, derandomize=True)
-
-
-def test_any_interleaving_of_steps_saves_and_crashes_uses_each_prompt_once():
-    run_state_machine_as_test(Runs, settings=SETTINGS)
-
-
-@pytest.mark.slow
-def test_many_long_interleavings_use_each_prompt_once():
-    run_state_machine_as_test(Runs, settings=settings(SETTINGS, max_examples=400, stateful_step_count=50))
+@pytest.mark.parametrize(("num_runs", "num_rules"), [(12, 20), pytest.param(400, 50, marks=pytest.mark.exhaustive)])
+def test_any_interleaving_of_steps_saves_and_crashes_uses_each_prompt_once(num_runs, num_rules):
+    run_state_machine_as_test(
+        Runs,
+        settings=settings(
+            max_examples=num_runs, stateful_step_count=num_rules, deadline=None, database=None, derandomize=True
+        ),
+    )

@@ -7,6 +7,9 @@ from hybridflow.errors import CheckpointError
 from hybridflow.trainers import compute_dtype
 from hybridflow.trainers.compute_dtype import settle_dtype
 
+DEVICES = (None, True, False)
+"""No GPUs, GPUs with bfloat16, GPUs without it."""
+
 
 @pytest.fixture
 def settle(tmp_path, monkeypatch):
@@ -19,58 +22,44 @@ def settle(tmp_path, monkeypatch):
     return build
 
 
-def record(directory, dtype, *, with_checkpoint=True):
-    """Write the files of a run whose last start recorded `dtype`."""
-    (directory / "checkpoints" / "step_000002").mkdir(parents=True)
-    if not with_checkpoint:
-        (directory / "checkpoints" / "step_000002").rmdir()
-    starts = [{"config": {"model.dtype": "float64"}}, {"config": {"model.dtype": dtype}}]
-    (directory / "run.json").write_text(json.dumps({"starts": starts}))
+@pytest.fixture
+def record(tmp_path):
+    """Return a function that writes the files of a run with a checkpoint and these starts."""
+
+    def write(*dtypes, starts=None):
+        (tmp_path / "run" / "checkpoints" / "step_000002").mkdir(parents=True, exist_ok=True)
+        starts = [{"config": {"model.dtype": dtype}} for dtype in dtypes] if starts is None else starts
+        (tmp_path / "run" / "run.json").write_text(json.dumps({"starts": starts}))
+        return tmp_path / "run"
+
+    return write
 
 
-@pytest.mark.parametrize(("has_bfloat16", "dtype"), [(None, "float32"), (True, "bfloat16"), (False, "float32")])
-def test_auto_is_bfloat16_on_gpus_that_compute_in_it(settle, has_bfloat16, dtype):
-    assert settle(has_bfloat16) == dtype
-
-
-def test_a_gpu_without_bfloat16_is_logged(settle, caplog):
-    settle(None)
-    settle(True)
+def test_auto_is_bfloat16_on_gpus_that_compute_in_it(settle, caplog):
+    assert [settle(has) for has in DEVICES[:2]] == ["float32", "bfloat16"]
     assert not caplog.records
-    settle(False)
+    assert settle(False) == "float32"
     assert "model.dtype='auto' is float32 here: the GPUs do not compute in bfloat16" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-def test_a_configured_dtype_is_kept_on_every_device(settle, dtype):
-    assert [settle(has, f"model.dtype={dtype}") for has in (None, True, False)] == [dtype] * 3
+def test_a_configured_or_recorded_dtype_is_kept_on_every_device(settle, record, dtype):
+    assert [settle(has, f"model.dtype={dtype}") for has in DEVICES] == [dtype] * 3
+    record("float16", dtype)
+    assert [settle(has) for has in DEVICES] == [dtype] * 3
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_resumed_run_keeps_its_dtype_on_other_devices(settle, tmp_path, dtype):
-    record(tmp_path / "run", dtype)
-    assert [settle(has) for has in (None, True, False)] == [dtype] * 3
-
-
-def test_generation_uses_the_dtype_of_its_devices(settle, tmp_path):
-    record(tmp_path / "run", "float32")
+def test_generation_and_a_run_without_checkpoint_start_anew(settle, record):
+    directory = record("float32")
     assert settle(True, resumes=False) == "bfloat16"
-
-
-def test_a_run_without_checkpoint_starts_anew(settle, tmp_path):
-    record(tmp_path / "run", "bfloat16", with_checkpoint=False)
-    assert settle(None) == "float32"
-
-
-def test_a_damaged_record_is_an_error(settle, tmp_path):
-    record(tmp_path / "run", "bfloat16")
-    (tmp_path / "run" / "run.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"run\.json' is damaged"):
-        settle(None)
+    (directory / "checkpoints" / "step_000002").rmdir()
+    assert settle(True) == "bfloat16"
 
 
 @pytest.mark.parametrize("starts", [[], ["x"], [{}], [{"config": None}], [{"config": {"model.dtype": "auto"}}]])
-def test_a_record_without_dtype_is_ignored(settle, tmp_path, starts):
-    record(tmp_path / "run", "bfloat16")
-    (tmp_path / "run" / "run.json").write_text(json.dumps({"starts": starts}))
-    assert settle(True) == "bfloat16"
+def test_a_record_without_dtype_is_ignored_and_a_damaged_one_an_error(settle, record, starts):
+    directory = record(starts=starts)
+    assert (settle(True), settle(None)) == ("bfloat16", "float32")
+    (directory / "run.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"run\.json' is damaged"):
+        settle(None)

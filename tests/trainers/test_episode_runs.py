@@ -1,6 +1,7 @@
 """Runs with environments: equal to runs without where they do the same, on every backend, and after an interruption."""
 
 import json
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -19,52 +20,54 @@ from hybridflow.trainers.build_generation import build_generator
 from hybridflow.trainers.generation import typed_prompts
 from hybridflow.workers.episode_batch import episode_batch
 
+HERE = ("reward.processes=0",)
+"""Environments in the rank itself, which starts sooner."""
+ONE_STEP, TWO_STEPS = "trainer.total_steps=1", "trainer.total_steps=2"
+LAG = ("trainer.lag=1", "algorithm.rollout_weights=token")
 
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("episodes")
-    write_episode_task(directory)
-    return directory
+
+def own_run(why):
+    return lambda test: pytest.mark.runs(pytest.mark.own_run(f"episodes: {why}")(test))
 
 
 def train(task, run_dir, environment="Talk", *settings, stop_after=None):
     """Train and return the bytes of the actor's weights and the metrics of each step."""
     settings = (f"trainer.run_dir={run_dir}", "trainer.save_every=1", "trainer.keep_checkpoints=9", *settings)
-    config = load_config(None, episode_settings(task, environment, *settings))
-    with build_trainer(config) as trainer:
+    with build_trainer(load_config(None, episode_settings(task, environment, *settings))) as trainer:
         trainer.fit(stop_after=stop_after) if stop_after else trainer.fit()
-    return weights(run_dir), [row for row in read_jsonl(Path(run_dir) / "metrics.jsonl") if row["step"]]
+    return results(run_dir)
 
 
-def weights(run_dir):
+def results(run_dir):
     store = CheckpointStore(Path(run_dir) / "checkpoints")
-    return (store.path(max(store.list())) / "actor.safetensors").read_bytes()
+    weights = (store.path(max(store.list())) / "actor.safetensors").read_bytes()
+    return weights, [row for row in read_jsonl(Path(run_dir) / "metrics.jsonl") if row["step"]]
 
 
-HERE = ("reward.processes=0",)
-"""Environments in the rank itself, which starts sooner."""
-
-
-def test_episodes_of_one_turn_equal_a_run_without_environments(task, tmp_path):
-    episodes, metrics = train(task, tmp_path / "episodes", "Once", *HERE)
-    plain = [f"reward.function={task}/environments.py:once", "environment.classes={}", *HERE]
-    responses, without = train(task, tmp_path / "plain", "Once", *plain)
+@own_run("its environment answers once, or there is none")
+def test_episodes_of_one_turn_equal_a_run_without_environments(episode_task, tmp_path):
+    episodes, metrics = train(episode_task, tmp_path / "episodes", "Once", *HERE, TWO_STEPS)
+    plain = [f"reward.function={episode_task}/environments.py:once", "environment.classes={}", *HERE, TWO_STEPS]
+    responses, without = train(episode_task, tmp_path / "plain", "Once", *plain)
     assert episodes == responses
     for name in ("critic/score/mean", "actor/loss", "actor/grad_norm", "response_length/mean", "prompt_length/mean"):
         assert [row[name] for row in metrics] == [row[name] for row in without]
     assert len({row["critic/score/mean"] for row in metrics}) > 1
 
 
-def test_environments_in_processes_equal_those_in_the_rank(task, tmp_path):
-    here, metrics = train(task, tmp_path / "here", "Talk", *HERE)
-    apart, others = train(task, tmp_path / "apart", "Talk", "reward.processes=2")
+@own_run("its environments are in processes")
+def test_environments_in_processes_equal_those_in_the_rank(episode_task, episodes_run, tmp_path):
+    here, metrics = results(episodes_run)
+    apart, others = train(episode_task, tmp_path / "apart", "Talk", "reward.processes=2")
     assert here == apart
     assert [row["critic/score/mean"] for row in metrics] == [row["critic/score/mean"] for row in others]
 
 
-def test_rows_that_no_episode_uses_change_nothing(task, tmp_path):
-    _, one = train(task, tmp_path / "one", "Talk", *HERE, "algorithm.advantage=gae")
-    _, three = train(task, tmp_path / "three", "Talk", *HERE, "algorithm.advantage=gae", "environment.max_rows=3")
+@own_run("with a critic, and rows that no episode uses")
+def test_rows_that_no_episode_uses_change_nothing(episode_task, tmp_path):
+    gae = (*HERE, "algorithm.advantage=gae", TWO_STEPS)
+    _, one = train(episode_task, tmp_path / "one", "Talk", *gae)
+    _, three = train(episode_task, tmp_path / "three", "Talk", *gae, "environment.max_rows=3")
     for row, other in zip(one, three, strict=True):
         for name in ("critic/score/mean", "critic/advantages/max", "critic/returns/mean", "response_length/mean"):
             assert row[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6)
@@ -72,52 +75,48 @@ def test_rows_that_no_episode_uses_change_nothing(task, tmp_path):
         assert row["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=1e-3)
 
 
-def test_an_interrupted_run_of_episodes_equals_an_uninterrupted_one(task, tmp_path, monkeypatch):
-    whole, _ = train(task, tmp_path / "whole", "Talk", *HERE)
+@own_run("stopped after each step")
+def test_an_interrupted_run_of_episodes_equals_an_uninterrupted_one(episode_task, episodes_run, tmp_path, monkeypatch):
     events = tmp_path / "events"
     monkeypatch.setenv("EVENTS", str(events))
-    train(task, tmp_path / "parts", "Talk", *HERE, stop_after=1)
+    train(episode_task, tmp_path / "parts", "Talk", *HERE, stop_after=1)
     asked = len(events.read_text().split())
-    resumed, _ = train(task, tmp_path / "parts", "Talk", *HERE)
-    assert resumed == whole
+    resumed, _ = train(episode_task, tmp_path / "parts", "Talk", *HERE)
+    assert resumed == results(episodes_run)[0]
     assert len(events.read_text().split()) > asked
 
 
-def test_a_repeated_step_does_not_ask_environments_again(task, tmp_path, monkeypatch):
-    whole, _ = train(task, tmp_path / "run", "Talk", *HERE)
-    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+@own_run("it goes on from step 1 of its copy")
+def test_a_repeated_step_does_not_ask_environments_again(episode_task, episodes_run, tmp_path, monkeypatch):
+    shutil.copytree(episodes_run, tmp_path / "run")
     for step in (2, 3):  # as if the run had been killed after its first checkpoint
-        directory = store.path(step)
-        for path in sorted(directory.rglob("*"), reverse=True):
-            path.unlink()
-        directory.rmdir()
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step_{step:06d}")
     events = tmp_path / "events"
     monkeypatch.setenv("EVENTS", str(events))
-    resumed, _ = train(task, tmp_path / "run", "Talk", *HERE)
-    assert resumed == whole
+    resumed, _ = train(episode_task, tmp_path / "run", "Talk", *HERE)
+    assert resumed == results(episodes_run)[0]
     assert not events.exists()
 
 
-def test_a_run_with_batches_begun_goes_on_as_an_uninterrupted_one(task, tmp_path):
-    lag = ("trainer.lag=1", "algorithm.rollout_weights=token")
-    whole, _ = train(task, tmp_path / "whole", "Talk", *HERE, *lag)
-    train(task, tmp_path / "parts", "Talk", *HERE, *lag, stop_after=1)
-    resumed, _ = train(task, tmp_path / "parts", "Talk", *HERE, *lag)
+@pytest.mark.exhaustive
+@own_run("with a lag")
+def test_a_run_with_batches_begun_goes_on_as_an_uninterrupted_one(episode_task, tmp_path):
+    whole, _ = train(episode_task, tmp_path / "whole", "Talk", *HERE, *LAG)
+    train(episode_task, tmp_path / "parts", "Talk", *HERE, *LAG, stop_after=1)
+    resumed, _ = train(episode_task, tmp_path / "parts", "Talk", *HERE, *LAG)
     assert resumed == whole
 
 
-def test_samples_and_validation_show_the_turns(task, tmp_path):
-    train(task, tmp_path / "run", "Talk", *HERE, f"data.val_files=['{task}/test.parquet']")
-    samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
-    several = next(sample for sample in samples if sample["turns"] > 1)
-    roles = [message["role"] for message in several["messages"]]
-    assert roles[:3] == ["assistant", "user", "assistant"]
+@pytest.mark.runs
+def test_samples_and_validation_show_the_turns(episode_task, episodes_run):
+    several = next(sample for sample in read_jsonl(episodes_run / "samples.jsonl") if sample["turns"] > 1)
+    assert [message["role"] for message in several["messages"]][:3] == ["assistant", "user", "assistant"]
     assert several["messages"][1]["content"].startswith("turn 0, ")
     assert several["finish_reason"] in ("done", "tokens")
     assert several["turn_rewards"][:2] == [0.0, 0.25 if several["turns"] == 2 else pytest.approx(0.1)]
     assert '"name": "count"' in several["rendered_prompt"]  # the prompt of the episode, with its tools
-    config = load_config(None, episode_settings(task, "Talk", *HERE, f"data.val_files=['{task}/test.parquet']"))
-    with build_validator(config) as validator:
+    validates = f"data.val_files=['{episode_task}/test.parquet']"
+    with build_validator(load_config(None, episode_settings(episode_task, "Talk", *HERE, validates))) as validator:
         metrics, rows = validator.run()
     assert len(rows) == 3
     assert 0 <= metrics["val/score/mean"] <= 2
@@ -134,33 +133,32 @@ CHANGING = (
 """A template that writes earlier turns in another way, as others drop their reasoning."""
 
 
-@pytest.fixture(scope="module")
-def changing(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("changing")
-    write_episode_task(directory, template=CHANGING)
-    code = (directory / "environments.py").read_text()
-    (directory / "environments.py").write_text(code.replace("def count(", "def _count("))
-    return directory
-
-
-@pytest.mark.parametrize("settings", [(), ("algorithm.filter_groups=true",), ("algorithm.advantage=gae",)])
-def test_a_template_that_changes_earlier_turns_makes_a_row_of_each(changing, tmp_path, settings):
-    _, metrics = train(changing, tmp_path / "run", "Talk", *HERE, "actor.epochs=2", *settings)
+@own_run("its chat template changes earlier turns")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("algorithm.filter_groups=true",),
+        pytest.param((), marks=pytest.mark.exhaustive),
+        pytest.param(("algorithm.advantage=gae",), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_template_that_changes_earlier_turns_makes_a_row_of_each(tmp_path, settings):
+    write_episode_task(tmp_path, template=CHANGING)
+    code = (tmp_path / "environments.py").read_text()
+    (tmp_path / "environments.py").write_text(code.replace("def count(", "def _count("))
+    with pytest.raises(ConfigError, match=r"'seq-mean-token-sum' would count the rows of an episode as sequences"):
+        train(tmp_path, tmp_path / "refused", "Talk", *HERE, "actor.loss_aggregation=seq-mean-token-sum")
+    _, metrics = train(tmp_path, tmp_path / "run", "Talk", *HERE, "actor.epochs=2", *settings)
     assert "max_rows = 4" in (tmp_path / "run" / "config.toml").read_text()
     assert max(row["episode/turns/max"] for row in metrics) == 3
     assert all(row["episode/ended_rows"] == row["episode/ended_error"] == 0 for row in metrics)
     # Each turn is in a row with the context in which it was sampled: otherwise its log-probs would be others.
     assert max(row["rollout/log_prob_mismatch_max"] for row in metrics) < 1e-3
     numbers = read_jsonl(tmp_path / "run" / "rollouts.jsonl")
-    assert {len(row["score"]) for row in numbers} == {12}
     for row, of_step in zip(metrics, numbers, strict=True):
+        assert len(of_step["score"]) == 12
         assert row["critic/score/mean"] == pytest.approx(sum(of_step["score"]) / 12)
         assert row["response_length/mean"] == pytest.approx(sum(of_step["length"]) / 12)
-
-
-def test_keys_that_count_sequences_are_errors_once_the_template_is_known(changing, tmp_path):
-    with pytest.raises(ConfigError, match=r"'seq-mean-token-sum' would count the rows of an episode as sequences"):
-        train(changing, tmp_path / "run", "Talk", *HERE, "actor.loss_aggregation=seq-mean-token-sum")
 
 
 @pytest.mark.vllm
@@ -188,49 +186,45 @@ def test_vllm_samples_the_turns_of_episodes(tmp_path):
         (["data.chat_template=false"], r"data\.chat_template=False is not supported"),
     ],
 )
-def test_settings_that_contradict_environments_are_errors(task, settings, message):
+def test_settings_that_contradict_environments_are_errors(episode_task, settings, message):
     with pytest.raises(ConfigError, match=message):
-        load_config(None, episode_settings(task, "Talk", *settings))
+        load_config(None, episode_settings(episode_task, "Talk", *settings))
 
 
-def test_a_failing_environment_stops_the_run_with_its_error(tmp_path):
-    write_episode_task(
-        tmp_path,
-        classes="""
-class Breaks(Talk):
-    async def step(self, turn):
-        if turn.number == 1:
-            raise KeyError('map')
-        return await super().step(turn)
-""",
-    )
-    with pytest.raises(RewardError, match=r"environment 'talk' step raised KeyError: 'map'"):
-        train(tmp_path, tmp_path / "stopped", "Breaks", *HERE)
-    _, metrics = train(
-        tmp_path, tmp_path / "zero", "Breaks", *HERE, "reward.on_error=zero", "reward.max_failure_rate=1.0"
-    )
-    assert 0 < metrics[0]["reward/error_rate"] < 1
-    assert metrics[0]["reward/timeout_rate"] == 0
+OTHERS = "environment.classes={walk='TASK/environments.py:Talk', once='TASK/environments.py:Once'}"
 
 
-def test_rewards_of_turns_before_a_failure_are_not_learned_from(tmp_path):
-    write_episode_task(
-        tmp_path,
-        classes="""
-class Breaks(Talk):
-    async def step(self, turn):
-        if turn.number == 1:
-            raise KeyError('map')
-        return Reply([{'role': 'user', 'content': 'on'}], reward=1.0)
-""",
-    )
-    zero = ("reward.on_error=zero", "reward.max_failure_rate=1.0", "algorithm.advantage=gae", "trainer.total_steps=1")
-    _, metrics = train(tmp_path, tmp_path / "run", "Breaks", *HERE, *zero)
-    assert metrics[0]["episode/ended_error"] > 0.5
-    assert metrics[0]["critic/returns/min"] == 0.0
+@own_run("its environments fail")
+@pytest.mark.parametrize(
+    ("environment", "settings", "error", "message"),
+    [
+        ("Breaks", (), RewardError, r"environment 'talk' step raised KeyError: 'map'"),
+        ("RankedByOne", (), RewardError, r"environment 'talk' group_rewards returned \[1\.0\]; expected 3 numbers"),
+        ("Talk", ("data.max_prompt_length=100",), RewardError, r"first prompt has \d+ tokens, with the schemas of to"),
+        ("Breaks", ("rollout.group_size=1",), ConfigError, r"rollout\.group_size"),
+        ("Talk", (OTHERS,), ConfigError, r"no environment serves data_source 'talk' in .*; environment\.classes has"),
+    ],
+)
+def test_a_failing_environment_stops_the_run_with_its_error(
+    episode_task, tmp_path, environment, settings, error, message
+):
+    settings = [setting.replace("TASK", str(episode_task)) for setting in settings]
+    with pytest.raises(error, match=message):
+        train(episode_task, tmp_path / "run", environment, *HERE, *settings)
 
 
-def test_a_chat_template_that_does_not_end_is_an_error(task, tmp_path, monkeypatch):
+@own_run("its environments fail")
+def test_rewards_of_turns_before_a_failure_are_not_learned_from(episode_task, tmp_path):
+    zero = ("reward.on_error=zero", "reward.max_failure_rate=1.0", "algorithm.advantage=gae", ONE_STEP)
+    _, (metrics,) = train(episode_task, tmp_path / "run", "Breaks", *HERE, *zero)
+    assert 0.5 < metrics["episode/ended_error"] <= 1
+    assert metrics["reward/error_rate"] == metrics["episode/ended_error"]
+    assert metrics["reward/timeout_rate"] == 0
+    assert metrics["critic/returns/min"] == 0.0
+
+
+@own_run("its chat template does not end")
+def test_a_chat_template_that_does_not_end_is_an_error(episode_task, tmp_path, monkeypatch):
     original, done = ChatRenderer.render, threading.Event()
 
     def render(self, messages, *, add_generation_prompt):
@@ -238,93 +232,53 @@ def test_a_chat_template_that_does_not_end_is_an_error(task, tmp_path, monkeypat
             time.sleep(0.01)
         return original(self, messages, add_generation_prompt=add_generation_prompt)
 
-    monkeypatch.setattr("hybridflow.workers.episodes.LOOP_LIMIT_S", 1.5)
+    monkeypatch.setattr("hybridflow.workers.episodes.LOOP_LIMIT_S", 0.5)
     monkeypatch.setattr(ChatRenderer, "render", render)
     try:
         with pytest.raises(EnvironmentConfigError, match=r"the chat template of model\.path does not end"):
-            train(task, tmp_path / "run", "Talk", "reward.processes=1")
+            train(episode_task, tmp_path / "run", "Talk", "reward.processes=1")
     finally:
         done.set()
 
 
-def test_rewards_of_a_group_compare_its_episodes(tmp_path):
-    write_episode_task(
-        tmp_path,
-        classes="""
-class Ranked(Environment):
-    async def group_rewards(self, episodes):
-        sizes = [len(e.turns[0].content) for e in episodes]
-        return [float(size == max(sizes)) for size in sizes]
-""",
-    )
-    _, metrics = train(tmp_path, tmp_path / "run", "Ranked", *HERE)
-    assert metrics[0]["critic/score/max"] == 1.0
-    assert 1 / 3 <= metrics[0]["critic/score/mean"] < 1.0
+@own_run("rewards compare the episodes of a group")
+def test_rewards_of_a_group_compare_its_episodes(episode_task, tmp_path):
+    _, (metrics,) = train(episode_task, tmp_path / "run", "Ranked", *HERE, ONE_STEP)
+    assert metrics["critic/score/max"] == 1.0
+    assert 1 / 3 <= metrics["critic/score/mean"] < 1.0
 
 
-def test_a_failure_of_group_rewards_stops_the_run_with_its_text(tmp_path):
-    write_episode_task(
-        tmp_path,
-        classes="""
-class Ranked(Environment):
-    async def group_rewards(self, episodes):
-        return [1.0]
-""",
-    )
-    with pytest.raises(RewardError, match=r"environment 'talk' group_rewards returned \[1\.0\]; expected 3 numbers"):
-        train(tmp_path, tmp_path / "run", "Ranked", *HERE)
-
-
-def test_rewards_of_turns_count_beside_weighted_ones(task, tmp_path):
-    _, weighted = train(
-        task, tmp_path / "weighted", "Talk", *HERE, "reward.weights={words=2.0}", "trainer.total_steps=1"
-    )
-    _, plain = train(task, tmp_path / "plain", "Talk", *HERE, "trainer.total_steps=1")
-    scores, words = (read_jsonl(tmp_path / name / "rollouts.jsonl")[0] for name in ("plain", "weighted"))
-    assert weighted[0]["critic/score/mean"] > 2 * plain[0]["reward/words/mean"]
-    bonus = weighted[0]["critic/score/mean"] - 2 * plain[0]["reward/words/mean"]
+@own_run("its rewards are weighted")
+def test_rewards_of_turns_count_beside_weighted_ones(episode_task, episodes_run, tmp_path):
+    _, (weighted,) = train(episode_task, tmp_path / "run", "Talk", *HERE, "reward.weights={words=2.0}", ONE_STEP)
+    plain = results(episodes_run)[1][0]
+    scores, words = (read_jsonl(path / "rollouts.jsonl")[0] for path in (episodes_run, tmp_path / "run"))
+    bonus = weighted["critic/score/mean"] - 2 * plain["reward/words/mean"]
     turns = [sum(number / 10 for number in range(count - 1)) + 0.25 for count in scores["turns"]]
-    ended = [reason == "done" for reason in scores["finish_reason"]]
-    assert all(ended)
+    assert set(scores["finish_reason"]) == {"done"}
     assert bonus == pytest.approx(sum(turns) / 12, abs=1e-5)
     assert scores["turns"] == words["turns"]
 
 
-def test_several_environments_are_mixed_by_their_weights(tmp_path):
-    write_episode_task(tmp_path)
-    classes = f"environment.classes={{talk='{tmp_path}/environments.py:Talk', once='{tmp_path}/environments.py:Once'}}"
-    with pytest.raises(ConfigError, match=r"rollout\.group_size"):
-        train(tmp_path, tmp_path / "wrong", "Talk", classes, "rollout.group_size=1", *HERE)
+@own_run("with two environments")
+@pytest.mark.parametrize(("weights", "sources"), [("talk=0, once=1", {"once"}), ("", {"once", "talk"})])
+def test_several_environments_are_mixed_by_their_weights(episode_task, tmp_path, weights, sources):
+    classes = OTHERS.replace("walk", "talk").replace("TASK", str(episode_task))
     rows = [
         {"prompt": f"question {i}", "data_source": "talk" if i < 12 else "once", "extra_info": {"index": i}}
         for i in range(16)
     ]
     (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    mixed = [classes, f"data.train_files=['{tmp_path}/mixed.jsonl']", *HERE]
-    train(tmp_path, tmp_path / "run", "Talk", *mixed, "environment.weights={talk=0, once=1}")
+    mixed = [classes, f"data.train_files=['{tmp_path}/mixed.jsonl']", f"environment.weights={{{weights}}}", *HERE]
+    train(episode_task, tmp_path / "run", "Talk", *mixed)
     numbers = read_jsonl(tmp_path / "run" / "rollouts.jsonl")
-    assert {source for row in numbers for source in row["data_source"]} == {"once"}
-    assert {turns for row in numbers for turns in row["turns"]} == {1}
-    train(tmp_path, tmp_path / "both", "Talk", *mixed)
-    numbers = read_jsonl(tmp_path / "both" / "rollouts.jsonl")
-    assert {source for row in numbers for source in row["data_source"]} == {"once", "talk"}
+    found = [(source, turns) for row in numbers for source, turns in zip(row["data_source"], row["turns"], strict=True)]
+    assert {source for source, _ in found} == sources
+    assert {turns for source, turns in found if source == "once"} == {1}
 
 
-def test_a_source_without_an_environment_is_an_error_before_the_start(tmp_path):
-    write_episode_task(tmp_path)
-    classes = f"environment.classes={{walk='{tmp_path}/environments.py:Talk', once='{tmp_path}/environments.py:Once'}}"
-    with pytest.raises(ConfigError, match=r"no environment serves data_source 'talk' in .*; environment\.classes has"):
-        train(tmp_path, tmp_path / "run", "Talk", classes, *HERE)
-
-
-def test_a_first_prompt_that_is_too_long_is_an_error_with_both_lengths(task, tmp_path):
-    with pytest.raises(RewardError, match=r"first prompt has \d+ tokens, with the schemas of tools, more than data\."):
-        train(task, tmp_path / "run", "Talk", *HERE, "data.max_prompt_length=100")
-
-
-def test_a_run_with_environments_generates_plain_responses(task):
-    config = load_config(None, episode_settings(task, "Talk", *HERE))
-    with build_generator(config) as generator:
+def test_a_run_with_environments_generates_plain_responses(episode_task):
+    with build_generator(load_config(None, episode_settings(episode_task, "Talk", *HERE))) as generator:
         (row,) = generator.run(typed_prompts(["question 1"]))
     assert isinstance(row["responses"][0], str)
 

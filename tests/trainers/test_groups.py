@@ -1,17 +1,29 @@
-"""The resource pools of a configuration."""
+"""The resource pools of a configuration, and the directories of its models."""
 
 import pytest
 
 from hybridflow.config import load_config
 from hybridflow.controller import Role
+from hybridflow.errors import ModelConfigError
 from hybridflow.trainers.groups import build_pool
+from hybridflow.trainers.model_directories import require_model_directory
 
 
 @pytest.mark.ray
-def test_pool_reserves_the_configured_share_of_a_gpu(monkeypatch):
+def test_a_pool_reserves_the_configured_share_of_a_gpu(monkeypatch):
     from hybridflow.controller.ray import RayBackend
 
     monkeypatch.setattr(RayBackend, "has_gpus", lambda self: True)
     config = load_config(None, ["controller.backend=ray", "controller.gpus_per_worker=0.5"])
     pool = build_pool(config, RayBackend(), "main", (1,), [Role.ActorRollout])
     assert pool.share == {"CPU": 1.0, "GPU": 0.5}
+
+
+@pytest.mark.parametrize("path", ["models/Qwen2.5-0.5B", "absent", "./a/b", "a/b/c", "models"])
+def test_a_model_directory_has_a_configuration(path, tmp_path, monkeypatch, model_dir):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    with pytest.raises(ModelConfigError, match=r"is not a model directory: config\.json not found") as error:
+        require_model_directory("model.path", path)
+    assert f"a relative path starts at '{tmp_path}'" in str(error.value)
+    require_model_directory("model.path", str(model_dir))

@@ -13,16 +13,9 @@ def test_the_loop_with_a_lag_of_two_by_hand():
         "    weights of step 2: sample batch 4, then train on batch 2\n"
         "    weights of step 3: sample batch 5, then train on batch 3\n"
     )
-
-
-def test_groups_that_finish_next_are_named_below_the_loop():
-    added = draw_loop(1, "ready").removeprefix(draw_loop(1))
-    assert added == '    rollout.order = "ready": train on the groups that finish next, of any batch sampled so far\n'
-
-
-def test_weights_that_come_while_sequences_run_are_named_below_the_loop():
-    added = draw_loop(1, on_new_weights="retract").removeprefix(draw_loop(1))
+    added = draw_loop(2, on_new_weights="retract").removeprefix(draw_loop(2))
     assert added == '    rollout.on_new_weights = "retract": batches that run go on with the weights of later steps\n'
+    assert draw_loop(0) == ""
 
 
 def test_edges_lead_from_weights_to_batches_to_the_next_weights():
@@ -34,6 +27,7 @@ def test_edges_lead_from_weights_to_batches_to_the_next_weights():
         ("weights of step 2", "batch 3", "sample"),
         ("batch 2", "weights of step 3", "train on batch 2"),
     ]
+    assert loop_edges(0) == []
 
 
 @pytest.mark.parametrize("lag", [1, 3, 100])
@@ -42,8 +36,3 @@ def test_each_batch_of_the_drawing_is_sampled_lag_steps_early(lag):
     sampled_in = {batch: step for step, sampled, _ in steps for batch in sampled}
     assert sampled_in == {batch: max(0, batch - lag) for batch in range(steps[-1].step + lag + 1)}
     assert [trained for _, _, trained in steps] == list(range(min(lag + 2, 5)))
-
-
-def test_without_a_lag_no_loop_is_drawn():
-    assert draw_loop(0) == ""
-    assert loop_edges(0) == []

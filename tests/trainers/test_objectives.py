@@ -9,7 +9,6 @@ import torch
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from fixtures.tiny_run import write_task
 from hybridflow.checkpoint.weights import stored_weights
 from hybridflow.config import Config, load_config
 from hybridflow.protocol import DataProto, DataProtoFuture
@@ -22,24 +21,15 @@ OPTIMIZER = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1.0, "weight_decay": 0.0}
 BETA = 0.5
 
 
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return write_task(tmp_path_factory.mktemp("task"))
-
-
 @pytest.fixture
-def settings(task, tmp_path):
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-
+def settings(task, tmp_path, restores_the_process):
     def build(*changes):
         optimizer = ["lr=0.1", "epsilon=1", "weight_decay=0", "clip_grad_norm=1e9"]
         defaults = [f"offline.optimizer.{change}" for change in optimizer]
         defaults += ["model.dtype=float64", "data.val_files=[]", f"offline.beta={BETA}", "trainer.total_steps=2"]
         return load_config(task / "pairs.toml", [*defaults, f"trainer.run_dir={tmp_path}/run", *changes])
 
-    yield build
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic)
+    return build
 
 
 def response_log_probs(model, batch, averages=False):
@@ -72,9 +62,18 @@ def pair_losses(name, numbers, reference):
     return -logsigmoid(BETA * margins) if name == "dpo" else (margins - 1 / (2 * BETA)) ** 2
 
 
-@pytest.mark.parametrize("memory", [[], ["memory.max_tokens_per_micro_batch=128"], ["memory.packing=false"]])
+SMALL, PADDED = ["memory.max_tokens_per_micro_batch=128"], ["memory.packing=false"]
+IN_CI = [("dpo", False, SMALL), ("ipo", True, PADDED), ("reward-model", False, [])]
+LOSSES = [("dpo", False), ("ipo", False), ("dpo", True), ("ipo", True), ("reward-model", False)]
+
+
 @pytest.mark.parametrize(
-    ("name", "averages"), [("dpo", False), ("ipo", False), ("dpo", True), ("ipo", True), ("reward-model", False)]
+    ("name", "averages", "memory"),
+    [
+        pytest.param(*case, memory, marks=[] if (*case, memory) in IN_CI else pytest.mark.exhaustive)
+        for case in LOSSES
+        for memory in ([], SMALL, PADDED)
+    ],
 )
 def test_two_steps_equal_two_steps_on_the_whole_loss(task, settings, name, averages, memory):
     if name == "reward-model":
@@ -116,17 +115,16 @@ def test_two_steps_equal_two_steps_on_the_whole_loss(task, settings, name, avera
 @pytest.mark.parametrize(
     ("build", "changes"),
     [
-        (build_dpo_trainer, ()),
         (build_dpo_trainer, ("offline.preference_loss=ipo", "offline.average_log_probs=true")),
-        (build_reward_model_trainer, ()),
+        pytest.param(build_dpo_trainer, (), marks=pytest.mark.exhaustive),
+        pytest.param(build_reward_model_trainer, (), marks=pytest.mark.exhaustive),
     ],
 )
 def test_splitting_a_pair_over_micro_batches_changes_only_rounding(settings, tmp_path, build, changes):
     losses = []
-    for number, memory in enumerate(
-        ("memory.max_tokens_per_micro_batch=128", "memory.max_tokens_per_micro_batch=4096")
-    ):
-        with build(settings(memory, *changes, f"trainer.run_dir={tmp_path}/{number}")) as trainer:
+    for tokens in (128, 4096):
+        memory = f"memory.max_tokens_per_micro_batch={tokens}"
+        with build(settings(memory, *changes, f"trainer.run_dir={tmp_path}/{tokens}")) as trainer:
             trainer.train_step()
             trainer.train_step()  # of weights that the first one has changed
             losses.append(trainer.metrics[f"{'dpo' if build is build_dpo_trainer else 'reward_model'}/loss"])

@@ -11,30 +11,28 @@ from hybridflow.runtime.fault_points import arm_faults, fault_point_of_step
 from hybridflow.trainers import RunDirectory
 from hybridflow.trainers.planned_faults import prepare_faults, warn_of_unfired_faults
 
-ROLES = [Role.ActorRollout, Role.Reward]
+PLAN = 'faults.plan=["2: delay driver in step", "3: kill actor_rollout/0 in backward"]'
 
 
 @pytest.fixture
-def prepare(tmp_path):
-    """Return a function that prepares the faults of a run of 10 steps, and return its directory."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
+def prepare(tmp_path, model_dir):
+    """Yield a function that prepares the faults of a run of 10 steps and returns its directory."""
 
     def prepare(*overrides):
-        paths = [f"trainer.run_dir={tmp_path}/run", f"model.path={tmp_path}/model"]
+        paths = [f"trainer.run_dir={tmp_path}/run", f"model.path={model_dir}"]
         config = load_config(None, [*paths, "controller.backend=ray", *overrides])
         run = RunDirectory(config, "train")
-        prepare_faults(config, run, ROLES, total_steps=10)
+        prepare_faults(config, run, [Role.ActorRollout, Role.Reward], total_steps=10)
         return run
 
     yield prepare
     arm_faults(load_config(None))
 
 
-PLAN = 'faults.plan=["2: delay driver in step", "3: kill actor_rollout/0 in backward"]'
-
-
 def test_planned_and_drawn_faults_are_logged_and_written(prepare, tmp_path, caplog):
+    prepare()
+    assert not (tmp_path / "run").exists()
+    assert caplog.text == ""
     prepare(PLAN, "faults.random=3")
     faults = json.loads((tmp_path / "run" / "faults.json").read_text())
     assert faults[:2] == ["2: delay driver in step", "3: kill actor_rollout/0 in backward"]
@@ -44,17 +42,16 @@ def test_planned_and_drawn_faults_are_logged_and_written(prepare, tmp_path, capl
     assert json.loads((tmp_path / "run" / "faults.json").read_text()) == faults
 
 
-def test_a_run_without_faults_writes_nothing(prepare, tmp_path, caplog):
-    prepare()
-    assert not (tmp_path / "run").exists()
-    assert caplog.text == ""
-
-
-def test_faults_that_cannot_fire_in_this_run_are_an_error(prepare, tmp_path):
-    with pytest.raises(ConfigError, match="expected a step from 1 to 10, got 11"):
-        prepare('faults.plan=["11: kill driver in step"]')
-    with pytest.raises(ConfigError, match="'actor/0' is not a worker of this run"):
-        prepare('faults.plan=["1: kill actor/0 in start"]')
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ("11: kill driver in step", "expected a step from 1 to 10, got 11"),
+        ("1: kill actor/0 in start", "'actor/0' is not a worker of this run"),
+    ],
+)
+def test_faults_that_cannot_fire_in_this_run_are_an_error(prepare, tmp_path, plan, message):
+    with pytest.raises(ConfigError, match=message):
+        prepare(f'faults.plan=["{plan}"]')
     assert not (tmp_path / "run").exists()
 
 

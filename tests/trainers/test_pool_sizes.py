@@ -76,14 +76,11 @@ def sizes(config, monkeypatch):
     [(9, (4,), (1, 1, 1)), (7, (4,), (1, 1, 1)), (6, (4,), (1, 1)), (4, (2,), (1, 1)), (3, (2,), (1,))],
 )
 def test_the_first_pool_is_served_first_with_ranks_that_suit_the_other_keys(sizes, room, learn, generate):
+    with pytest.raises(ConfigError, match="no room"):
+        sizes(2).fit()
     found = sizes(room)
     assert pools_of(found.fit()) == {"learn": learn, "generate": generate}
     assert found.metrics() == {"processes/learn": sum(learn), "processes/generate": sum(generate)}
-
-
-def test_a_cluster_that_is_too_small_for_the_fewest_processes_is_an_error(sizes):
-    with pytest.raises(ConfigError, match="no room"):
-        sizes(2).fit()
 
 
 def test_places_that_are_gone_again_are_a_lost_worker_which_a_run_survives(sizes, monkeypatch):

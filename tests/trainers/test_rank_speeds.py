@@ -9,7 +9,8 @@ from hybridflow.config import load_config
 from hybridflow.controller import Mesh, Role
 from hybridflow.trainers.rank_speeds import FIRST_STEPS, RankSpeeds, measured_shares, part_metrics
 
-CONFIG = load_config(None, ["model.path=", "controller.parts=measured", "trainer.deterministic=false"])
+KEYS = ("model.path=", "controller.parts=measured", "trainer.deterministic=false")
+CONFIG = load_config(None, list(KEYS))
 PROBE_S = 0.3
 
 
@@ -20,16 +21,10 @@ class Group:
 
     def __init__(self, speeds, axes=None):
         self.speeds, self.now, self.num_measured, self.recorded = speeds, 0.0, 0, []
-        self._mesh = Mesh(axes or {"data": len(speeds)})
+        self.mesh = lambda: Mesh(axes or {"data": len(speeds)})
         self.shares = SimpleNamespace(
             of_ranks=None, record=lambda what, shares: self.recorded.append(shares.values), least=dict
         )
-
-    def clock(self):
-        return self.now
-
-    def mesh(self):
-        return self._mesh
 
     def measure_speed(self, dtype, periods):
         self.now += PROBE_S
@@ -39,7 +34,7 @@ class Group:
 
 def measured_after(group, steps_s):
     """Return the steps after which the ranks of a group are measured."""
-    speeds, steps = RankSpeeds(CONFIG, [[group]], group.clock), []  # pyright: ignore[reportArgumentType]
+    speeds, steps = RankSpeeds(CONFIG, [[group]], lambda: group.now), []  # pyright: ignore[reportArgumentType]
     for step, seconds in enumerate(steps_s, start=1):
         group.now += seconds
         before = group.num_measured
@@ -58,27 +53,22 @@ def test_ranks_are_measured_at_first_and_then_for_one_percent_of_the_time():
 
 def test_ranks_are_measured_more_often_while_steps_are_slow():
     steps = measured_after(Group([1.0, 1.0]), [2.0] * 30 + [4.0] * 8)
-    slow = [step for step in steps if step > 30]
-    assert slow == [31, 33, 35, 37]
+    assert [step for step in steps if step > 30] == [31, 33, 35, 37]
 
 
-def test_a_slow_rank_gets_a_smaller_share_and_the_change_is_recorded():
-    group = Group([3e9, 1e9])
+@pytest.mark.parametrize(
+    ("speeds", "axes", "shares"),
+    [
+        ([3e9, 1e9], None, [0.75, 0.25]),
+        ([3e9, 1e9, 3e9, 3e9], {"data": 2, "tensor": 2}, [0.25, 0.75]),  # the slowest rank of a replica
+        ([3e9, 0.0], None, [0.5, 0.5]),  # a rank without memory for the measurement
+    ],
+)
+def test_a_slow_rank_gets_a_smaller_share_and_the_change_is_recorded(speeds, axes, shares):
+    group = Group(speeds, axes)
     measured_after(group, [2.0] * 4)
-    assert group.shares.of_ranks.values == pytest.approx([0.75, 0.25])
-    assert group.recorded == [group.shares.of_ranks.values]
-
-
-def test_the_slowest_rank_of_a_replica_sets_its_share():
-    group = Group([3e9, 1e9, 3e9, 3e9], {"data": 2, "tensor": 2})
-    measured_after(group, [2.0] * 4)
-    assert group.shares.of_ranks.values == pytest.approx([0.25, 0.75])
-
-
-def test_a_rank_without_memory_for_the_measurement_changes_nothing():
-    group = Group([3e9, 0.0])
-    measured_after(group, [2.0] * 20)
-    assert group.shares.of_ranks.values == [0.5, 0.5]
+    assert group.shares.of_ranks.values == pytest.approx(shares)
+    assert group.recorded == [group.shares.of_ranks.values] * (0.0 not in speeds)
 
 
 @pytest.mark.parametrize(
@@ -92,9 +82,8 @@ def test_a_rank_without_memory_for_the_measurement_changes_nothing():
     ],
 )
 def test_groups_with_a_sharded_model_and_several_replicas_have_shares(changes, role, num_ranks, has_shares):
-    keys = ["model.path=", "controller.parts=measured", "trainer.deterministic=false", *changes]
     group = Group([1.0] * num_ranks)
-    speeds = measured_shares(load_config(None, keys), {role: group})  # pyright: ignore[reportArgumentType]
+    speeds = measured_shares(load_config(None, [*KEYS, *changes]), {role: group})  # pyright: ignore
     assert (speeds is not None, group.shares.of_ranks is not None) == (has_shares, has_shares)
 
 

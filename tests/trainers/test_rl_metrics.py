@@ -94,15 +94,9 @@ def test_entropy_and_mismatch_are_means_over_the_tokens_of_all_ranks():
     }
 
 
-def test_explained_variance_of_equal_returns_is_nan():
+def test_explained_variance_and_equal_scores_and_extras_by_hand():
     assert math.isnan(explained_variance(torch.tensor([1.0, 1.0]), torch.tensor([0.0, 1.0])))
     assert explained_variance(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 3.0])) == 1.0
-
-
-def test_groups_with_equal_scores_are_counted():
     scores, groups = torch.tensor([1.0, 1.0, 0.0, 1.0, 5.0]), torch.tensor([7, 7, 3, 3, 4])
     assert zero_variance_share(scores, groups) == pytest.approx(2 / 3)
-
-
-def test_extras_are_averaged_over_the_rows_that_have_them():
-    assert extra_metrics(rollouts()) == {"reward/x/mean": 2.0, "reward/y/mean": 5.0}
+    assert extra_metrics(rollouts()) == {"reward/x/mean": 2.0, "reward/y/mean": 5.0}  # over the rows that have them

@@ -13,7 +13,7 @@ def model(tmp_path):
     """Return a function that writes a model directory with given weights."""
 
     def write(name="model", weights=b"weights"):
-        (tmp_path / name).mkdir()
+        (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / "config.json").write_text("{}")
         (tmp_path / name / "model.safetensors").write_bytes(weights)
         return tmp_path / name
@@ -21,30 +21,65 @@ def model(tmp_path):
     return write
 
 
-def identity(model, *overrides, kind="train"):
-    return run_identity(load_config(None, [f"model.path={model}", *overrides]), kind)
+@pytest.fixture
+def continues(model):
+    """Return a function that continues a run with some settings with others; the model of both has the same weights."""
+
+    def run(before, now, kind="train", now_kind="", **changed_weights):
+        identities = [
+            run_identity(load_config(None, [f"model.path={model(name, **more)}", *changes]), of)
+            for name, changes, of, more in (
+                ("here", before, kind, {}),
+                ("there", now, now_kind or kind, changed_weights),
+            )
+        ]
+        require_same_run(Checkpoint(Path("runs/a/checkpoints/step_000020"), 20, identities[0], ()), identities[1])
+
+    return run
 
 
-def continues(before, now):
-    require_same_run(Checkpoint(Path("runs/a/checkpoints/step_000020"), 20, before, ()), now)
+@pytest.mark.parametrize(
+    ("before", "now", "kind"),
+    [
+        ([], [], "train"),  # the model has moved
+        (["model.dtype=float32"], [], "train"),
+        (["model.dtype=bfloat16"], [], "train"),
+        ([], ["algorithm.norm_by_std=false"], "sft"),
+        ([], ["lora.alpha=8.0"], "train"),  # without adapters
+    ],
+)
+def test_a_run_continues_itself(continues, caplog, before, now, kind):
+    continues(before, now, kind)
+    assert "dtype" not in caplog.text
 
 
-def test_a_run_continues_itself(model):
-    path = model()
-    continues(identity(path), identity(path))
-
-
-def test_an_allowed_change_is_logged(model, caplog):
-    path = model()
-    continues(identity(path), identity(path, "trainer.total_steps=9", "actor.optimizer.lr=1e-3"))
+def test_an_allowed_change_is_logged(continues, caplog):
+    continues([], ["trainer.total_steps=9", "actor.optimizer.lr=1e-3"])
     assert "actor.optimizer.lr was 1e-06 and is 0.001; trainer.total_steps was 0 and is 9" in caplog.text
 
 
-def test_every_difference_of_the_algorithm_is_listed(model):
-    path = model()
-    now = identity(path, "algorithm.norm_by_std=false", "algorithm.kl_in_loss=true", "model.dtype=bfloat16")
+LORA = ["lora.rank=8"]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "options", "message"),
+    [
+        ([], [], {"weights": b"weight2"}, r"the model of model\.path differs from the one in '.*here'"),
+        ([], [], {"kind": "sft", "now_kind": "train"}, "was made by `hybridflow sft`, so `hybridflow train` cannot"),
+        ([], ["offline.average_log_probs=true"], {"kind": "dpo"}, r"offline\.average_log_probs was False and is True"),
+        (LORA, [], {}, r"another run: lora\.rank was 8 and is 0\. Change it back"),
+        (LORA, [*LORA, "lora.alpha=8.0"], {}, r"lora\.alpha was 32\.0 and is 8\.0"),
+    ],
+)
+def test_another_run_is_not_continued(continues, before, now, options, message):
+    with pytest.raises(CheckpointError, match=message):
+        continues(before, now, **options)
+
+
+def test_every_difference_of_the_algorithm_is_listed(continues):
+    now = ["algorithm.norm_by_std=false", "algorithm.kl_in_loss=true", "model.dtype=bfloat16"]
     with pytest.raises(CheckpointError) as caught:
-        continues(identity(path, "model.dtype=float32"), now)
+        continues(["model.dtype=float32"], now)
     assert str(caught.value) == (
         "'runs/a/checkpoints/step_000020' belongs to another run: model.dtype was 'float32' and is 'bfloat16'; "
         "algorithm.norm_by_std was True and is False; algorithm.kl_in_loss was False and is True. "
@@ -52,60 +87,15 @@ def test_every_difference_of_the_algorithm_is_listed(model):
     )
 
 
-def test_the_order_of_batches_cannot_change(model):
-    before, now = identity(model()), identity(model("again"))
-    now["config"]["rollout.order"] = "ready"
-    with pytest.raises(CheckpointError, match=r"rollout\.order was 'sampled' and is 'ready'"):
-        continues(before, now)
-
-
-def test_the_dtype_auto_continues_a_run_of_any_dtype(model, caplog):
-    path = model()
-    for dtype in ("float32", "bfloat16"):
-        continues(identity(path, f"model.dtype={dtype}"), identity(path))
-    assert not caplog.records
-
-
-def test_a_model_may_move_but_not_change(model):
-    before = identity(model("here"))
-    continues(before, identity(model("there")))
-    with pytest.raises(CheckpointError, match=r"the model of model\.path differs from the one in '.*here'"):
-        continues(before, identity(model("other", b"weight2")))
-
-
-def test_a_separate_reference_model_is_fixed(model):
-    path, reference = model(), model("reference", b"other")
-    before = identity(path, "algorithm.kl_in_loss=true", f"reference.model_path={reference}")
-    with pytest.raises(
-        CheckpointError, match=r"the model of reference\.model_path differs from the one in '.*reference'"
-    ):
-        continues(before, identity(path, "algorithm.kl_in_loss=true"))
-
-
-def test_an_sft_run_ignores_algorithm_keys(model):
-    path = model()
-    continues(identity(path, kind="sft"), identity(path, "algorithm.norm_by_std=false", kind="sft"))
-    with pytest.raises(CheckpointError, match="was made by `hybridflow sft`, so `hybridflow train` cannot continue it"):
-        continues(identity(path, kind="sft"), identity(path))
-
-
-def test_a_dpo_run_keeps_averaging_or_summing_log_probs(model):
-    path = model()
-    with pytest.raises(CheckpointError, match=r"offline\.average_log_probs was False and is True"):
-        continues(identity(path, kind="dpo"), identity(path, "offline.average_log_probs=true", kind="dpo"))
+def test_a_separate_reference_model_is_fixed(continues, model):
+    kl = "algorithm.kl_in_loss=true"
+    reference = model("reference", b"other")
+    with pytest.raises(CheckpointError, match=r"the model of reference\.model_path differs from .*reference'"):
+        continues([kl, f"reference.model_path={reference}"], [kl])
 
 
 def test_a_key_newer_than_the_checkpoint_is_ignored(model):
-    path = model()
-    before = identity(path)
+    before, now = (run_identity(load_config(None, [f"model.path={model()}", *more]), "train") for more in ([], []))
     del before["config"]["algorithm.gamma"]
-    continues(before, identity(path, "algorithm.gamma=0.5"))
-
-
-def test_lora_keys_are_fixed_only_with_adapters(model):
-    path = model()
-    with pytest.raises(CheckpointError, match=r"another run: lora\.rank was 8 and is 0\. Change it back"):
-        continues(identity(path, "lora.rank=8"), identity(path))
-    with pytest.raises(CheckpointError, match=r"lora\.alpha was 32\.0 and is 8\.0"):
-        continues(identity(path, "lora.rank=8"), identity(path, "lora.rank=8", "lora.alpha=8.0"))
-    continues(identity(path), identity(path, "lora.alpha=8.0"))
+    now["config"]["algorithm.gamma"] = 0.5
+    require_same_run(Checkpoint(Path("runs/a/checkpoints/step_000020"), 20, before, ()), now)

@@ -1,6 +1,7 @@
 """Trackers of a run: what the libraries read back from their files equals metrics.jsonl."""
 
 import json
+import sys
 import urllib.request
 from pathlib import Path
 
@@ -9,9 +10,12 @@ import pytest
 from fixtures import tiny_run
 from fixtures.wandb_file import history_of
 from hybridflow.cli.main import main
+from hybridflow.config import load_config
 from hybridflow.errors import ConfigError
-from hybridflow.observability import read_jsonl
+from hybridflow.observability import MLflowTracker, PrometheusTracker, WandbTracker, read_jsonl
 from hybridflow.runtime import capture_random_state, restore_random_state
+from hybridflow.trainers import RunDirectory
+from hybridflow.trainers.run_trackers import run_trackers
 
 OWN = """
 import json
@@ -41,13 +45,8 @@ def fails(run_dir, config):
 """
 
 
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return tiny_run.write_task(tmp_path_factory.mktemp("trackers") / "task")
-
-
 @pytest.fixture(autouse=True)
-def offline(monkeypatch):
+def offline(monkeypatch, restores_the_process):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -70,15 +69,15 @@ def numbers_of(run_dir):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.own_run("grpo: with trackers, which may start processes")
 @pytest.mark.filterwarnings("ignore")  # of the packages of trackers
-def test_wandb_mlflow_and_tensorboard_have_the_numbers_of_metrics_jsonl(task, tmp_path):
+def test_wandb_and_mlflow_have_the_numbers_of_metrics_jsonl(task, tmp_path):
     from mlflow import MlflowClient
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = tmp_path / "run"
     for steps in (2, 3):  # the second start goes on
-        assert train(task, run, ["wandb", "mlflow", "tensorboard"], steps) == 0
+        assert train(task, run, ["wandb", "mlflow"], steps) == 0
     wanted = numbers_of(run)
     assert sorted(wanted) == [0, 1, 2, 3]
 
@@ -97,18 +96,18 @@ def test_wandb_mlflow_and_tensorboard_have_the_numbers_of_metrics_jsonl(task, tm
     assert found.info.status == "FINISHED"
     for name in wanted[3]:
         history = {metric.step: metric.value for metric in client.get_metric_history(found.info.run_id, name)}
-        assert history == pytest.approx({step: row[name] for step, row in wanted.items() if name in row})
+        assert history == pytest.approx(of_steps(wanted, name))
     assert (run / "mlflow" / found.info.run_id / "artifacts/samples/step_000003.json").is_file()
 
-    events = EventAccumulator(str(run / "tensorboard"))
-    events.Reload()
-    for name in wanted[3]:
-        found = {event.step: event.value for event in events.Scalars(name)}
-        assert found == pytest.approx({step: row[name] for step, row in wanted.items() if name in row}, rel=1e-6)
+
+def of_steps(numbers, name):
+    return {step: row[name] for step, row in numbers.items() if name in row}
 
 
-def test_prometheus_serves_the_newest_numbers_to_this_machine(task, tmp_path, monkeypatch):
-    from hybridflow.observability import PrometheusTracker
+@pytest.mark.runs
+@pytest.mark.own_run("grpo: with trackers, one of which fails")
+def test_trackers_of_a_run_have_its_newest_numbers_and_may_fail(task, tmp_path, monkeypatch, caplog):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     asked = []
     close = PrometheusTracker.close
@@ -120,27 +119,33 @@ def test_prometheus_serves_the_newest_numbers_to_this_machine(task, tmp_path, mo
         close(self)
 
     monkeypatch.setattr(PrometheusTracker, "close", ask_and_close)
-    assert train(task, tmp_path / "run", ["prometheus"], 2, "trainer.prometheus_port=0") == 0
-    ((address, text),) = asked
-    assert address.startswith("http://127.0.0.1:")
-    wanted = numbers_of(tmp_path / "run")[2]
-    shown = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    assert float(shown['hybridflow_step{run="run"}']) == 2
-    for name, value in wanted.items():
-        gauge = f"hybridflow_{''.join(c if c.isalnum() else '_' for c in name)}"
-        assert float(shown[f'{gauge}{{run="run"}}']) == pytest.approx(value)
-
-
-def test_a_tracker_that_fails_is_given_the_step_again(task, tmp_path, caplog):
     (tmp_path / "own.py").write_text(f"FAILS = 2\n{OWN}")
     run = tmp_path / "run"
-    assert train(task, run, [f"{tmp_path}/own.py:Own", "tensorboard"], 3) == 0
+    assert (
+        train(task, run, [f"{tmp_path}/own.py:Own", "tensorboard", "prometheus"], 3, "trainer.prometheus_port=0") == 0
+    )
+
     rows = [json.loads(line) for line in (run / "own.jsonl").read_text().splitlines()]
     assert rows[0] == 3
     assert [row[0] for row in rows[1:] if row[0] != "samples"] == [0, 1, 2, 3]
     assert [row[1] for row in rows[1:] if row[0] == "samples"] == [1, 2, 3]
     assert "failed at step 2 (OSError: the server is away); the run goes on" in caplog.text
     assert "works again" in caplog.text
+
+    ((address, text),) = asked
+    assert address.startswith("http://127.0.0.1:")
+    shown = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(shown['hybridflow_step{run="run"}']) == 3
+    for name, value in numbers_of(run)[3].items():
+        gauge = f"hybridflow_{''.join(c if c.isalnum() else '_' for c in name)}"
+        assert float(shown[f'{gauge}{{run="run"}}']) == pytest.approx(value)
+
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    wanted = numbers_of(run)
+    for name in wanted[3]:
+        found = {event.step: event.value for event in events.Scalars(name)}
+        assert found == pytest.approx(of_steps(wanted, name), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -151,17 +156,18 @@ def test_a_tracker_that_fails_is_given_the_step_again(task, tmp_path, caplog):
         ("Missing", "has no function 'Missing'"),
     ],
 )
-def test_a_tracker_that_cannot_be_made_is_an_error_at_the_start(task, tmp_path, capsys, function, problem):
+def test_a_tracker_that_cannot_be_made_is_an_error(tmp_path, model_dir, function, problem):
     (tmp_path / "own.py").write_text(f"FAILS = 0\n{OWN}")
-    assert train(task, tmp_path / "run", [f"{tmp_path}/own.py:{function}"], 1) == 2
-    assert problem in capsys.readouterr().err
+    trackers = f"trainer.trackers=['{tmp_path}/own.py:{function}']"
+    with pytest.raises(ConfigError, match=problem):
+        run_trackers(
+            RunDirectory(
+                load_config(None, [trackers, f"trainer.run_dir={tmp_path}/run", f"model.path={model_dir}"]), "train"
+            )
+        )
 
 
 def test_a_package_that_is_missing_and_a_port_that_is_taken_are_errors(tmp_path, monkeypatch):
-    import sys
-
-    from hybridflow.observability import MLflowTracker, PrometheusTracker, WandbTracker
-
     first = PrometheusTracker(0, "a")
     port = int(first.address.rpartition(":")[2].partition("/")[0])
     with pytest.raises(ConfigError, match=rf"trainer\.prometheus_port={port} cannot be used"):

@@ -1,11 +1,12 @@
 import json
+from dataclasses import replace
 
 import pytest
 
-from hybridflow.config import load_config
-from hybridflow.controller import Role
+from hybridflow.config import Config, load_config
+from hybridflow.controller import ClassWithInitArgs, Dispatch, ResourcePool, Role, Worker, WorkerGroup, register
 from hybridflow.models import DecoderShape, decoder_shape, forward_flops, training_flops
-from hybridflow.trainers.speed import Learner, Lengths, Speedometer, num_devices
+from hybridflow.trainers.speed import Learner, Lengths, Speedometer, measured_speedometer, num_devices
 
 SHAPE = DecoderShape(
     num_layers=2, hidden_size=8, intermediate_size=16, num_heads=2, num_key_value_heads=1, vocab_size=10, head_dim=6
@@ -33,17 +34,12 @@ def test_speed_is_computed_from_seconds_and_tokens():
     )
 
 
-def test_a_role_of_unknown_shape_has_no_mfu():
+def test_utilization_of_an_unknown_shape_or_above_the_peak_is_unknown():
     times = {"timing_s/step": 2.0, "timing_s/gen": 0.5, "timing_s/update_actor": 0.25}
     assert "mfu/actor" not in Speedometer({"actor": Learner(1, None, 1e6)}).read(times, LENGTHS)
-
-
-def test_utilization_above_the_peak_is_null():
-    times = {"timing_s/step": 2.0, "timing_s/gen": 0.5, "timing_s/update_actor": 0.25}
     of_generation = forward_flops(SHAPE, [4, 2]) / 0.5
     speed = Speedometer({"actor": Learner(3, SHAPE, of_generation)}, of_generation).read(times, LENGTHS)
-    assert speed["mfu/gen"] == 1.0
-    assert speed["mfu/actor"] is None
+    assert (speed["mfu/gen"], speed["mfu/actor"]) == (1.0, None)
 
 
 ROLES = [Role.ActorRollout, Role.RefPolicy, Role.Critic, Role.Rollout, Role.Reward]
@@ -70,38 +66,47 @@ def test_a_device_counts_once_for_the_roles_that_share_it(changes, devices):
 
 
 def test_pools_of_other_roles_are_not_counted():
-    config = load_config(None, pools("score"))
-    assert num_devices(config, [Role.ActorRollout, Role.Reward]) == 8
+    assert num_devices(load_config(None, pools("score")), [Role.ActorRollout, Role.Reward]) == 8
 
 
-@pytest.fixture
-def model_dir(tmp_path):
-    def write(**config):
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        return tmp_path
-
-    return write
-
-
-def test_the_shape_is_read_from_the_models_configuration(model_dir):
-    directory = model_dir(
-        model_type="qwen3",
-        num_hidden_layers=2,
-        hidden_size=8,
-        intermediate_size=16,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=10,
-        head_dim=6,
-    )
-    assert decoder_shape(directory) == SHAPE
-    without_head = decoder_shape(directory, has_lm_head=False)
-    assert without_head is not None
-    assert without_head.vocab_size == 1
+def test_the_shape_is_read_from_the_models_configuration(tmp_path):
+    sizes = {"num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 16, "vocab_size": 10, "head_dim": 6}
+    config = {"model_type": "qwen3", **sizes, "num_attention_heads": 2, "num_key_value_heads": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert decoder_shape(tmp_path) == SHAPE
+    assert decoder_shape(tmp_path, has_lm_head=False) == replace(SHAPE, vocab_size=1)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2}))
+    assert decoder_shape(tmp_path) is None  # it names its sizes in another way
 
 
-def test_a_model_with_other_configuration_names_has_no_shape(model_dir):
-    assert decoder_shape(model_dir(model_type="gpt2", n_layer=1, n_embd=8, n_head=2)) is None
+class MeasuredRank(Worker):
+    """A rank on a device with a known peak."""
+
+    def __init__(self, peaks):
+        self.peaks = peaks
+
+    @register(Dispatch.ONE_TO_ALL)
+    def measure_peak(self, dtype):
+        return self.peaks[dtype][self.rank]
+
+
+def ranks_with_peaks(*peaks):
+    """Return a group of ranks with these peaks in bfloat16, and others in float32."""
+    classes = ClassWithInitArgs(MeasuredRank, {"bfloat16": peaks, "float32": [1.0] * len(peaks)})
+    return WorkerGroup(ResourcePool([len(peaks)]), classes)
+
+
+@pytest.mark.parametrize("generating", [Role.Rollout, Role.ActorRollout])
+def test_the_peak_of_a_role_is_the_sum_over_its_unequal_ranks(generating):
+    actor = Role.Actor if generating is Role.Rollout else Role.ActorRollout
+    groups = {actor: ranks_with_peaks(3e12, 1e12, 5e12), Role.Critic: ranks_with_peaks(2e12, 4e12)}
+    if generating is Role.Rollout:
+        groups[generating] = ranks_with_peaks(7e12, 2e12)
+    learners = {"actor": Learner(1, None), "critic": Learner(2, None)}
+    speedometer = measured_speedometer(Config(model={"dtype": "bfloat16"}), learners, groups)
+    peaks = {name: learner.peak_flops for name, learner in speedometer.learners.items()}
+    assert peaks == {"actor": 9e12, "critic": 6e12}
+    assert speedometer.generation_peak_flops == 9e12
 
 
 def test_a_prompt_is_computed_once_for_its_group():

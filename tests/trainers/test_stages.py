@@ -33,21 +33,16 @@ def test_group_ids_number_prompts_and_row_ids_number_rows():
     assert rows.batch["row_ids"].tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_the_score_is_the_reward_of_the_last_token():
+def test_the_score_is_the_reward_of_the_last_token_that_counts():
+    mask = torch.tensor([[True, True, True, False], [True, False, False, False], [True, False, True, False]])
+    scores = torch.tensor([0.5, 2.0, 3.0])
     rewards, kl = token_level_rewards(
-        batch(scores=torch.tensor([0.5, 2.0]), response_mask=MASK), AlgorithmConfig(advantage="gae"), 0.1
+        batch(scores=scores, response_mask=mask), AlgorithmConfig(advantage="gae"), kl_coef=0.1
     )
-    assert rewards.batch["token_level_scores"].tolist() == [[0.0, 0.0, 0.5], [2.0, 0.0, 0.0]]
-    assert rewards.batch["token_level_rewards"].tolist() == [[0.0, 0.0, 0.5], [2.0, 0.0, 0.0]]
+    expected = [[0.0, 0.0, 0.5, 0.0], [2.0, 0.0, 0.0, 0.0], [0.0, 0.0, 3.0, 0.0]]
+    for name in ("token_level_scores", "token_level_rewards"):
+        assert rewards.batch[name].tolist() == expected
     assert len(kl) == 0
-
-
-def test_a_masked_token_inside_a_response_moves_no_score():
-    mask = torch.tensor([[True, False, True, False]])
-    rewards, _ = token_level_rewards(
-        batch(scores=torch.tensor([3.0]), response_mask=mask), AlgorithmConfig(advantage="gae"), 0.1
-    )
-    assert rewards.batch["token_level_scores"].tolist() == [[0.0, 0.0, 3.0, 0.0]]
 
 
 def test_the_kl_penalty_is_per_token_and_its_mean_over_tokens():
@@ -88,24 +83,20 @@ def test_advantages_come_from_the_configured_estimator():
     assert result.batch["returns"].tolist() == [[0.75, 1.0]]
 
 
-def test_only_token_level_estimators_need_token_level_rewards():
-    assert needs_token_level_rewards(Config(algorithm=AlgorithmConfig(advantage="gae")))
-    assert not needs_token_level_rewards(Config(algorithm=AlgorithmConfig(advantage="grpo")))
-    assert needs_token_level_rewards(Config(algorithm=AlgorithmConfig(advantage="grpo", kl_in_reward=True)))
-
-
 @pytest.mark.parametrize(
-    ("overrides", "needed"),
+    ("overrides", "needs_old", "needs_rewards"),
     [
-        ([], False),
-        (["actor.epochs=2"], True),
-        (["actor.mini_batch_size=32"], True),
-        (["algorithm.advantage=gae", "algorithm.kl_in_reward=true"], True),
-        (["algorithm.kl_in_loss=true"], False),
+        ([], False, False),
+        (["actor.epochs=2"], True, False),
+        (["actor.mini_batch_size=32"], True, False),
+        (["algorithm.advantage=gae"], False, True),
+        (["algorithm.kl_in_reward=true"], True, True),
+        (["algorithm.kl_in_loss=true"], False, False),
     ],
 )
-def test_old_log_probs_are_computed_only_if_needed(overrides, needed):
-    assert needs_old_log_probs(load_config(None, overrides)) is needed
+def test_old_log_probs_and_rewards_of_tokens_are_computed_if_needed(overrides, needs_old, needs_rewards):
+    config = load_config(None, overrides)
+    assert (needs_old_log_probs(config), needs_token_level_rewards(config)) == (needs_old, needs_rewards)
 
 
 def test_rollout_log_probs_become_the_old_log_probs():
@@ -113,11 +104,6 @@ def test_rollout_log_probs_become_the_old_log_probs():
     old = rollout_as_old_log_probs(rollouts)
     assert old.columns == ("old_log_probs",)
     assert old.get().batch["old_log_probs"].tolist() == [[-1.0, -2.0]]
-
-
-def test_a_single_mini_batch_is_all_rows_in_order():
-    assert mini_batch_rows(groups(0, 0, 1, 1), 0, 2, (0, 0)) == [[0, 1, 2, 3], [0, 1, 2, 3]]
-    assert mini_batch_rows(groups(0, 0, 1, 1), 2, 1, (0, 0)) == [[0, 1, 2, 3]]
 
 
 def test_mini_batches_are_whole_groups_each_once_an_epoch():
@@ -129,6 +115,8 @@ def test_mini_batches_are_whole_groups_each_once_an_epoch():
     for step in steps:
         assert {row ^ 1 for row in step} == set(step)  # rows 2g and 2g + 1 are of one group
     assert steps[:4] != steps[4:8]
+    assert mini_batch_rows(groups(0, 0, 1, 1), 0, 2, (0, 0)) == [[0, 1, 2, 3], [0, 1, 2, 3]]
+    assert mini_batch_rows(groups(0, 0, 1, 1), 2, 1, (0, 0)) == [[0, 1, 2, 3]]
 
 
 def test_mini_batches_depend_only_on_seed_and_step():

@@ -9,32 +9,33 @@ from hybridflow.trainers.start_report import report_start
 
 POOLS = ("controller.backend=ray", "placement.pools={learn=[1],generate=[1]}", "placement.roles.rollout=generate")
 LAG = ("trainer.lag=1", "algorithm.rollout_weights=token")
+DEPENDS, OLD = "which ones depends on timings, so that two runs differ", "at most 1 optimizer steps old"
 
 
-@pytest.mark.parametrize(("more", "differs"), [((), False), (LAG, True), (("rollout.backend=vllm",), True)])
-def test_a_run_that_lends_says_whether_it_depends_on_timings(caplog, more, differs):
+@pytest.mark.parametrize(
+    ("changes", "said", "unsaid"),
+    [
+        pytest.param((*POOLS, "placement.lend=true"), [], [DEPENDS, OLD], marks=pytest.mark.exhaustive),
+        pytest.param((*POOLS, "placement.lend=true", *LAG), [DEPENDS, OLD], [], marks=pytest.mark.exhaustive),
+        ((*POOLS, *LAG), ["a batch is sampled with weights 1 optimizer steps old"], [DEPENDS]),
+        ((*LAG, "rollout.on_new_weights=retract"), ["so they run in turn, and no weights come while seq"], [DEPENDS]),
+    ],
+)
+def test_a_start_says_on_what_the_run_depends(caplog, changes, said, unsaid):
     with caplog.at_level(logging.INFO):
-        report_start(load_config(None, [*POOLS, "placement.lend=true", *more]), total_steps=4)
-    assert "placement.lend: training ranks that wait for a batch generate prompts of it" in caplog.text
-    assert ("which ones depends on timings, so that two runs differ" in caplog.text) is differs
-    assert ("at most 1 optimizer steps old" in caplog.text) is (more == LAG)
+        report_start(load_config(None, list(changes)), total_steps=4)
+    assert [line for line in said if line not in caplog.text] == []
+    assert [line for line in unsaid if line in caplog.text] == []
 
 
 def test_a_replay_names_the_keys_that_differ_from_its_run(caplog, tmp_path):
     flight = (*POOLS, *LAG, "rollout.on_new_weights=retract")
-    recipe = 'trainer.lag = 1\nalgorithm.rollout_weights = "token"\nrollout.on_new_weights = "keep-kv"\n'
-    recipe += "actor.optimizer.lr = 0.5\n"
-    (tmp_path / "config.toml").write_text(recipe)
+    recipe = 'trainer.lag = 1\nalgorithm.rollout_weights = "token"\nrollout.on_new_weights = "wait"\n'
+    (tmp_path / "config.toml").write_text(f"{recipe}actor.optimizer.lr = 0.5\n")
     config = load_config(None, [*flight, f"rollout.replay={tmp_path}", "actor.optimizer.lr=0.5"])
     with caplog.at_level(logging.WARNING):
         report_start(config, total_steps=4)
     (line,) = [record.getMessage() for record in caplog.records if "replay" in record.getMessage()]
-    assert "rollout.on_new_weights was 'keep-kv' and is 'retract'" in line
+    assert "rollout.on_new_weights was 'wait' and is 'retract'" in line
     assert "lr" not in line
     assert "placement" not in line
-
-
-def test_a_lag_in_one_process_says_that_no_weights_come_while_sequences_run(caplog):
-    with caplog.at_level(logging.INFO):
-        report_start(load_config(None, [*LAG, "rollout.on_new_weights=retract"]), total_steps=4)
-    assert "so they run in turn, and no weights come while sequences run" in caplog.text

@@ -9,44 +9,42 @@ from hybridflow.errors import ConfigError, WorkerDiedError
 from hybridflow.trainers.starting import start_with_tries
 
 
-def config_of(backend="ray", max_restarts=2):
+def start(*errors, backend="ray", max_restarts=2):
+    """Return the result or error of a start that fails with these errors first, its random numbers, and the facts."""
     changes = [f"controller.backend={backend}", f"recovery.max_restarts={max_restarts}", "recovery.backoff_s=0"]
-    return load_config(None, [*changes, "trainer.seed=5"])
+    left, drawn, facts = list(errors), [], {}
 
-
-class Start:
-    """A start that fails with the given errors first."""
-
-    def __init__(self, *errors):
-        self.errors, self.drawn = list(errors), []
-
-    def __call__(self):
-        self.drawn.append(random.random())
-        if self.errors:
-            raise self.errors.pop(0)
+    def once():
+        drawn.append(random.random())
+        if left:
+            raise left.pop(0)
         return "trainer"
+
+    try:
+        return start_with_tries(load_config(None, [*changes, "trainer.seed=5"]), once, facts), drawn, facts
+    except Exception as error:
+        return error, drawn, facts
 
 
 def test_a_start_that_loses_workers_is_repeated_from_the_same_random_state(caplog):
     random.seed(5)
-    start, facts = Start(WorkerDiedError("actor/0 died\nits log"), WorkerDiedError("critic/0 died")), {}
-    assert start_with_tries(config_of(), start, facts) == "trainer"
-    assert len(start.drawn) == 3
-    assert start.drawn[1] == start.drawn[2]
+    result, drawn, facts = start(WorkerDiedError("actor/0 died\nits log"), WorkerDiedError("critic/0 died"))
+    assert (result, len(drawn)) == ("trainer", 3)
+    assert drawn[1] == drawn[2]
     assert facts == {"failed_starts": ["actor/0 died", "critic/0 died"]}
     assert "starting the workers again, try 2 of 2" in caplog.text
 
 
-@pytest.mark.parametrize(("backend", "max_restarts", "starts"), [("ray", 2, 3), ("ray", 0, 1), ("local", 2, 1)])
-def test_tries_are_bounded(backend, max_restarts, starts):
-    start = Start(*[WorkerDiedError("died")] * 9)
-    with pytest.raises(WorkerDiedError):
-        start_with_tries(config_of(backend, max_restarts), start, {})
-    assert len(start.drawn) == starts
-
-
-def test_other_errors_are_raised_at_once():
-    start = Start(ConfigError("wrong"))
-    with pytest.raises(ConfigError):
-        start_with_tries(config_of(), start, {})
-    assert len(start.drawn) == 1
+@pytest.mark.parametrize(
+    ("error", "backend", "max_restarts", "starts"),
+    [
+        (WorkerDiedError("died"), "ray", 2, 3),
+        (WorkerDiedError("died"), "ray", 0, 1),
+        (WorkerDiedError("died"), "local", 2, 1),
+        (ConfigError("wrong"), "ray", 2, 1),
+    ],
+)
+def test_tries_are_bounded_and_only_for_lost_workers(error, backend, max_restarts, starts):
+    result, drawn, _ = start(*[error] * 9, backend=backend, max_restarts=max_restarts)
+    assert result is error
+    assert len(drawn) == starts

@@ -20,93 +20,92 @@ class RecordingTrainer:
     def __init__(self, config, total_steps, signal_in=None):
         self.config, self.total_steps, self.signal_in = config, total_steps, signal_in
         self.run = RunDirectory(config, "sft")
-        self.global_step = 0
-        self.metrics = {}
-        self.calls = []
+        self.global_step, self.metrics, self.calls = 0, {}, []
 
     def train_step(self):
         self.global_step += 1
         self.metrics.clear()
         self.metrics["sft/loss"] = 1.0 / self.global_step
-        self._record(f"step {self.global_step}")
+        self._record("step")
         return Samples([{"step": self.global_step, "prompt": "p", "response": "r", "score": 1.0}])
 
     def validate(self):
-        self._record(f"validate {self.global_step}")
+        self._record("validate")
         return {"sft/val_loss": 2.0}
 
     def take_events(self):
         return []
 
     def save(self):
-        self._record(f"save {self.global_step}")
+        self._record("save")
 
     def finish_save(self):
         pass
 
     def _record(self, call):
-        self.calls.append(call)
-        if call == self.signal_in:
+        self.calls.append(f"{call} {self.global_step}")
+        if self.calls[-1] == self.signal_in:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.fixture
-def make(tmp_path):
+def make(tmp_path, model_dir):
     def build(total_steps, *overrides, signal_in=None):
-        (tmp_path / "model").mkdir(exist_ok=True)
-        (tmp_path / "model" / "config.json").write_text("{}")
-        overrides = [f"trainer.run_dir={tmp_path}/run", f"model.path={tmp_path}/model", *overrides]
+        overrides = [f"trainer.run_dir={tmp_path}/run", f"model.path={model_dir}", *overrides]
         return RecordingTrainer(load_config(None, overrides), total_steps, signal_in)
 
     return build
 
 
-def test_a_run_validates_before_and_after_and_saves_at_the_end(make, tmp_path):
-    trainer = make(3)
-    fit(trainer)
-    assert trainer.calls == ["validate 0", "step 1", "step 2", "step 3", "validate 3", "save 3"]
+LATER = "trainer.val_before_train=false"
+EVERY_2 = ("data.val_files=['v.parquet']", "trainer.val_every=2")
+
+
+@pytest.mark.parametrize(
+    ("total_steps", "settings", "stop", "calls"),
+    [
+        (3, (), None, "validate 0, step 1, step 2, step 3, validate 3, save 3"),
+        (
+            5,
+            (LATER, *EVERY_2, "trainer.save_every=3", "trainer.save_every_s=0"),
+            None,
+            "step 1, step 2, validate 2, step 3, save 3, step 4, validate 4, step 5, validate 5, save 5",
+        ),
+        (
+            5,
+            EVERY_2,  # each validation is saved
+            None,
+            "validate 0, step 1, step 2, validate 2, save 2, step 3, step 4, validate 4, save 4, "
+            "step 5, validate 5, save 5",
+        ),
+        (3, (LATER, "trainer.save_every_s=1e-9"), None, "step 1, save 1, step 2, save 2, step 3, validate 3, save 3"),
+        (1, (LATER,), 7, "step 1, validate 1, save 1"),
+        (5, (LATER,), "step 2", "step 1, step 2, save 2"),
+        (5, (LATER, "trainer.save_every=2"), "save 2", "step 1, step 2, save 2, step 3, save 3"),
+        (5, (), "validate 0", "validate 0"),
+    ],
+)
+def test_a_run_validates_and_saves_as_configured_or_stops_and_saves(make, total_steps, settings, stop, calls):
+    """Stop after the step of a number, or with a signal in the call of a name."""
+    is_step = isinstance(stop, int)
+    trainer = make(total_steps, *settings, signal_in=None if is_step else stop)
+    fit(trainer, stop_after=stop if is_step else None)
+    assert ", ".join(trainer.calls) == calls
+
+
+def test_rows_of_metrics_and_samples_are_those_of_their_steps(make, tmp_path):
+    fit(make(2))
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [sorted(row.keys() & {"step", "sft/loss", "sft/val_loss"}) for row in rows] == [
         ["sft/val_loss", "step"],
         ["sft/loss", "step"],
-        ["sft/loss", "step"],
         ["sft/loss", "sft/val_loss", "step"],
     ]
-    assert [sample["step"] for sample in read_jsonl(tmp_path / "run" / "samples.jsonl")] == [1, 2, 3]
+    assert [sample["step"] for sample in read_jsonl(tmp_path / "run" / "samples.jsonl")] == [1, 2]
 
 
-def test_validation_and_saving_come_every_n_steps(make):
-    trainer = make(
-        5,
-        "data.val_files=['v.parquet']",
-        "trainer.val_every=2",
-        "trainer.save_every=3",
-        "trainer.save_every_s=0",
-        "trainer.val_before_train=false",
-    )
-    fit(trainer)
-    assert trainer.calls == [
-        *("step 1", "step 2", "validate 2", "step 3", "save 3", "step 4", "validate 4"),
-        *("step 5", "validate 5", "save 5"),
-    ]
-
-
-def test_each_validation_during_training_is_saved(make):
-    trainer = make(5, "data.val_files=['v.parquet']", "trainer.val_every=2")
-    fit(trainer)
-    assert [call for call in trainer.calls if "step" not in call] == [
-        *("validate 0", "validate 2", "save 2", "validate 4", "save 4", "validate 5", "save 5"),
-    ]
-
-
-def test_steps_are_saved_once_the_seconds_have_passed(make):
-    trainer = make(3, "trainer.save_every_s=1e-9", "trainer.val_before_train=false")
-    fit(trainer)
-    assert trainer.calls == ["step 1", "save 1", "step 2", "save 2", "step 3", "validate 3", "save 3"]
-
-
-def test_an_early_stop_saves_without_validation(make, caplog):
-    trainer = make(5, "trainer.val_before_train=false")
+def test_an_early_stop_saves_without_validation_and_goes_on(make, caplog):
+    trainer = make(5, LATER)
     fit(trainer, stop_after=2)
     assert trainer.calls == ["step 1", "step 2", "save 2"]
     assert "stopped after step 2 of 5; run the same command to continue, without --stop-after" in caplog.text
@@ -114,47 +113,17 @@ def test_an_early_stop_saves_without_validation(make, caplog):
     assert trainer.calls[3:] == ["step 3", "save 3"]
 
 
-def test_a_stop_that_is_already_reached_does_nothing(make, caplog):
+def test_a_run_with_nothing_to_do_writes_nothing(make, tmp_path, caplog):
     trainer = make(5)
     trainer.global_step = 4
-    fit(trainer, stop_after=4)
-    fit(trainer, stop_after=2)
-    fit(trainer, stop_after=0)
-    assert trainer.calls == []
+    for step in (4, 2, 0):
+        fit(trainer, stop_after=step)
     assert caplog.text.count("is already at step 4: nothing to do") == 3
-
-
-def test_a_stop_after_the_last_step_is_ignored(make):
-    trainer = make(1, "trainer.val_before_train=false")
-    fit(trainer, stop_after=7)
-    assert trainer.calls == ["step 1", "validate 1", "save 1"]
-
-
-def test_a_finished_run_writes_nothing(make, tmp_path, caplog):
-    trainer = make(2)
-    trainer.global_step = 2
+    trainer.global_step = 5
     fit(trainer)
+    assert "is finished: it is at step 5 of 5. Raise trainer.total_steps" in caplog.text
     assert trainer.calls == []
-    assert "is finished: it is at step 2 of 2. Raise trainer.total_steps" in caplog.text
     assert not (tmp_path / "run").exists()
-
-
-def test_a_signal_in_a_step_finishes_it_and_saves(make):
-    trainer = make(5, "trainer.val_before_train=false", signal_in="step 2")
-    fit(trainer)
-    assert trainer.calls == ["step 1", "step 2", "save 2"]
-
-
-def test_a_signal_during_a_save_stops_after_the_next_step(make):
-    trainer = make(5, "trainer.val_before_train=false", "trainer.save_every=2", signal_in="save 2")
-    fit(trainer)
-    assert trainer.calls == ["step 1", "step 2", "save 2", "step 3", "save 3"]
-
-
-def test_a_signal_in_the_first_validation_stops_before_any_step(make):
-    trainer = make(5, signal_in="validate 0")
-    fit(trainer)
-    assert trainer.calls == ["validate 0"]
 
 
 def test_an_error_restores_the_signal_handlers(make):

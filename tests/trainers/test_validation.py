@@ -31,9 +31,7 @@ def test_pass_at_k_is_the_chance_of_a_correct_one_among_k(num_samples, num_corre
 
 
 def test_powers_of_two_reach_up_to_the_limit():
-    assert powers_of_two(1) == [1]
-    assert powers_of_two(6) == [1, 2, 4]
-    assert powers_of_two(8) == [1, 2, 4, 8]
+    assert [powers_of_two(limit) for limit in (1, 6, 8)] == [[1], [1, 2, 4], [1, 2, 4, 8]]
 
 
 def test_a_score_of_one_or_more_is_correct():
@@ -46,9 +44,6 @@ def test_a_score_of_one_or_more_is_correct():
         "val/a/accuracy": 0.5,
         "val/a/accuracy/ci95": half_width,
     }
-
-
-def test_one_prompt_has_no_confidence_interval():
     assert not any(name.endswith("ci95") for name in validation_metrics(samples("a", [0.0, 1.0]), group_size=2))
 
 

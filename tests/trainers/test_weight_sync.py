@@ -105,7 +105,6 @@ class Gated(RolloutWorker):
         return step(self.weight_receiver, *args)
 
 
-@pytest.mark.slow
 @pytest.mark.ray
 def test_training_does_not_wait_for_a_sync_whose_error_is_raised_later(tiny_model, tmp_path, ray_backend):
     overrides = [f"model.path={tiny_model()}", "controller.threads=1", f"trainer.run_dir={tmp_path}"]
@@ -128,7 +127,7 @@ def test_training_does_not_wait_for_a_sync_whose_error_is_raised_later(tiny_mode
         assert sync.finish()["weight_sync/probe_diff_max"] < 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.ray
 @pytest.mark.parametrize("dying", ["learn", "generate"])
 def test_a_process_that_dies_in_a_sync_in_flight_ends_the_run_with_its_error(tiny_model, tmp_path, ray_backend, dying):

@@ -50,14 +50,6 @@ def hidden(monkeypatch):
     monkeypatch.setattr(model_worker, "TorchEngine", OnlyTheProtocol)
 
 
-@pytest.fixture
-def learnable(rollout_rows):
-    rows = rollout_rows([2, 3, 1, 2], [3, 1, 4, 2])
-    zeros = torch.zeros(rows.batch["response_mask"].shape)
-    more = ("rollout_log_probs", "old_log_probs", "advantages", "values", "returns")
-    return rows.union(DataProto.from_dict(dict.fromkeys(more, zeros) | {"loss_slopes": torch.ones(4)}))
-
-
 @pytest.mark.parametrize(
     ("worker", "computes", "updates"),
     [
@@ -71,19 +63,21 @@ def learnable(rollout_rows):
 )
 def test_workers_use_only_the_engine_protocol(group, learnable, with_mini_batches, tmp_path, worker, computes, updates):
     workers = group(worker, "rollout.group_size=2", "model.dtype=float64")
+    rows = learnable(more=("old_log_probs", "values", "returns"))
+    rows = rows.union(DataProto.from_dict({"loss_slopes": torch.ones(4)}))
     assert workers.find_token_budget(2, 2)[0] >= 4
     workers.set_token_budget(512)
     for method in computes:
-        getattr(workers, method)(learnable)
+        getattr(workers, method)(rows)
     for method in updates:
-        getattr(workers, method)(with_mini_batches(learnable, [0, 1], [2, 3]))
+        getattr(workers, method)(with_mini_batches(rows, [0, 1], [2, 3]))
     workers.save(str(tmp_path))
     workers.load(str(tmp_path))
 
 
 def test_a_policy_with_adapters_uses_only_the_engine_protocol(group, learnable):
     actor = group(ActorRolloutWorker, "lora.rank=2", "rollout.group_size=2")
-    actor.compute_ref_log_probs(learnable)
+    actor.compute_ref_log_probs(learnable())
     prompts = {
         "prompts": torch.tensor([[5, 6]]),
         "prompt_mask": torch.ones(1, 2).bool(),

@@ -111,7 +111,6 @@ class Pair:
 @pytest.fixture
 def pair(configure):
     """Return a function that builds a pair with the weights of version 0."""
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
 
     def build(how, *more):
         common = ["trainer.lag=2", "algorithm.rollout_weights=token", "model.dtype=float64"]
@@ -120,14 +119,12 @@ def pair(configure):
         built.sync(0)
         return built
 
-    yield build
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic)
+    return build
 
 
 def test_weights_are_loaded_between_two_steps_of_a_running_batch(pair):
     found = {}
-    for how in ("retract", "keep-kv"):
+    for how in ("retract", "keep-kv"):  # issue 43 removes keep-kv
         both = pair(how)
         before = both.generate(prompts_of(1))
         both.steps, both.holds = 0, {0, 4}
@@ -147,7 +144,7 @@ def test_weights_are_loaded_between_two_steps_of_a_running_batch(pair):
 
 
 def test_batches_begin_while_others_run_and_get_the_tokens_of_batches_alone(pair):
-    both = pair("keep-kv")
+    both = pair("retract")
     alone = [both.generate(prompts_of(step, size)) for step, size in ((1, 2), (2, 3))]
     both.steps, both.holds = 0, {3}
     first = in_thread(both.worker.finish_sequences, both.begin(prompts_of(1)))
@@ -167,8 +164,9 @@ READY = (
 )
 
 
+@pytest.mark.exhaustive  # issue 43 removes ready groups
 def test_ready_groups_come_with_their_own_prompts_and_ids_of_all_steps(pair):
-    both = pair("keep-kv", *READY)
+    both = pair("retract", *READY)
     wider = prompts_of(2, 3)  # a batch with prompts of other lengths
     wider.batch["prompts"][0, 0] = 9
     wide = {name: torch.cat([wider.batch[name][:, :1], wider.batch[name]], 1) for name in ("prompts", "prompt_mask")}
@@ -198,7 +196,7 @@ def test_ready_groups_come_with_their_own_prompts_and_ids_of_all_steps(pair):
 
 
 def test_parts_of_a_running_batch_get_the_weights_that_come_before_them(pair):
-    both = pair("keep-kv", "trainer.stream=true")
+    both = pair("retract", "trainer.stream=true")
     whole = both.generate(columns_of_a_dataset(prompts_of(1, 3)))
     both.steps, both.holds = 0, {4}
     begun = both.begin(columns_of_a_dataset(prompts_of(1, 3)))
@@ -268,7 +266,7 @@ def test_an_error_after_the_load_reaches_its_caller_and_generation_goes_on(pair,
     assert rows().batch["rollout_versions"].max() == 1
 
 
-@pytest.mark.parametrize("how", ["retract", "keep-kv"])
+@pytest.mark.parametrize("how", ["retract", pytest.param("keep-kv", marks=pytest.mark.exhaustive)])
 def test_two_loads_before_the_same_step_give_tokens_of_the_second(pair, how):
     both = pair(how)
     both.holds = {2}
@@ -291,7 +289,7 @@ def test_two_loads_before_the_same_step_give_tokens_of_the_second(pair, how):
 
 
 def test_no_step_runs_while_a_sync_is_not_complete(pair):
-    both = pair("keep-kv")
+    both = pair("retract")
     both.holds = {2}
     rows = in_thread(both.worker.finish_sequences, both.begin(prompts_of(1)))
     announced = both.sender.send_weights(WeightSender.announce)

@@ -7,6 +7,7 @@ from torch import Tensor
 from hybridflow.algorithms import POLICY_LOSSES
 from hybridflow.config import Config
 from hybridflow.protocol import DataProto
+from hybridflow.workers.log_prob_mismatch import KL, MEAN, SHARE, log_prob_mismatch_of
 from hybridflow.workers.losses import actor_columns, actor_loss, critic_loss, sft_loss
 
 # Two rows: two tokens and one token. Advantages 1 and -2.
@@ -56,6 +57,7 @@ def test_policy_loss_and_metrics_equal_the_formulas():
     loss.backward()
     assert outputs["log_probs"].grad is not None
     assert outputs["log_probs"].grad.flatten().tolist() == pytest.approx([-1 / 3, 0, 2 * math.exp(0.1) / 3, 0])
+    assert outputs["entropies"].grad is None  # its coefficient is 0
 
 
 def test_on_policy_ratio_is_one_without_reading_old_log_probs():
@@ -105,12 +107,6 @@ def test_importance_weights_multiply_the_kl_of_each_token(epochs):
     of_kl = (gradients[0] - gradients[1]).tolist()
     slopes = [-0.25 * ratio * r / 3 for ratio, r in zip(ratios, log_rs, strict=True)]
     assert of_kl == pytest.approx(slopes, rel=1e-12, abs=1e-15)
-
-
-def test_entropy_with_zero_coefficient_gets_no_gradient():
-    outputs = policy_outputs()
-    actor_loss(config(), 0.0, num_tokens=3, num_sequences=2)(outputs, policy_rows())[0].backward()
-    assert outputs["entropies"].grad is None
 
 
 @pytest.mark.parametrize(
@@ -171,24 +167,19 @@ def test_masked_values_do_not_change_loss_or_gradient():
     assert all(math.isfinite(value) for value in metrics.values())
 
 
-def test_an_integer_mask_equals_a_bool_mask():
-    rows = policy_rows()
-    rows.batch["response_mask"] = MASK.long()
-    loss = actor_loss(config(), 0.0, num_tokens=3, num_sequences=2)
-    assert loss(policy_outputs(), rows)[0].item() == loss(policy_outputs(), policy_rows())[0].item()
-
-
-def test_actor_columns_follow_the_configuration():
-    plain = ("advantages", "old_log_probs", "response_mask", "rollout_log_probs")
-    assert actor_columns(config()) == plain
-    assert actor_columns(config(algorithm={"kl_in_loss": True})) == tuple(sorted((*plain, "ref_log_probs")))
-    assert actor_columns(Config()) == ("advantages", "response_mask", "rollout_log_probs")
-
-
 def test_losses_read_only_their_declared_columns():
-    for settings in (config(), config(algorithm={"kl_in_loss": True}), Config()):
+    plain = ("advantages", "response_mask", "rollout_log_probs")
+    for settings, more in (
+        (Config(), ()),
+        (config(), ("old_log_probs",)),
+        (config(algorithm={"kl_in_loss": True}), ("old_log_probs", "ref_log_probs")),
+    ):
+        assert actor_columns(settings) == tuple(sorted((*plain, *more)))
         rows = policy_rows().select(batch_keys=list(actor_columns(settings)))
-        actor_loss(settings, 0.1, num_tokens=3, num_sequences=2)(policy_outputs(), rows)
+        loss = actor_loss(settings, 0.1, num_tokens=3, num_sequences=2)
+        expected = loss(policy_outputs(), rows)[0].item()
+        rows.batch["response_mask"] = MASK.long()  # an integer mask equals a bool mask
+        assert loss(policy_outputs(), rows)[0].item() == expected
 
 
 def test_the_value_loss_is_the_maximum_of_clipped_and_unclipped():
@@ -229,3 +220,10 @@ def test_no_policy_loss_reads_the_device(name):
     loss.backward()
     assert {value.device.type for value in (loss, *metrics.values())} == {"meta"}
     assert {value.ndim for value in (loss, *metrics.values())} == {0}
+
+
+def test_the_mismatch_of_log_probs_is_that_of_each_token_and_finite():
+    values = log_prob_mismatch_of(torch.tensor([[-1.0, -2.0, 0.0]]), torch.tensor([[-1.5, -2.0, -1000.0]]))
+    assert values[MEAN].tolist() == [[0.5, 0.0, 1000.0]]
+    assert values[SHARE].tolist() == [[1.0, 0.0, 1.0]]
+    assert values[KL][0].tolist() == pytest.approx([math.exp(0.5) - 1 - 0.5, 0.0, math.exp(20) - 21])

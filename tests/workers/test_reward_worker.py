@@ -34,7 +34,8 @@ def test_a_user_function_returns_extra_values(group, tmp_path):
         "def score(data_source, solution_str, ground_truth, extra_info):\n"
         "    return {'score': len(solution_str), 'index': extra_info['index'], 'target': ground_truth['target']}\n"
     )
-    scored = group(RewardWorker, f"reward.function={file}:score", num_workers=2).score(solutions("a", "bc", "def"))
+    workers = group(RewardWorker, f"reward.function={file}:score", "reward.processes=0", num_workers=2)
+    scored = workers.score(solutions("a", "bc", "def"))
     assert scored.batch["scores"].tolist() == [1.0, 2.0, 3.0]
     assert scored.non_tensor_batch["reward_extras"].tolist() == [{"index": i, "target": 3} for i in range(3)]
 

@@ -49,23 +49,27 @@ def finished(workers, begun):
     return scored.batch["scores"].tolist(), [extra["twice"] for extra in scored.non_tensor_batch["reward_extras"]]
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_parts_have_their_own_scores_in_any_order(group, settings, part_of, num_workers):
-    workers = group(StreamedRewardWorker, *settings, num_workers=num_workers)
+@pytest.mark.own_run("grpo: its rewards are scored in one part")
+@pytest.mark.parametrize(
+    ("num_workers", "changes"),
+    [
+        (1, ("reward.processes=0",)),
+        pytest.param(2, (), marks=pytest.mark.runs),
+        pytest.param(1, (), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_parts_have_their_own_scores_in_any_order(group, settings, part_of, num_workers, changes):
+    workers = group(StreamedRewardWorker, *settings, *changes, num_workers=num_workers)
     parts = [part_of(numbers) for numbers in ([1, 2, 3], [4, 5], [6])]
     begun = [workers.begin_score.remote(part) for part in parts]
     assert finished(workers, begun[1]) == ([4.0, 5.0], [8, 10])
     assert finished(workers, begun[2]) == ([6.0], [12])
     assert finished(workers, begun[0]) == ([1.0, 2.0, 3.0], [2, 4, 6])
-
-
-def test_functions_in_the_process_itself_score_parts_too(group, settings, part_of):
-    workers = group(StreamedRewardWorker, *settings, "reward.processes=0")
-    assert finished(workers, workers.begin_score.remote(part_of([7, 8]))) == ([7.0, 8.0], [14, 16])
+    whole = group(RewardWorker, *settings, *changes).score(parts[0])
+    assert whole.batch["scores"].tolist() == [1.0, 2.0, 3.0]
 
 
 @pytest.mark.ray
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_parts_are_scored_at_the_same_time_on_ray(configure, ray_backend, settings, part_of):
     from hybridflow.controller.ray import RayResourcePool
@@ -76,9 +80,3 @@ def test_parts_are_scored_at_the_same_time_on_ray(configure, ray_backend, settin
     for numbers in ([1, 2], [3], [4]):  # each waits for the others
         futures.append(workers.finish_score.remote(workers.begin_score.remote(part_of(numbers, until=4))))
     assert [future.get().batch["scores"].tolist() for future in futures] == [[1.0, 2.0], [3.0], [4.0]]
-
-
-def test_scores_equal_those_of_a_whole_batch(group, settings, part_of):
-    whole = group(RewardWorker, *settings).score(part_of([1, 2, 3]))
-    workers = group(StreamedRewardWorker, *settings)
-    assert finished(workers, workers.begin_score.remote(part_of([1, 2, 3])))[0] == whole.batch["scores"].tolist()

@@ -40,25 +40,18 @@ def memberships(rows: DataProto, engine) -> list[tuple[list[int], int, int]]:
     ]
 
 
-def test_mini_batches_have_the_rows_and_counts_of_their_row_ids():
-    rows = batch([7, 2, 4, 9], [[4, 7], [9, 2]])
-    # Row 7 has 3 response tokens, 2 has 2, 9 has 1, and 4 has 0, so it does not count as a sequence.
-    assert memberships(rows, OneRank()) == [([7, 4], 3, 1), ([2, 9], 3, 2)]
-
-
-def test_another_epoch_repeats_the_rows():
-    rows = batch([0, 1], [[0, 1], [1], [0]])
-    assert [ids for ids, _, _ in memberships(rows, OneRank())] == [[0, 1], [1], [0]]
-
-
-def test_padded_copies_are_in_no_mini_batch():
-    rows = batch([3, 5, -1, -1], [[3, 5]])
-    assert memberships(rows, OneRank()) == [([3, 5], 4, 2)]
-
-
-def test_counts_include_all_ranks():
-    rows = batch([3, 5], [[3, 8], [9, 5]])
-    assert memberships(rows, FirstOfTwoRanks()) == [([3], 8, 2), ([5], 6, 2)]
+@pytest.mark.parametrize(
+    ("row_ids", "mini_batches", "engine", "expected"),
+    [
+        # Row 7 has 3 response tokens, 2 has 2, 9 has 1, and 4 has 0, so it does not count as a sequence.
+        ([7, 2, 4, 9], [[4, 7], [9, 2]], OneRank, [([7, 4], 3, 1), ([2, 9], 3, 2)]),
+        ([1, 2], [[1, 2], [2], [1]], OneRank, [([1, 2], 3, 2), ([2], 2, 1), ([1], 1, 1)]),  # another epoch
+        ([3, 5, -1, -1], [[3, 5]], OneRank, [([3, 5], 4, 2)]),  # with padded copies
+        ([3, 5], [[3, 8], [9, 5]], FirstOfTwoRanks, [([3], 8, 2), ([5], 6, 2)]),  # counts of all ranks
+    ],
+)
+def test_mini_batches_have_the_rows_and_counts_of_their_row_ids(row_ids, mini_batches, engine, expected):
+    assert memberships(batch(row_ids, mini_batches), engine()) == expected
 
 
 @pytest.mark.parametrize("mini_batches", [None, []])

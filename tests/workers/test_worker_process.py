@@ -1,5 +1,8 @@
 """What a worker process sets before a model is built, what it requires of its device, and how fast it can compute."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -8,6 +11,7 @@ from hybridflow.engines import torch_engine
 from hybridflow.errors import ModelConfigError
 from hybridflow.runtime import peak_flops
 from hybridflow.workers import ActorWorker, RolloutWorker, measured, rollout, worker_process
+from hybridflow.workers.rollout_engine import build_rollout_engine
 
 
 def test_the_device_is_set_before_the_process_group_is_made(configure, monkeypatch):
@@ -45,3 +49,14 @@ def test_a_rank_does_not_load_a_model_in_bfloat16_on_a_gpu_without_it(
     monkeypatch.setattr(module, "own_device", lambda: gpu_without_bfloat16)
     with pytest.raises(ModelConfigError, match=r"model\.dtype='bfloat16' is not supported by cuda:0 \(V100"):
         group(cls, "model.dtype=bfloat16")
+
+
+@pytest.mark.parametrize(("lengths", "longest"), [((30, 30), 60), ((40, 30), 64)])
+def test_vllm_is_built_as_configured(configure, monkeypatch, lengths, longest):
+    monkeypatch.setitem(sys.modules, "hybridflow.rollout.vllm", SimpleNamespace(VLLMRollout=lambda _, **keys: keys))
+    sizes = [f"data.max_prompt_length={lengths[0]}", f"data.max_response_length={lengths[1]}"]
+    for deterministic in (True, False):
+        more = f"trainer.deterministic={str(deterministic).lower()}"
+        keys = build_rollout_engine(configure("rollout.backend=vllm", more, *sizes), tokenizer=None)
+        assert keys["seed_requests"] is deterministic
+        assert keys["max_model_len"] == longest  # at most the 64 positions of the model
