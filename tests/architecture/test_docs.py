@@ -1,27 +1,49 @@
-"""Checks of the documentation: its programs run, its tables are up to date, and its links exist."""
+"""Checks of the documentation: its programs and commands run, its tables are up to date, and its links exist."""
 
+import inspect
 import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
+from types import MethodType
 
 import pytest
 import torch
 
+from fixtures.gpu_settings import sizes_of_models, tables
+from hybridflow.checkpoint import CheckpointStore
+from hybridflow.cli.exit_codes import exit_codes_markdown
 from hybridflow.cli.main import COMMANDS, main
 from hybridflow.config import load_config, reference_markdown
+from hybridflow.data import prompt_row, write_prompt_file
 from hybridflow.observability import metrics_markdown
+from hybridflow.observability.advice.find import findings_markdown
 from hybridflow.protocol import FIELDS
+from hybridflow.trainers import build_trainer, ppo
+from hybridflow.trainers.ppo import PPO
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text("utf-8")
 PAGES = sorted(ROOT.glob("docs/*.md"))
-RAY_PAGES = {"ray.md"}
 TEXTS = [*PAGES, *sorted(ROOT.glob("docs/decisions/*.md")), *sorted(ROOT.glob("*.md"))]
 PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SCRIPT = re.compile(r"^```bash\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+OWN_RUN = pytest.mark.own_run("python: runs the programs that the page shows")
+LANES = {
+    **{
+        f"{name}.md": [pytest.mark.runs, OWN_RUN]
+        for name in ("environments", "offline_training", "python", "rewards", "training")
+    },
+    "ray.md": [pytest.mark.ray, pytest.mark.exhaustive, OWN_RUN],
+}
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text("utf-8")
 
 
 @pytest.fixture
@@ -38,27 +60,45 @@ def restore_process():
 
 @pytest.mark.usefixtures("restore_process")
 @pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, id=page.name, marks=[pytest.mark.ray, pytest.mark.slow] * (page.name in RAY_PAGES))
-        for page in PAGES
-    ],
+    "name",
+    [pytest.param(p.name, marks=LANES.get(p.name, ())) for p in PAGES if PROGRAM.search(p.read_text("utf-8"))],
 )
-def test_programs_of_a_page_run_top_to_bottom(page, tmp_path, monkeypatch):
+def test_programs_of_a_page_run_top_to_bottom(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    text = page.read_text("utf-8")
-    namespace = {"__name__": f"docs_{page.stem}"}
+    text = page(name)
+    namespace = {"__name__": f"docs_{Path(name).stem}"}
     for block in PROGRAM.finditer(text):
         blank_lines = text[: block.start(1)].count("\n")  # make traceback line numbers match the page
-        exec(compile("\n" * blank_lines + block[1], str(page), "exec"), namespace)
+        exec(compile("\n" * blank_lines + block[1], name, "exec"), namespace)
 
 
-def test_commands_are_listed_as_printed(capsys):
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    commands = capsys.readouterr().out.partition("commands:\n")[2].partition("\n\n")[0]
-    page = (ROOT / "docs/commands.md").read_text("utf-8")
-    assert f"commands:\n{commands}\n```" in page, f"put this into docs/commands.md:\n{commands}"
+def run_script(script: str, directory: Path) -> str:
+    """Return what the shell prints that runs a script in a directory, without errors."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT / "src")}
+    command = ["bash", "-euo", "pipefail", "-c", script]
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+@pytest.mark.exhaustive
+@pytest.mark.own_run("grpo: runs the commands that the page shows")
+def test_commands_of_the_tutorial_run(tmp_path):
+    shown = run_script("".join(SCRIPT.findall(page("tutorial.md"))), tmp_path)
+    assert "step 40/100" in shown
+    assert "val/accuracy" in shown
+    assert (tmp_path / "exported/model.safetensors").is_file()
+    assert (tmp_path / "curve.png").is_file()
+
+
+@pytest.mark.runs
+@pytest.mark.own_run("grpo: runs the first commands of the page")
+def test_the_tutorial_begins_with_commands_that_run(tmp_path):
+    script = "".join(SCRIPT.findall(page("tutorial.md"))[1:])  # without the task of `hybridflow init`
+    preparing, training, _ = script.partition("hybridflow train recipe.toml --stop-after")
+    run_script(f"{preparing}{training} 1", tmp_path)
+    assert (tmp_path / "runs/tutorial/checkpoints").is_dir()
 
 
 def test_reward_and_recipe_of_readme_are_valid(tmp_path):
@@ -70,56 +110,85 @@ def test_reward_and_recipe_of_readme_are_valid(tmp_path):
     assert scores == [1.0, 0.0]
 
 
-@pytest.mark.slow
-def test_commands_of_the_tutorial_run(tmp_path):
-    script = "".join(SCRIPT.findall((ROOT / "docs/tutorial.md").read_text("utf-8")))
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script],
-        cwd=tmp_path,
-        env={**os.environ, "PATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout
-    assert "step 40/100" in done.stdout
-    assert "val/accuracy" in done.stdout
-    assert (tmp_path / "exported/model.safetensors").is_file()
-    assert (tmp_path / "curve.png").is_file()
+def test_the_loop_in_the_architecture_is_the_source():
+    loop = textwrap.dedent(inspect.getsource(PPO.step))
+    shown = re.findall(r"```python source\n(.*?)```", page("architecture.md"), re.DOTALL)
+    assert shown == [loop], f"put this into docs/architecture.md:\n{loop}"
+    core = page("architecture.md").partition("## The core, in the order to read it")[2].partition("\n## ")[0]
+    files = re.findall(r"`([a-z_]+/[a-z_]+\.py)`", core)
+    assert files
+    assert [name for name in files if not (ROOT / "src/hybridflow" / name).is_file()] == []
 
 
-def test_every_command_is_documented():
-    page = (ROOT / "docs/commands.md").read_text("utf-8")
-    assert re.findall(r"^\| `hybridflow ([a-z-]+)", page, re.MULTILINE) == list(COMMANDS)
+@pytest.mark.usefixtures("restore_process")
+def test_loop_in_readme_trains_as_the_source_does(tiny_model, tmp_path):
+    (tmp_path / "reward.py").write_text("def score(solution_str, **_):\n    return sum(map(ord, solution_str)) % 7 / 6")
+    rows = [
+        prompt_row(data_source="words", prompt=f"w{i} w{i + 1}", ground_truth="", split="train", index=i)
+        for i in range(3, 11)
+    ]
+    settings = [
+        f"model.path={tiny_model()}",
+        f"data.train_files=['{write_prompt_file(tmp_path / 'train.parquet', rows)}']",
+        *("data.train_batch_size=4", "data.max_prompt_length=4", "data.max_response_length=6"),
+        *("rollout.group_size=3", "actor.mini_batch_size=2", "actor.epochs=2", "actor.optimizer.lr=1e-2"),
+        *("algorithm.kl_in_loss=true", "algorithm.kl_coef=0.1", "trainer.total_steps=2", "controller.threads=1"),
+        *(f"reward.function={tmp_path}/reward.py:score", "reward.processes=0"),
+    ]
+
+    def trained(name, step=None):
+        with build_trainer(load_config(None, [*settings, f"trainer.run_dir={tmp_path}/{name}"])) as trainer:
+            if step is not None:
+                trainer.step = MethodType(step, trainer)
+            trainer.fit()
+        checkpoint = CheckpointStore(tmp_path / name / "checkpoints").path(2)
+        return (checkpoint / "actor.safetensors").read_bytes()
+
+    namespace = dict(vars(ppo))
+    exec(re.findall(r"```python\n(def step.*?)```", README, re.DOTALL)[0], namespace)
+    assert trained("readme", namespace["step"]) == trained("source")
+
+
+def test_every_command_is_documented(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    commands = capsys.readouterr().out.partition("commands:\n")[2].partition("\n\n")[0]
+    shown = page("commands.md")
+    assert f"commands:\n{commands}\n```" in shown, f"put this into docs/commands.md:\n{commands}"
+    assert re.findall(r"^\| `hybridflow ([a-z-]+)", shown, re.MULTILINE) == list(COMMANDS)
     targets = re.findall(r"^([a-z_-]+):.*## ", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
-    assert [target for target in targets if f"`make {target}`" not in page] == []
+    assert [target for target in targets if f"`make {target}`" not in shown] == []
 
 
-def test_configuration_table_equals_the_generated_one():
-    assert _between_marks(ROOT / "docs/configuration.md") == reference_markdown()
+@pytest.mark.parametrize(
+    ("name", "generate"),
+    [
+        ("configuration.md", reference_markdown),
+        ("diagnose.md", findings_markdown),
+        ("metrics.md", metrics_markdown),
+        ("training.md", exit_codes_markdown),
+    ],
+)
+def test_tables_equal_the_generated_ones(name, generate):
+    assert generate() in page(name), f"put this into docs/{name}:\n{generate()}"
 
 
-def test_metrics_table_equals_the_generated_one():
-    assert _between_marks(ROOT / "docs/metrics.md") == metrics_markdown()
+def test_table_of_gpu_settings_equals_the_generated_one(tmp_path):
+    assert tables(sizes_of_models(tmp_path)) in page("gpu.md")
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda text: str(text.relative_to(ROOT)))
-def test_links_within_the_repository_exist(text):
+def test_links_and_test_files_of_a_page_exist(text):
     links = [link.partition("#") for link in LINK.findall(text.read_text("utf-8")) if "://" not in link]
     targets = [(text.parent / path if path else text, anchor) for path, _, anchor in links]
     assert [str(path) for path, _ in targets if not path.exists()] == []
     assert [f"{path}#{anchor}" for path, anchor in targets if anchor and anchor not in _anchors(path)] == []
-
-
-@pytest.mark.parametrize("text", TEXTS, ids=lambda text: str(text.relative_to(ROOT)))
-def test_every_test_file_that_a_page_names_exists(text):
     named = re.findall(r"\btests/[a-z_/]+\.py", text.read_text("utf-8"))
     assert [name for name in named if not (ROOT / name).is_file()] == []
 
 
 def test_index_links_every_page():
-    linked = LINK.findall((ROOT / "docs/index.md").read_text("utf-8"))
+    linked = LINK.findall(page("index.md"))
     assert [page.name for page in PAGES if page.name != "index.md" and page.name not in linked] == []
 
 
@@ -129,7 +198,35 @@ def _anchors(page):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def _between_marks(page):
-    text = page.read_text("utf-8")
-    start, end = "<!-- generated: start -->\n", "<!-- generated: end -->"
-    return text[text.index(start) + len(start) : text.index(end)].strip("\n") + "\n"
+def quick_start(text: str) -> list[str]:
+    """Return the commands of the quick start: setup, data, training on one GPU, training on eight."""
+    blocks = re.findall(r"^```(?:bash|console)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    lines = [line.removeprefix("$ ").partition("  #")[0].strip() for block in blocks for line in block.splitlines()]
+    named = ("make setup", "prepare countdown", "recipes/gpu/")
+    return [line for line in lines if any(part in line for part in named)]
+
+
+def test_readme_has_the_quick_start_of_the_gpu_page():
+    assert len(quick_start(page("gpu.md"))) == 4
+    assert quick_start(README) == quick_start(page("gpu.md"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.own_run("grpo: runs the commands of the quick start")
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.ray)])
+def test_quick_start_runs_with_a_tiny_model_on_the_cpu(ranks, tmp_path, tiny_model):
+    hub_name = tmp_path / load_config(ROOT / "recipes/gpu/one_gpu.toml").model.path
+    hub_name.parent.mkdir()
+    hub_name.symlink_to(tiny_model(max_position_embeddings=512))
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    (tmp_path / ".venv").symlink_to(Path(sys.executable).parents[1])
+    _, data, *trainings = quick_start(page("gpu.md"))
+    words = "'w3 w4 {numbers} {target} w5'"  # the tiny model knows no others
+    small = (
+        "model.dtype=float32 data.train_batch_size=2 data.max_response_length=4 validation.max_samples=2 "
+        f"rollout.group_size=2 trainer.total_steps=1 memory.max_tokens_per_micro_batch=2048 "
+        f"{'controller.num_workers=2' * (ranks > 1)}"
+    )
+    commands = [f"{data} --train-size 8 --test-size 2 --prompt-template {words}", f"{trainings[ranks - 1]} {small}"]
+    run_script("\n".join(commands), tmp_path)
+    assert (tmp_path / f"runs/{'gpu' if ranks == 1 else 'eight_gpus'}/metrics.jsonl").read_text()

@@ -6,26 +6,41 @@ import sys
 import pytest
 
 HEAVY = ("torch", "tensordict", "transformers", "pyarrow", "matplotlib", "tensorboard", "ray", "vllm")
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        "import hybridflow",
-        "import hybridflow; dir(hybridflow); hybridflow.load_config(None)",
-        "import hybridflow.config, hybridflow.errors, hybridflow.observability, hybridflow.runtime",
-        "from hybridflow.cli.main import main; main(['config'])",
-        "from hybridflow.cli.main import main; main(['config', '--reference'])",
-        "from hybridflow.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass",
-        "from hybridflow.cli.main import main\ntry: main(['--version'])\nexcept SystemExit: pass",
-        "from hybridflow.cli.main import main\ntry: main(['generate', '--help'])\nexcept SystemExit: pass",
-        "from hybridflow.cli.main import main; main(['train', 'missing.toml'])",
-        "from hybridflow.cli.main import main; main(['evaluate', '--run', 'missing'])",
-        "from hybridflow.cli.main import main; main(['config', 'missing.toml'])",
-    ],
+COMMANDS = (
+    ["config"],
+    ["config", "--reference"],
+    ["--help"],
+    ["--version"],
+    ["generate", "--help"],
+    ["train", "missing.toml"],
+    ["evaluate", "--run", "missing"],
+    ["config", "missing.toml"],
 )
-def test_program_imports_no_heavy_module(program):
-    check = f"\nimport sys\nprint(*[name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program + check], capture_output=True, text=True)
-    assert done.returncode == 0
-    assert done.stderr.splitlines()[-1] == ""
+PROGRAM = f"""
+import sys
+def require_light(what):
+    found = [name for name in {HEAVY!r} if name in sys.modules]
+    assert not found, f"{{what}} imports {{found}}"
+import hybridflow
+dir(hybridflow)
+require_light("hybridflow")
+hybridflow.load_config(None)
+import hybridflow.config, hybridflow.doctor, hybridflow.errors, hybridflow.observability, hybridflow.runtime
+from hybridflow.observability.memory import memory_bytes
+memory_bytes()
+require_light("a package")
+from hybridflow.cli.main import main
+for arguments in {COMMANDS!r}:
+    try:
+        main(arguments)
+    except SystemExit:
+        pass
+    require_light(arguments)
+"""
+
+
+@pytest.mark.runs
+@pytest.mark.own_run("grpo: looks at the imports of a new interpreter")
+def test_light_commands_import_no_heavy_module():
+    done = subprocess.run([sys.executable, "-W", "error", "-c", PROGRAM], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -10,28 +10,23 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = [path for kind in ("py", "c", "h", "js", "css") for path in (ROOT / "src/hybridflow").rglob(f"*.{kind}")]
-MODULES = [str(path.relative_to(ROOT / "src")) for path in SOURCES]
-RECIPES = [str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.toml")]
-EXAMPLES = [str(path.relative_to(ROOT)) for path in (ROOT / "examples").glob("*.py")]
-OTHERS = [
-    "pyproject.toml",
-    "README.md",
-    "LICENSE",
-    *(f"src/hybridflow/{name}" for name in ("py.typed", "cli/task/recipe.toml")),
-]
+KINDS = ("*.py", "*.c", "*.h", "*.js", "*.css", "*.html", "py.typed", "recipe.toml")
+SOURCES = [path for kind in KINDS for path in (ROOT / "src/hybridflow").rglob(kind)]
+SHARED = [*(ROOT / "recipes").rglob("*.toml"), *(ROOT / "examples").glob("*.py")]
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.exhaustive, pytest.mark.own_run("grpo: installs the package elsewhere")]
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """Build the wheel of a copy of the sources, since a build writes beside them."""
     copy = tmp_path_factory.mktemp("wheel")
-    pages = [str(path.relative_to(ROOT)) for path in (ROOT / "src/hybridflow/observability/report/assets").iterdir()]
-    for file in {*OTHERS, *RECIPES, *EXAMPLES, *pages, *(f"src/{module}" for module in MODULES)}:
-        (copy / file).parent.mkdir(parents=True, exist_ok=True)
-        (copy / file).write_bytes((ROOT / file).read_bytes())
+    others = [ROOT / name for name in ("pyproject.toml", "README.md", "LICENSE")]
+    assets = (ROOT / "src/hybridflow/observability/report/assets").iterdir()
+    for path in {*others, *SOURCES, *SHARED, *assets}:
+        target = copy / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(path.read_bytes())
     for name in ("recipes", "examples"):
         assert os.readlink(ROOT / "src/hybridflow" / name) == f"../../{name}"
         (copy / "src/hybridflow" / name).symlink_to(f"../../{name}")
@@ -41,13 +36,21 @@ def wheel(tmp_path_factory):
     return wheel
 
 
+def output_of(command, directory, **variables):
+    environment = {**os.environ, **variables}
+    environment.pop("VIRTUAL_ENV", None)
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_wheel_contains_modules_data_type_marker_and_command(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         entry_points = next(name for name in names if name.endswith("entry_points.txt"))
         assert "hybridflow = hybridflow.cli.main:command" in archive.read(entry_points).decode()
-    assert {"hybridflow/py.typed", "hybridflow/cli/task/recipe.toml", *MODULES} <= names
-    assert {f"hybridflow/{file}" for file in (*RECIPES, *EXAMPLES)} <= names
+    assert {str(path.relative_to(ROOT / "src")) for path in SOURCES} <= names
+    assert {f"hybridflow/{path.relative_to(ROOT)}" for path in SHARED} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
@@ -57,46 +60,32 @@ def test_a_task_and_the_demo_run_from_an_empty_directory(wheel, tmp_path):
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-compile"]
     subprocess.run([*install, "--target", site, wheel], check=True)
 
-    def hybridflow(*arguments, cwd=empty):
+    def python(*arguments, cwd=empty):
         # The wheel stands before the sources; the other packages are those of this environment.
-        variables = {**os.environ, "PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
-        command = [sys.executable, "-m", "hybridflow", *arguments]
-        done = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return output_of([sys.executable, *arguments], cwd, PYTHONPATH=str(site), PYTHONSAFEPATH="1")
 
-    hybridflow("init", "task")
-    hybridflow("train", "recipe.toml", "trainer.total_steps=2", cwd=empty / "task")
-    hybridflow("report", "runs/first", cwd=empty / "task")
+    python("-m", "hybridflow", "init", "task")
+    python("-m", "hybridflow", "train", "recipe.toml", "trainer.total_steps=2", cwd=empty / "task")
+    python("-m", "hybridflow", "report", "runs/first", cwd=empty / "task")
     few = [part for name in ("--sft", "--grpo") for part in (name, "controller.threads=1")]
     few += ["--sft", "trainer.total_steps=3", "--sft", "offline.batch_size=32", "--grpo", "trainer.total_steps=1"]
     few += ["--grpo", "data.train_batch_size=8", "--grpo", "validation.max_samples=8"]
-    assert "demo: accuracy" in hybridflow("demo", *few)
+    assert "demo: accuracy" in python("-m", "hybridflow", "demo", *few)
     program = "import hybridflow; from hybridflow.api.settings import recipe_files; print(recipe_files('dapo')[0])"
-    command = [sys.executable, "-c", program]
-    shown = subprocess.run(
-        command, cwd=empty, env={**os.environ, "PYTHONPATH": str(site)}, capture_output=True, text=True
-    )
-    assert shown.stdout.strip() == f"{site}/hybridflow/recipes/algorithms/dapo.toml"
+    assert python("-c", program).strip() == f"{site}/hybridflow/recipes/algorithms/dapo.toml"
 
 
 def test_uv_installs_the_wheel_into_an_environment_of_its_own(wheel, tmp_path):
     """The other packages are those of this environment, since a test has no network."""
     environment, empty = tmp_path / "environment", tmp_path / "empty"
     empty.mkdir()
-    uv = [Path(sys.executable).with_name("uv"), "--offline", "--no-config"]
-    variables = {**os.environ, "UV_CACHE_DIR": str(tmp_path / "cache")}
-    variables.pop("VIRTUAL_ENV", None)
-    subprocess.run([*uv, "venv", "--quiet", "--python", sys.executable, environment], check=True, env=variables)
-    python = environment / "bin/python"
+    uv, cache = [Path(sys.executable).with_name("uv"), "--offline", "--no-config"], str(tmp_path / "cache")
+    output_of([*uv, "venv", "--quiet", "--python", sys.executable, environment], empty, UV_CACHE_DIR=cache)
+    python, hybridflow = environment / "bin/python", environment / "bin/hybridflow"
     install = [*uv, "pip", "install", "--quiet", "--no-deps", "--python", python, wheel]
-    subprocess.run(install, check=True, env=variables)
-    variables |= {"PYTHONPATH": sysconfig.get_path("purelib")}
-    hybridflow, task = environment / "bin/hybridflow", empty / "task"
-    where = "import hybridflow; print(hybridflow.__file__)"
-    commands = [([hybridflow, "init", "task"], empty)]
-    commands += [([hybridflow, "train", "recipe.toml", "trainer.total_steps=1"], task), ([python, "-c", where], empty)]
-    for command, directory in commands:
-        done = subprocess.run(command, cwd=directory, env=variables, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(str(environment))
+    output_of(install, empty, UV_CACHE_DIR=cache)
+    packages = {"PYTHONPATH": sysconfig.get_path("purelib")}
+    output_of([hybridflow, "init", "task"], empty, **packages)
+    output_of([hybridflow, "train", "recipe.toml", "trainer.total_steps=1"], empty / "task", **packages)
+    where = output_of([python, "-c", "import hybridflow; print(hybridflow.__file__)"], empty, **packages)
+    assert where.startswith(str(environment))

@@ -4,11 +4,8 @@ import re
 import subprocess
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 TEXT = {".py", ".md", ".toml", ".c", ".h", ""}
-
 INSTEAD = {
     "nobody": "name the component, or use the passive",
     "somebody": "name the component, or use the passive",
@@ -32,47 +29,31 @@ INSTEAD = {
     "put back": "restored",
 }
 """Words that a reader new to the project does not understand, and what to write instead."""
-
 NOT_AFTER = "there "
 """`there is no mask` is plain; `x is no mask` is not."""
-
 LONGEST_TEST_NAME = 75
+ANY_WORD = re.compile(rf"(?<![a-z])(?<!{NOT_AFTER})({'|'.join(INSTEAD)})(?![a-z])", re.IGNORECASE)
 
 
-def files() -> list[Path]:
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    paths = [ROOT / name for name in listed.splitlines()]
-    return [path for path in paths if path.suffix in TEXT and path.name != "LICENSE" and path != Path(__file__)]
+def texts() -> dict[str, str]:
+    """Return the texts of the checkout by their path; none outside a checkout."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout
+    paths = [Path(name) for name in listed.splitlines() if name not in ("LICENSE", "tests/architecture/test_words.py")]
+    return {
+        str(path): (ROOT / path).read_text() for path in paths if path.suffix in TEXT and (ROOT / path).is_file()
+    }  # not a link to a directory
 
 
-def package_of(path: Path) -> str:
-    parts = path.relative_to(ROOT).parts[:-1]
-    return "/".join(parts[:3] if parts[:1] == ("src",) else parts[:2]) or "."
-
-
-FILES = files() if (ROOT / ".git").exists() else []
-
-
-@pytest.mark.parametrize("package", sorted({package_of(path) for path in FILES}))
-def test_prose_has_no_private_words(package):
+def test_prose_has_no_private_words():
     found = []
-    for path in FILES:
-        if package_of(path) != package or not path.is_file():  # also a link to a directory
-            continue
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            for word, instead in INSTEAD.items():
-                if re.search(rf"(?<![a-z])(?<!{NOT_AFTER})({word})(?![a-z])", line, re.IGNORECASE):
-                    found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:90]!r}; write: {instead}")
+    for path, text in texts().items():
+        for number, line in enumerate(text.splitlines(), 1):
+            for match in ANY_WORD.finditer(line):
+                instead = next(i for word, i in INSTEAD.items() if re.fullmatch(word, match[1], re.IGNORECASE))
+                found.append(f"{path}:{number}: {line.strip()[:90]!r}; write: {instead}")
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("package", sorted({package_of(path) for path in FILES if path.name.startswith("test_")}))
-def test_names_of_tests_are_short(package):
-    names = [
-        f"{path.relative_to(ROOT)}: {name}"
-        for path in FILES
-        if package_of(path) == package and path.name.startswith("test_") and path.exists()
-        for name in re.findall(r"def (test_\w+)", path.read_text())
-        if len(name) > LONGEST_TEST_NAME
-    ]
-    assert not names, f"longer than {LONGEST_TEST_NAME} characters:\n" + "\n".join(names)
+def test_names_of_tests_are_short():
+    names = [f"{path}: {name}" for path, text in texts().items() for name in re.findall(r"def (test_\w+)", text)]
+    assert [name for name in names if len(name.partition(": ")[2]) > LONGEST_TEST_NAME] == []

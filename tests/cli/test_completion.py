@@ -8,49 +8,50 @@ import pytest
 from hybridflow.cli.completion import SHELLS
 from hybridflow.cli.main import COMMANDS, main
 
+pytestmark = [pytest.mark.runs, pytest.mark.own_run("grpo: a shell asks a process for completions")]
 
-@pytest.fixture
-def complete(tmp_path):
-    """Return a function that asks for completions of a line, as a shell does in a directory with a recipe and runs."""
-    (tmp_path / "recipe.toml").touch()
-    (tmp_path / "notes.txt").touch()
-    for name in ("runs/first", "runs/second", "runs/empty"):
-        (tmp_path / name).mkdir(parents=True)
-    for name in ("first", "second"):
-        (tmp_path / "runs" / name / "run.json").touch()
-
-    def complete(line):
-        variables = {
-            "_ARGCOMPLETE": "1",
-            "_ARGCOMPLETE_IFS": "\n",
-            "_ARGCOMPLETE_SUPPRESS_SPACE": "1",
-            "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "answer"),
-            "COMP_LINE": line,
-            "COMP_POINT": str(len(line)),
-            "COMP_TYPE": "9",
-        }
-        program = "from hybridflow.cli.main import command; command()"
-        command = [sys.executable, "-c", program]
-        subprocess.run(command, cwd=tmp_path, env={**os.environ, **variables}, check=True, capture_output=True)
-        return (tmp_path / "answer").read_text().split("\n")
-
-    return complete
+ASK = """
+import contextlib, os, sys
+class Left(BaseException): ...
+def leave(status):
+    raise Left
+os._exit = leave
+from hybridflow.cli.main import command
+for number, line in enumerate(sys.argv[1:]):
+    os.environ |= {"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_STDOUT_FILENAME": str(number)}
+    with contextlib.suppress(Left):
+        command()
+heavy = {"torch", "ray", "transformers"} & sys.modules.keys()
+assert not heavy, heavy
+"""
 
 
-def test_commands_options_recipes_keys_and_runs_are_completed(complete):
-    assert set(COMMANDS) <= set(complete("hybridflow "))
-    assert complete("hybridflow dia") == ["diagnose"]
-    assert complete("hybridflow diagnose --st") == ["--steps"]
-    assert complete("hybridflow train rec") == [
-        "recipe.toml",
-        *(["recovery."] * 0),
-        *complete("hybridflow train recov"),
-    ]
-    assert "actor.optimizer.lr=" in complete("hybridflow train recipe.toml actor.optimizer.")
-    assert complete("hybridflow report ru") == ["runs/"]
-    assert complete("hybridflow report runs/") == ["runs/empty/", "runs/first", "runs/second"]
-    assert complete("hybridflow compare runs/first runs/s") == ["runs/second"]
-    assert complete("hybridflow report missing/") == [""]
+def completions(directory, *lines):
+    """Return the completions of lines, as a shell gets them in a directory."""
+    variables = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_SUPPRESS_SPACE": "1", "COMP_TYPE": "9"}
+    subprocess.run([sys.executable, "-c", ASK, *lines], cwd=directory, env={**os.environ, **variables}, check=True)
+    return [(directory / str(number)).read_text().split("\n") for number in range(len(lines))]
+
+
+def test_commands_options_recipes_keys_and_runs_are_completed(tmp_path):
+    for name in ("recipe.toml", "notes.txt", "runs/first/run.json", "runs/second/run.json", "runs/empty/x"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    expected = {
+        "hybridflow dia": ["diagnose"],
+        "hybridflow diagnose --st": ["--steps"],
+        "hybridflow report ru": ["runs/"],
+        "hybridflow report runs/": ["runs/empty/", "runs/first", "runs/second"],
+        "hybridflow compare runs/first runs/s": ["runs/second"],
+        "hybridflow report missing/": [""],
+    }
+    lines = ["hybridflow ", "hybridflow train rec", "hybridflow train recipe.toml actor.optimizer.", *expected]
+    commands, recipes, keys, *others = completions(tmp_path, *lines)
+    assert set(COMMANDS) <= set(commands)
+    assert recipes[0] == "recipe.toml"
+    assert all(each.startswith("recovery.") for each in recipes[1:])
+    assert "actor.optimizer.lr=" in keys
+    assert dict(zip(expected, others, strict=True)) == expected
 
 
 @pytest.mark.parametrize("shell", SHELLS)
@@ -60,18 +61,3 @@ def test_a_shell_takes_the_script(shell, capsys, tmp_path):
     assert "hybridflow" in script
     if shutil.which(shell):
         subprocess.run([shell, "-c", script], check=True, capture_output=True, cwd=tmp_path)
-
-
-def test_completion_imports_no_heavy_package():
-    variables = {"_ARGCOMPLETE": "1", "COMP_LINE": "hybridflow train ", "COMP_POINT": "17", "COMP_TYPE": "9"}
-    variables["_ARGCOMPLETE_STDOUT_FILENAME"] = os.devnull
-    program = (
-        "import sys, os\nexit_of = os._exit\n"
-        "def leave(status):\n"
-        "    print(*[name for name in ('torch', 'ray', 'transformers') if name in sys.modules], flush=True)\n"
-        "    exit_of(status)\n"
-        "os._exit = leave\nfrom hybridflow.cli.main import command\ncommand()"
-    )
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True)
-    assert (done.returncode, done.stdout.strip()) == (0, "")

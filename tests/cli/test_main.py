@@ -1,26 +1,36 @@
+"""The command line: help, exit status, errors and signals, and the arguments that several commands share."""
+
+import argparse
 import os
 import signal
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
 from hybridflow import __version__
+from hybridflow.cli.checkpoint_arguments import add_checkpoint_arguments, chosen_checkpoint, recipe_of_run
 from hybridflow.cli.exit_codes import exit_codes_text
 from hybridflow.cli.main import COMMANDS, Command, main
-from hybridflow.config import leaf_keys
+from hybridflow.cli.output_file import write_rows
+from hybridflow.cli.recipe_arguments import add_recipe_arguments, config_of
+from hybridflow.cli.stop_after import add_stop_after
+from hybridflow.config import leaf_keys, load_config, reference_markdown, reference_text, to_toml
 from hybridflow.config.render import toml_value
-from hybridflow.errors import DataError, LostWeightSyncError, WorkerDiedError, WorkerError
+from hybridflow.errors import ConfigError, DataError, LostWeightSyncError, WorkerDiedError, WorkerError
+
+RECIPE = str(Path(__file__).parents[2] / "recipes/algorithms/grpo.toml")
 
 
 @pytest.fixture
 def fake_command(monkeypatch):
     """Add a command `fake` whose `run` is the given function."""
 
-    def add(run, doc="Does something fake.\n\nIn two paragraphs."):
+    def add(run):
         module = type(sys)("fake_command")
-        module.__doc__ = doc
+        module.__doc__ = "Does something fake.\n\nIn two paragraphs."
         module.add_arguments = lambda parser: parser.add_argument("word", nargs="?")  # type: ignore[attr-defined]
         module.run = run  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "fake_command", module)
@@ -29,186 +39,196 @@ def fake_command(monkeypatch):
     return add
 
 
-def test_help_lists_every_command_with_an_example(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main(["--help"])
-    assert exit_.value.code == 0
-    shown = capsys.readouterr().out
+def fail_with(error, cause=None):
+    def run(args):
+        raise error from cause
+
+    return run
+
+
+def test_help_lists_every_command_and_exit_status(shown):
+    out, _ = shown("--help")
     for name, command in COMMANDS.items():
-        assert f"  {name} " in shown
-        assert command.help in shown
-        assert f"hybridflow {command.example}" in shown
-        assert command.example.startswith(name)
+        assert f"  {name} " in out
+        assert command.help in out
+        assert f"hybridflow {command.example}" in out
+    assert f"exit status:\n{exit_codes_text()}\n" in out
+    assert "commands:" in shown(status=2)[0]
+    assert shown("--version")[0] == f"hybridflow {__version__}\n"
 
 
-def test_without_a_command_help_is_shown_and_the_status_is_2(capsys):
-    assert main([]) == 2
-    assert "commands:" in capsys.readouterr().out
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_a_command_has_an_example_and_its_keys(name, shown):
+    out, _ = shown(name, "--help")
+    assert f"usage: hybridflow {name} " in out
+    assert f"example: hybridflow {COMMANDS[name].example}" in out
+    keys = getattr(import_module(COMMANDS[name].module), "KEYS", ())
+    assert set(keys) <= leaf_keys().keys()
+    assert all(f"\n  {key} = {toml_value(leaf_keys()[key])}\n" in out for key in keys)
+    assert max(map(len, out.splitlines())) <= 120
 
 
-def test_version_is_shown(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main(["--version"])
-    assert exit_.value.code == 0
-    assert capsys.readouterr().out == f"hybridflow {__version__}\n"
+def test_an_unknown_command_suggests_the_nearest_or_lists_all(shown):
+    assert "'trian' is not a command; did you mean train?" in shown("trian", "recipe.toml", status=2)[1]
+    assert f"commands: {', '.join(COMMANDS)}." in shown("xyz", status=2)[1]
 
 
-def test_an_unknown_command_suggests_the_nearest(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main(["trian", "recipe.toml"])
-    assert exit_.value.code == 2
-    assert "'trian' is not a command; did you mean train?" in capsys.readouterr().err
-
-
-def test_an_unknown_command_without_a_similar_one_lists_all(capsys):
-    with pytest.raises(SystemExit):
-        main(["xyz"])
-    assert f"commands: {', '.join(COMMANDS)}." in capsys.readouterr().err
-
-
-def test_a_command_gets_its_arguments_and_its_status_is_returned(fake_command):
+def test_a_command_gets_its_arguments_and_its_status_is_returned(fake_command, shown):
     fake_command(lambda args: {"it": 5}[args.word])
-    assert main(["fake", "it"]) == 5
+    shown("fake", "it", status=5)
+    out, _ = shown("fake", "--help")
+    assert "In two paragraphs." in out
 
 
-def test_a_commands_help_is_its_docstring_with_an_example(fake_command, capsys):
-    fake_command(lambda args: 0)
-    with pytest.raises(SystemExit) as exit_:
-        main(["fake", "--help"])
-    assert exit_.value.code == 0
-    shown = capsys.readouterr().out
-    assert "usage: hybridflow fake" in shown
-    assert "In two paragraphs." in shown
-    assert "example: hybridflow fake it" in shown
+@pytest.mark.parametrize(
+    ("error", "cause", "status", "printed"),
+    [
+        (DataError("data.parquet is empty"), None, 1, "error: data.parquet is empty\n"),
+        (WorkerDiedError("worker actor/0 died"), None, 75, "error: worker actor/0 died\n"),
+        (
+            LostWeightSyncError("process 7 exited"),
+            OSError("a traceback of the worker"),
+            75,
+            "error: process 7 exited\n",
+        ),
+        (KeyboardInterrupt(), None, 130, "interrupted\n"),
+    ],
+)
+def test_an_error_is_one_line_and_a_status(fake_command, shown, error, cause, status, printed):
+    fake_command(fail_with(error, cause))
+    assert shown("fake", status=status)[1].startswith(printed)
+    assert "Traceback" not in shown("fake", status=status)[1]
 
 
-def test_a_hybridflow_error_is_one_line_on_stderr(fake_command, capsys):
-    def run(args):
-        raise DataError("data.parquet is empty; write it again")
-
-    fake_command(run)
-    assert main(["fake"]) == 1
-    assert capsys.readouterr().err == "error: data.parquet is empty; write it again\n"
-
-
-def test_status_75_ends_with_the_hint_of_the_command(fake_command, capsys, monkeypatch):
-    def run(args):
-        raise WorkerDiedError("worker actor/0 died")
-
-    fake_command(run)
-    assert main(["fake", "it"]) == 75
-    assert capsys.readouterr().err == "error: worker actor/0 died\n"
-    monkeypatch.setattr(sys.modules["fake_command"], "how_to_go_on", lambda args: f"Run {args.word}.", raising=False)
-    assert main(["fake", "it"]) == 75
-    assert capsys.readouterr().err == "error: worker actor/0 died\nRun it.\n"
-
-
-def test_output_to_a_full_disk_is_status_75_without_traceback():
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "hybridflow", "config"], stdout=full, stderr=subprocess.PIPE, text=True
-        )
-    assert done.returncode == 75
-    assert done.stderr == "error: [Errno 28] No space left on device\n"
-
-
-def test_help_shows_the_exit_status_of_each_outcome(capsys):
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    assert f"exit status:\n{exit_codes_text()}\n" in capsys.readouterr().out
-
-
-def test_any_other_error_keeps_its_traceback(fake_command):
+def test_an_unexpected_error_shows_its_traceback(fake_command, shown):
     fake_command(lambda args: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         main(["fake"])
+    fake_command(fail_with(WorkerError("Actor.update failed: ZeroDivisionError"), ZeroDivisionError()))
+    err = shown("fake", status=1)[1]
+    assert err.startswith(("ZeroDivisionError", "Traceback"))
+    assert err.endswith("error: Actor.update failed: ZeroDivisionError\n")
 
 
-def test_an_unexpected_error_of_a_worker_shows_its_traceback(fake_command, capsys):
-    def run(args):
-        try:
-            1 // 0  # noqa: B018
-        except ZeroDivisionError as error:
-            raise WorkerError("Actor.update failed on worker actor/0: ZeroDivisionError") from error
-
-    fake_command(run)
-    assert main(["fake"]) == 1
-    shown = capsys.readouterr().err
-    assert shown.startswith("Traceback")
-    assert shown.endswith("error: Actor.update failed on worker actor/0: ZeroDivisionError\n")
+def test_status_75_ends_with_the_hint_of_the_command(fake_command, shown, monkeypatch):
+    fake_command(fail_with(WorkerDiedError("worker actor/0 died")))
+    monkeypatch.setattr(sys.modules["fake_command"], "how_to_go_on", lambda args: f"Run {args.word}.", raising=False)
+    assert shown("fake", "it", status=75)[1] == "error: worker actor/0 died\nRun it.\n"
 
 
-def test_a_lost_process_of_a_weight_sync_shows_no_traceback(fake_command, capsys):
-    def run(args):
-        raise LostWeightSyncError("process 7 exited") from OSError("a traceback of the worker")
-
-    fake_command(run)
-    assert main(["fake"]) == 75
-    assert capsys.readouterr().err.startswith("error: process 7 exited\n")
-
-
-def test_ctrl_c_is_status_130(fake_command, capsys):
-    def run(args):
-        raise KeyboardInterrupt
-
-    fake_command(run)
-    assert main(["fake"]) == 130
-    assert capsys.readouterr().err == "interrupted\n"
-
-
-def test_sigterm_outside_a_training_loop_acts_as_ctrl_c(fake_command, capsys):
+def test_sigterm_acts_as_ctrl_c_unless_the_program_handles_it(fake_command, shown):
     handler = signal.getsignal(signal.SIGTERM)
-    fake_command(lambda args: os.kill(os.getpid(), signal.SIGTERM))
-    assert main(["fake"]) == 130
-    assert capsys.readouterr().err == "interrupted\n"
+    fake_command(lambda args: os.kill(os.getpid(), signal.SIGTERM) or 0)
+    assert shown("fake", status=130)[1] == "interrupted\n"
     assert signal.getsignal(signal.SIGTERM) == handler
-
-
-def test_an_existing_sigterm_handler_is_kept(fake_command, monkeypatch):
     seen = []
-    before = signal.signal(signal.SIGTERM, lambda *_: seen.append("own handler"))
+    signal.signal(signal.SIGTERM, lambda *_: seen.append("own handler"))
     try:
-        fake_command(lambda args: os.kill(os.getpid(), signal.SIGTERM) or 0)
-        assert main(["fake"]) == 0
+        shown("fake")
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, handler)
     assert seen == ["own handler"]
 
 
-def test_debug_level_shows_the_traceback_of_an_error():
-    program = (
-        "import sys; from hybridflow.cli import main as m; sys.argv = ['hybridflow', 'config', 'missing.toml']; "
-        "sys.exit(m.main())"
-    )
+@pytest.mark.runs
+@pytest.mark.own_run("grpo: looks at the output of a process")
+def test_a_closed_pipe_a_full_disk_and_debugging(tmp_path):
+    command = [sys.executable, "-m", "hybridflow", "config"]
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "HYBRIDFLOW_LOGGING_LEVEL": "debug"},
+        f"{' '.join(command)} --reference | head -n 1", shell=True, capture_output=True, text=True, cwd=tmp_path
     )
+    assert (done.stdout, done.stderr) == ("[model]\n", "")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (75, "error: [Errno 28] No space left on device\n")
+    environment = {**os.environ, "HYBRIDFLOW_LOGGING_LEVEL": "debug"}
+    done = subprocess.run([*command, "missing.toml"], capture_output=True, text=True, env=environment)
     assert done.returncode == 2
-    assert "error: recipe missing.toml does not exist" in done.stderr
-    assert "Traceback" in done.stderr
-    assert "load_config" in done.stderr
+    for text in ("error: recipe missing.toml does not exist", "Traceback", "load_config"):
+        assert text in done.stderr
 
 
-def test_a_closed_output_pipe_is_not_an_error():
-    done = subprocess.run(
-        f"{sys.executable} -m hybridflow config --reference | head -n 1",
-        shell=True,
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout == "[model]\n"
-    assert done.stderr == ""
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "my.toml"
+    path.write_text("[trainer]\nseed = 5\n")
+    return path
 
 
-@pytest.mark.parametrize("name", ["train", "sft", "dpo", "reward-model", "evaluate", "generate", "memory"])
-def test_the_help_of_a_command_lists_its_keys_with_their_defaults(name, capsys):
-    keys = import_module(COMMANDS[name].module).KEYS
-    assert set(keys) <= leaf_keys().keys()
+def parse(*arguments):
+    parser = argparse.ArgumentParser()
+    for add in (add_recipe_arguments, add_stop_after, add_checkpoint_arguments):
+        add(parser)
+    return parser.parse_intermixed_args([str(argument) for argument in arguments])
+
+
+def test_recipe_overrides_and_options_can_be_mixed(recipe):
+    args = parse(recipe, "trainer.epochs=2", "--stop-after", "3", "trainer.log_samples=1")
+    config = config_of(args)
+    assert (config.trainer.seed, config.trainer.epochs, config.trainer.log_samples) == (5, 2, 1)
+    assert args.stop_after == 3
+    assert config_of(parse("trainer.seed=7")).trainer.seed == 7
+    config = config_of(parse("trainer.seed=7"), default_recipe=recipe, more=["trainer.seed=6", "trainer.epochs=4"])
+    assert (config.trainer.seed, config.trainer.epochs) == (7, 4)  # an override wins over an option
+    assert config_of(parse()).trainer.seed == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--actor.optimizer.lr=1e-5", "4"], "are written without dashes: actor.optimizer.lr=1e-5\n"),
+        (["-trainer.seed=3"], "-trainer.seed=3 is not an option: overrides are written without dashes: trainer.seed=3"),
+        (["--trainer.seed", "4"], "are written without dashes: trainer.seed=VALUE\n"),
+    ],
+)
+def test_an_override_with_dashes_shows_how_to_write_it(arguments, problem, recipe, shown):
+    assert problem in shown("config", recipe, *arguments, status=2)[1]
+
+
+def test_options_of_checkpoints_and_steps_are_checked(capsys):
+    for text in ("0", "-1", "two", "1.5"):
+        with pytest.raises(SystemExit):
+            parse(f"--stop-after={text}")
+        assert f"N must be a positive integer, got {text!r}" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main([name, "--help"])
-    shown = capsys.readouterr().out
-    assert all(f"\n  {key} = {toml_value(leaf_keys()[key])}\n" in shown for key in keys)
-    assert max(map(len, shown.splitlines())) <= 120
+        parse("--run", "a", "--checkpoint", "b")
+    assert chosen_checkpoint(parse()) is recipe_of_run(parse()) is None
+    with pytest.raises(ConfigError, match="--step 4 needs a run; add --run DIR"):
+        chosen_checkpoint(parse("--step", "4"))
+
+
+def test_rows_replace_the_contents_of_a_file(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("old\n")
+    write_rows(file, [{"a": 1}, {"b": "ü"}])
+    assert file.read_text("utf-8") == '{"a": 1}\n{"b": "ü"}\n'
+    with pytest.raises(DataError, match=r"--output .*absent/rows\.jsonl cannot be written"):
+        write_rows(Path("absent/rows.jsonl"), [])
+
+
+def test_config_prints_the_configuration_the_reference_or_all_problems(recipe, shown):
+    assert shown("config", recipe, "trainer.epochs=3")[0] == to_toml(load_config(recipe, ["trainer.epochs=3"]))
+    assert shown("config", "trainer.seed=1")[0] == to_toml(load_config(None, ["trainer.seed=1"]))
+    assert shown("config", "--reference")[0] == reference_text()
+    assert shown("config", "--reference", "--markdown")[0] == reference_markdown()
+    assert shown("config", recipe, "trainer.seeds=3", "rollout.group_size=0", status=2) == (
+        "",
+        f"error: 2 problem(s) in {recipe} with overrides:\n"
+        "  rollout.group_size=0 is invalid: expected a value greater than 0\n"
+        "  trainer.seeds: no such key; did you mean trainer.seed?\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("form", "line"),
+    [
+        ("text", "    weights of step 1: sample batch 2, then train on batch 1"),
+        ("mermaid", '["weights of step 1"]'),
+        ("dot", '    "weights of step 0" -> "batches 0 to 1" [label="sample"];'),
+    ],
+)
+def test_graph_draws_the_loop_of_a_recipe_without_a_model(shown, form, line):
+    plain, _ = shown("graph", RECIPE, "--format", form)
+    assert "weights of step" not in plain
+    assert shown("graph", RECIPE, "--format", form, "model.path=owner/model")[0] == plain
+    assert line in shown("graph", RECIPE, "--format", form, "trainer.lag=1", "algorithm.rollout_weights=token")[0]

@@ -1,20 +1,23 @@
 """Each check on this machine, and on one that has its fault."""
 
 import resource
-import subprocess
 import sys
 import time
 
 import psutil
 import pytest
 
-from hybridflow.doctor import machine, programs, run_checks, run_directory, versions
+from hybridflow import doctor
+from hybridflow.cli.main import main
+from hybridflow.doctor import Finding, machine, programs, run_checks, run_directory, versions
 from hybridflow.doctor.devices import check_devices
 from hybridflow.doctor.machine import check_open_files, check_shared_memory, check_temporary_files
 from hybridflow.doctor.network import VARIABLE, check_host_name, check_ports
 from hybridflow.doctor.programs import Program, all_reduce, check
 from hybridflow.doctor.run_directory import check_run_directory
 from hybridflow.doctor.versions import check_versions, check_vllm
+
+OWN_RUN = pytest.mark.own_run("grpo: starts the programs of checks")
 
 
 def test_this_machine_has_no_error():
@@ -24,29 +27,39 @@ def test_this_machine_has_no_error():
         assert finding.state != "error", finding
 
 
-def test_a_missing_and_a_wrong_version_are_named(monkeypatch):
-    monkeypatch.setattr(
-        versions, "requires", lambda _: ["torch>=99", "absent>1", "numpy", 'vllm==0.1; extra == "vllm"']
-    )
+def test_an_error_sets_the_exit_status(monkeypatch, capsys, tmp_path):
+    fine, slow = Finding("ports", "ok", "one opens"), Finding("open files", "warning", "5 files", "raise the limit")
+    wrong = Finding("versions", "error", "torch is missing", "install it")
+    for findings, status in (([fine], 0), ([fine, slow], 0), ([fine, wrong, slow], 1)):
+        monkeypatch.setattr(doctor, "run_checks", lambda directory, found=findings: iter(found))
+        assert main(["doctor", "--dir", str(tmp_path)]) == status
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0] == "ok       ports           one opens"
+    assert lines[1:3] == ["error    versions        torch is missing", "         fix: install it"]
+
+
+def test_versions_that_are_missing_wrong_or_do_not_fit_are_named(monkeypatch):
+    needs = {"hybridflow": ["torch>=99", "absent>1", "numpy", 'vllm==0.1; extra == "vllm"']}
+    monkeypatch.setattr(versions, "requires", lambda name: needs.get(name, []))
     finding = check_versions()
     assert finding.state == "error"
     assert "is not >=99; absent is missing" in finding.text
     assert "vllm" not in finding.text
     assert finding.fix == "install them again: pip install 'torch>=99' 'absent>1'"
-
-
-def test_packages_that_do_not_fit_together_are_a_warning(monkeypatch):
-    needs = {"hybridflow": ["numpy"], "numpy": ["torch<1", "absent"], "torch": []}
-    monkeypatch.setattr(versions, "requires", lambda name: needs.get(name, []))
+    needs |= {"hybridflow": ["numpy"], "numpy": ["torch<1", "absent"], "torch": []}
     finding = check_versions()
-    assert finding.state == "warning"
+    assert (finding.state, finding.text.endswith(" is not <1")) == ("warning", True)
     assert "; numpy: torch " in finding.text
-    assert finding.text.endswith(" is not <1")
-
-
-def test_another_python_is_an_error(monkeypatch):
     monkeypatch.setattr(versions, "metadata", lambda _: {"Requires-Python": ">=4"})
     assert "hybridflow needs Python >=4" in check_versions().text
+
+
+@pytest.mark.parametrize(("found", "state"), [(None, "ok"), ("0.32.1", "ok"), ("0.31.0+cpu", "error")])
+def test_vllm_must_have_the_supported_version(monkeypatch, found, state):
+    monkeypatch.setattr(versions, "installed", lambda name: found if name == "vllm" else None)
+    finding = check_vllm()
+    assert finding.state == state
+    assert ("install 'vllm==0.32.*'" in finding.fix) == (state == "error")
 
 
 def test_gpus_that_torch_does_not_find_are_a_warning(tmp_path, monkeypatch):
@@ -59,22 +72,14 @@ def test_gpus_that_torch_does_not_find_are_a_warning(tmp_path, monkeypatch):
     assert check_devices(tmp_path / "none").state == "error"
 
 
-@pytest.mark.parametrize(("found", "state"), [(None, "ok"), ("0.32.1", "ok"), ("0.31.0+cpu", "error")])
-def test_vllm_must_have_the_supported_version(monkeypatch, found, state):
-    monkeypatch.setattr(versions, "installed", lambda name: found if name == "vllm" else None)
-    finding = check_vllm()
-    assert finding.state == state
-    assert ("install 'vllm==0.32.*'" in finding.fix) == (state == "error")
-
-
-def test_little_shared_memory_and_few_files_are_warnings(tmp_path):
+def test_memory_files_and_temporary_directories_are_measured(tmp_path, monkeypatch):
     assert check_shared_memory(tmp_path, least=1).state == "ok"
     assert check_shared_memory(tmp_path, least=2**60).state == "warning"
     assert "mount a tmpfs" in check_shared_memory(tmp_path / "none").fix
     assert check_temporary_files(least=2**60).state == "warning"
-
-
-def test_a_temporary_directory_that_is_missing_or_full_is_found(tmp_path, monkeypatch):
+    for hard, state in ((4096, "ok"), (1_048_576, "ok"), (2048, "warning")):  # Ray raises the soft limit
+        monkeypatch.setattr(resource, "getrlimit", lambda _, hard=hard: (1024, hard))
+        assert check_open_files().state == state
     monkeypatch.setenv("TMPDIR", str(tmp_path / "none"))
     finding = check_temporary_files(least=1)
     assert (finding.state, f"TMPDIR={tmp_path}/none does not exist" in finding.text) == ("warning", True)
@@ -83,23 +88,14 @@ def test_a_temporary_directory_that_is_missing_or_full_is_found(tmp_path, monkey
     assert [finding.name for finding in run_checks(tmp_path)] == ["temporary files"]
 
 
-@pytest.mark.parametrize(("hard", "state"), [(4096, "ok"), (1_048_576, "ok"), (2048, "warning")])
-def test_ray_raises_a_soft_limit_of_open_files(monkeypatch, hard, state):
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, hard))
-    assert check_open_files().state == state
-
-
-def test_a_directory_of_runs_is_written_renamed_and_locked(tmp_path):
+def test_a_directory_of_runs_is_written_renamed_and_locked(tmp_path, monkeypatch):
     finding = check_run_directory(tmp_path / "not" / "yet", least_free=1)
     assert finding.state == "ok"
     assert f"free in '{tmp_path}', with atomic renames and locks" in finding.text
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_directory_that_cannot_hold_runs_says_why(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    assert check_run_directory(tmp_path / "file" / "runs").text == f"'{tmp_path}/file' is not a directory"
     (tmp_path / "link").symlink_to(tmp_path / "none")
+    assert check_run_directory(tmp_path / "file" / "runs").text == f"'{tmp_path}/file' is not a directory"
     assert check_run_directory(tmp_path / "link").text == f"'{tmp_path}/link' is not a directory"
     assert check_run_directory(tmp_path, least_free=2**60).state == "warning"
     monkeypatch.setattr(run_directory, "_can_lock", lambda _: False)
@@ -107,26 +103,29 @@ def test_a_directory_that_cannot_hold_runs_says_why(tmp_path, monkeypatch):
     assert "cannot be written" in check_run_directory("/proc" / tmp_path.relative_to("/")).text
 
 
-def test_a_host_name_must_be_this_machine():
+def test_host_name_and_interface_must_be_of_this_machine(monkeypatch):
     assert check_host_name("localhost").state == "ok"
     unknown = check_host_name("no-such-host.invalid")
     assert (unknown.state, "/etc/hosts" in unknown.fix) == ("warning", True)
-    other = check_host_name("192.0.2.1")
-    assert other.text == "'192.0.2.1' is 192.0.2.1, not this machine"
-
-
-def test_a_chosen_interface_must_exist(monkeypatch):
+    assert check_host_name("192.0.2.1").text == "'192.0.2.1' is 192.0.2.1, not this machine"
     monkeypatch.setenv(VARIABLE, "lo")
     assert check_host_name().state == "ok"
     monkeypatch.setenv(VARIABLE, "nope0")
     assert check_host_name().text == "GLOO_SOCKET_IFNAME='nope0' names no interface of this machine"
 
 
+@pytest.mark.runs
+@OWN_RUN
 @pytest.mark.parametrize(
     ("program", "text", "limit_s"),
     [
         ("raise ImportError('broken')", "it ended with status 1: ImportError: broken", 60.0),
-        ("import time; print('hangs', flush=True); time.sleep(600)", "it had not ended after 5 s", 5.0),
+        pytest.param(
+            "import time; print('hangs', flush=True); time.sleep(600)",
+            "it had not ended after 5 s",
+            5.0,
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_a_library_that_fails_or_hangs_is_an_error_of_its_check(tmp_path, monkeypatch, program, text, limit_s):
@@ -139,45 +138,41 @@ def test_a_library_that_fails_or_hangs_is_an_error_of_its_check(tmp_path, monkey
     assert finding.text.startswith(text)  # what a process that hangs has printed depends on its speed
 
 
-def test_doctor_itself_imports_neither_torch_nor_ray():
-    code = "import sys, hybridflow.cli.main, hybridflow.doctor; sys.exit(bool({'torch', 'ray'} & sys.modules.keys()))"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
 def program(tmp_path, *texts, limit_s=60.0):
     commands = [[sys.executable, "-c", text] for text in texts]
     return Program("it", commands, tmp_path, "done", "mend it", limit_s=limit_s)
 
 
-def test_a_program_that_fails_or_hangs_is_an_error_with_its_last_line(tmp_path):
+@pytest.mark.runs
+@OWN_RUN
+def test_a_program_that_fails_hangs_or_is_stopped_leaves_no_process(tmp_path):
     assert program(tmp_path, "", "pass").finding().state == "ok"
     failed = program(tmp_path, "import time; time.sleep(600)", "raise SystemExit('no network')").finding()
     assert (failed.state, failed.text, failed.fix) == ("error", "it ended with status 1: no network", "mend it")
-    hangs = program(tmp_path, "import time; print('begins', flush=True); time.sleep(600)", limit_s=2.0)
-    assert hangs.finding().text == "it had not ended after 2 s: begins"
-
-
-def test_a_stopped_program_leaves_no_process(tmp_path):
+    hangs = program(tmp_path, "import time; time.sleep(600)", limit_s=1.0)
+    assert hangs.finding().text.startswith("it had not ended after 1 s")
     child = "import subprocess, time; child = subprocess.Popen(['sleep', '613'])"
     started = program(tmp_path, f"{child}; print(child.pid, flush=True); time.sleep(600)")
     deadline = time.monotonic() + 60
     while not (tmp_path / "output_0.txt").read_text().endswith("\n"):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    child = psutil.Process(int((tmp_path / "output_0.txt").read_text()))
+    process = psutil.Process(int((tmp_path / "output_0.txt").read_text()))
     started.stop()
-    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
+@OWN_RUN
 def test_two_processes_add_a_tensor(tmp_path):
     assert all_reduce(tmp_path).finding().state == "ok"
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.exhaustive
+@OWN_RUN
 def test_all_checks_end_and_leave_nothing(tmp_path):
     findings = {finding.name: finding for finding in run_checks(tmp_path)}
     assert [finding for finding in findings.values() if finding.state == "error"] == []

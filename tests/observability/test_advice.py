@@ -1,13 +1,10 @@
 """Each finding of the advice is raised by a run with that fault, and a healthy run raises none."""
 
-import contextlib
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 
-from fixtures.tiny_run import write_task
 from hybridflow.cli.main import main
 from hybridflow.config import leaf_keys, load_config
 from hybridflow.config.load import FIXED
@@ -15,7 +12,7 @@ from hybridflow.config.render import toml_value
 from hybridflow.data import prompt_row, write_prompt_file
 from hybridflow.observability.advice import data, learning, speed
 from hybridflow.observability.advice.evidence import Evidence
-from hybridflow.observability.advice.find import FINDINGS, advice_from, find_advice, findings_markdown
+from hybridflow.observability.advice.find import FINDINGS, advice_from, find_advice
 from hybridflow.observability.run_files import RunFiles
 
 HEALTHY = {
@@ -101,14 +98,9 @@ def test_advice_is_one_line_with_values_computed_from_the_current_ones():
     )
 
 
-@pytest.mark.parametrize(
-    "finding", [each for each in FINDINGS if isinstance(each.threshold, str)], ids=lambda each: each.name
-)
-def test_every_named_threshold_is_a_key(finding):
-    assert f"advice.{finding.threshold}" in leaf_keys()
-
-
-def test_errors_of_removed_keys_name_the_fixed_thresholds():
+def test_thresholds_are_keys_or_fixed():
+    named = [f"advice.{each.threshold}" for each in FINDINGS if isinstance(each.threshold, str)]
+    assert set(named) <= leaf_keys().keys()
     assert FIXED == {
         "advice.warmup": learning.LONG_WARMUP,
         "advice.chat_template": data.WRONG_TEMPLATES,
@@ -123,16 +115,6 @@ def test_advice_on_rewards_names_the_environments_that_give_them():
     (advice,) = found(*config, metrics=HEALTHY | PLANTED["reward errors"])
     assert ("environment.classes", {"maze": "maze.py:Maze"}, ()) in advice.keys
     assert "reward.function" not in advice.line
-
-
-def test_first_messages_of_environments_are_not_taken_for_a_wrong_template():
-    sample = {
-        "step": 20,
-        "prompt": "question 1",
-        "rendered_prompt": "<|im_start|>user\nGuess.<|im_end|>\n<|im_start|>assistant\n",
-    }
-    assert names(metrics=HEALTHY, samples=[sample]) == ["chat template suspicious"]
-    assert names("environment.classes={a = 'a.py:A'}", metrics=HEALTHY, samples=[sample]) == []
 
 
 def test_a_threshold_turns_its_finding_off():
@@ -221,13 +203,12 @@ CHAT = "<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n"
     ],
 )
 def test_rendered_prompts_show_a_wrong_chat_template(prompt, rendered, sign):
-    advice = found(samples=[{"step": 1, "prompt": prompt, "rendered_prompt": rendered}])
-    assert [each.seen for each in advice] == [f"1 of 1 logged prompts {sign}"] * (sign is not None)
-
-
-def test_prompts_rendered_by_the_user_are_right_without_a_template():
-    sample = {"step": 1, "prompt": CHAT, "rendered_prompt": CHAT}
-    assert names("data.chat_template=false", samples=[sample]) == []
+    samples = [{"step": 1, "prompt": prompt, "rendered_prompt": rendered}]
+    assert [each.seen for each in found(samples=samples)] == [f"1 of 1 logged prompts {sign}"] * (sign is not None)
+    if prompt == rendered == CHAT:  # prompts that the user or an environment has rendered
+        assert names("data.chat_template=false", samples=samples) == []
+    if sign == "lack the text of the prompt after the template is applied":
+        assert names("environment.classes={a = 'a.py:A'}", samples=samples) == []
 
 
 def test_prompts_repeated_in_an_epoch_are_found():
@@ -242,33 +223,21 @@ def test_prompts_repeated_in_an_epoch_are_found():
     assert names(rows=rows, rollouts=rollouts[:2]) == []
 
 
-def test_samples_show_repeated_prompts_without_the_numbers_of_all_responses():
+def test_samples_show_repeated_prompts_and_contradictory_truths():
     samples = [{"step": step, "prompt": "a"} for step in (1, 1, 1)]
     assert names(samples=samples) == []
     assert names(samples=[*samples, {"step": 2, "prompt": "a"}]) == ["data repeated"]
-
-
-def test_contradictory_ground_truths_are_found():
-    samples = [{"step": 1, "prompt": "1 + 1", "ground_truth": {"value": 2, "unit": "m"}} for _ in range(2)]
-    assert names(samples=samples) == []
-    (advice,) = found(samples=[*samples, {"step": 1, "prompt": "1 + 1", "ground_truth": 3}])
-    assert advice.seen == "1 of 1 logged prompts have several ground truths, such as '1 + 1'"
-
-
-def test_ground_truths_with_keys_of_several_types_are_compared():
-    sample = {"step": 1, "prompt": "1 + 1", "ground_truth": {1: "a", "b": 2}}
-    assert names(samples=[sample, sample]) == []
+    for truth in ({"value": 2, "unit": "m"}, {1: "a", "b": 2}):  # keys of several types are compared
+        samples = [{"step": 1, "prompt": "1 + 1", "ground_truth": truth} for _ in range(2)]
+        assert names(samples=samples) == []
+        (advice,) = found(samples=[*samples, {"step": 1, "prompt": "1 + 1", "ground_truth": 3}])
+        assert advice.seen == "1 of 1 logged prompts have several ground truths, such as '1 + 1'"
 
 
 def test_offline_runs_are_judged_by_their_own_metrics():
     advice = found(metrics={"sft/lr": 0.0, "sft/padding_computed": 0.7, "perf/num_tokens": 100})
     assert [each.name for each in advice] == ["learning rate 0", "padding"]
     assert advice[0].seen == "sft/lr is 0"
-
-
-def test_docs_list_the_findings():
-    page = (Path(__file__).parents[2] / "docs" / "diagnose.md").read_text(encoding="utf-8")
-    assert findings_markdown() in page, f"put this into docs/diagnose.md:\n{findings_markdown()}"
 
 
 REWARD = """
@@ -305,14 +274,8 @@ RUNS = {
     ),
     "large_lr": (*GRPO, "actor.optimizer.lr=0.03", "actor.epochs=2"),
     "collapsed": (*GRPO, "actor.optimizer.lr=1.0"),
-    "budget": (
-        *SHORT,
-        *("memory.max_tokens_per_micro_batch=40", "rollout.group_size=64", "trainer.total_steps=1"),
-    ),
-    "unpacked": (
-        *SHORT,
-        *("memory.packing=false", "memory.max_tokens_per_micro_batch=4096", "trainer.total_steps=1"),
-    ),
+    "budget": (*SHORT, "memory.max_tokens_per_micro_batch=40", "rollout.group_size=64", "trainer.total_steps=1"),
+    "unpacked": (*(*SHORT, "memory.packing=false", "memory.max_tokens_per_micro_batch=4096", "trainer.total_steps=1"),),
     "repeated": (*SHORT, "data.train_files=['{task}/repeated.parquet']", "trainer.log_samples=8"),
     "template": (*SHORT, "model.path={task}/chat", "data.max_prompt_length=32", "trainer.total_steps=1"),
 }
@@ -334,39 +297,41 @@ TEMPLATE = "{% for m in messages %}<|im_start|>user {{ m.content }}<|im_end|>{% 
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(task, tmp_path_factory):
     """Return the directory of tiny real runs, one for each name in RUNS."""
-    task = write_task(tmp_path_factory.mktemp("task"))
-    (task / "faults.py").write_text(REWARD)
+    directory = tmp_path_factory.mktemp("faults")
+    shutil.copytree(task, directory, dirs_exist_ok=True)
+    (directory / "faults.py").write_text(REWARD)
     numbers = [{"target": target, "numbers": [target]} for target in (3, 4)]
     rows = [
         prompt_row(data_source="countdown", prompt=f"{i % 6} =>", ground_truth=numbers[i // 12], split="train", index=i)
         for i in range(24)
     ]
-    write_prompt_file(task / "repeated.parquet", rows)
-    shutil.copytree(task / "model", task / "chat")
-    (task / "chat" / "chat_template.jinja").write_text(TEMPLATE)
-    with _restored_process():
-        for name, changes in RUNS.items():
-            settings = [change.replace("{task}", str(task)) for change in changes]
-            command = ["train", f"{task}/rl.toml", "data.val_files=[]", f"trainer.run_dir={task}/runs/{name}"]
-            idle = "advice.idle=1.0"  # on a busy machine any process waits
-            assert main([*command, idle, *settings]) == 0, name
-    return task / "runs"
-
-
-@contextlib.contextmanager
-def _restored_process():
+    write_prompt_file(directory / "repeated.parquet", rows)
+    shutil.copytree(directory / "model", directory / "chat")
+    (directory / "chat" / "chat_template.jinja").write_text(TEMPLATE)
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    yield
+    for name, changes in RUNS.items():
+        settings = [change.replace("{task}", str(directory)) for change in changes]
+        command = ["train", f"{task}/rl.toml", "data.val_files=[]", f"trainer.run_dir={directory}/runs/{name}"]
+        idle = "advice.idle=1.0"  # on a busy machine any process waits
+        assert main([*command, idle, *settings]) == 0, name
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(deterministic)
+    return directory / "runs"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.own_run("grpo: each run has a fault of its own")
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_made_to_have_a_fault_raises_its_finding(runs, name):
     advice = find_advice(RunFiles(runs / name))
     found = {each.name for each in advice}
     assert EXPECTED[name] <= found, [each.line for each in advice]
     assert found <= EXPECTED[name] or name in ("large_lr", "collapsed"), [each.line for each in advice]
+
+
+@pytest.mark.runs
+def test_canonical_runs_have_the_findings_of_their_data(grpo_run):
+    names = {each.name for each in find_advice(RunFiles(grpo_run))}
+    assert names <= {"idle processes", "groups without variance", "padding", "truncation", "data repeated"}, names

@@ -54,30 +54,40 @@ def test_segments_partition_the_step(span):
     assert sum(path.shares().values()) == pytest.approx(1.0, abs=1e-12)
 
 
-def test_a_call_that_began_in_the_step_before_counts_from_the_start_of_this_one():
-    events = [call("generate_sequences", "rollout/0", -5, 3), call("update_actor", "actor/0", 4, 6)]
-    assert names(critical_path(events, 0.0, 6.0))[0] == ("generate_sequences", "rollout/0", "computing", 3.0)
-
-
-def test_a_call_that_runs_on_after_the_step_is_not_on_its_path():
-    events = [call("update_actor", "actor/0", 0, 6), call("generate_sequences", "rollout/0", 1, 9)]
-    assert names(critical_path(events, 0.0, 6.0)) == [("update_actor", "actor/0", "computing", 6.0)]
-
-
-def test_a_send_that_overlaps_with_its_call_takes_the_time_before_it():
-    events = [
-        TraceEvent("send", "Worker.update_actor", "actor/0", "a", 1.0, 3.0),
-        call("update_actor", "actor/0", 2, 6),
-    ]
-    assert names(critical_path(events, 1.0, 6.0)) == [
-        ("update_actor", "controller", "transfer", 1.0),
-        ("update_actor", "actor/0", "computing", 4.0),
-    ]
-
-
-def test_a_recovery_is_a_wait():
-    events = [TraceEvent("recovery", "restart", "actor", "", 1.0, 4.0), call("update_actor", "actor/0", 4, 6)]
-    assert names(critical_path(events, 1.0, 6.0))[0] == ("recovery", "actor", "waiting", 3.0)
+@pytest.mark.parametrize(
+    ("events", "start", "path"),
+    [
+        (  # a call that began in the step before counts from the start of this one
+            [call("generate_sequences", "rollout/0", -5, 3), call("update_actor", "actor/0", 4, 6)],
+            0.0,
+            [
+                ("generate_sequences", "rollout/0", "computing", 3.0),
+                ("controller", "controller", "waiting", 1.0),
+                ("update_actor", "actor/0", "computing", 2.0),
+            ],
+        ),
+        (  # a call that runs on after the step is not on its path
+            [call("update_actor", "actor/0", 0, 6), call("generate_sequences", "rollout/0", 1, 9)],
+            0.0,
+            [("update_actor", "actor/0", "computing", 6.0)],
+        ),
+        (  # a send that overlaps with its call takes the time before it
+            [
+                TraceEvent("send", "Worker.update_actor", "actor/0", "a", 1.0, 3.0),
+                call("update_actor", "actor/0", 2, 6),
+            ],
+            1.0,
+            [("update_actor", "controller", "transfer", 1.0), ("update_actor", "actor/0", "computing", 4.0)],
+        ),
+        (
+            [TraceEvent("recovery", "restart", "actor", "", 1.0, 4.0), call("update_actor", "actor/0", 4, 6)],
+            1.0,
+            [("recovery", "actor", "waiting", 3.0), ("update_actor", "actor/0", "computing", 2.0)],
+        ),
+    ],
+)
+def test_the_path_of_overlapping_events(events, start, path):
+    assert names(critical_path(events, start, 6.0)) == path
 
 
 def test_a_trace_without_steps_has_the_span_of_its_events():

@@ -1,4 +1,5 @@
 import logging
+import os
 import subprocess
 import sys
 
@@ -8,17 +9,13 @@ from hybridflow.errors import ConfigError
 from hybridflow.observability.log import get_logger, level_from_environment
 
 
-def run(program, **environment):
-    """Return the standard error of a new interpreter, which has no handlers of the test framework."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={"PYTHONPATH": ":".join(sys.path), **environment},
-    )
+def run(*programs, **environment):
+    """Return the lines on standard error of a new interpreter, which has no handlers of the test framework."""
+    command = [sys.executable, "-W", "error", "-c", "\n".join(programs)]
+    environment = {"PYTHONPATH": ":".join(sys.path), "PATH": os.environ["PATH"], **environment}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert done.stdout == ""
-    return done.stderr
+    return done.stderr.splitlines()
 
 
 SPEAK = (
@@ -29,39 +26,24 @@ SPEAK = (
 )
 
 
-def test_messages_are_on_stderr_once_with_level_and_name():
-    lines = run(SPEAK).splitlines()
-    assert len(lines) == 1
-    assert lines[0].endswith(" INFO hybridflow.trainers.ppo: step 3")
+@pytest.mark.runs
+@pytest.mark.own_run("grpo: looks at the standard error of a process")
+def test_messages_are_on_stderr_once_at_the_chosen_level():
+    (line,) = run(SPEAK)
+    assert line.endswith(" INFO hybridflow.trainers.ppo: step 3")
+    assert [line.split(": ")[1] for line in run(SPEAK, HYBRIDFLOW_LOGGING_LEVEL="DEBUG")] == ["quiet", "step 3"]
+    assert run(SPEAK, HYBRIDFLOW_LOGGING_LEVEL="warning") == []
+    own_handler = "import logging; logging.basicConfig(level='INFO', format='mine %(message)s')"
+    assert run(own_handler, SPEAK) == ["mine step 3", "mine not ours"]
 
 
-def test_environment_sets_the_level_in_any_letter_case():
-    assert [line.split(": ")[1] for line in run(SPEAK, HYBRIDFLOW_LOGGING_LEVEL="DEBUG").splitlines()] == [
-        "quiet",
-        "step 3",
-    ]
-    assert run(SPEAK, HYBRIDFLOW_LOGGING_LEVEL="warning") == ""
-
-
-def test_handlers_of_the_program_replace_the_default_handler():
-    shown = run("import logging; logging.basicConfig(level='INFO', format='mine %(message)s')\n" + SPEAK)
-    assert shown.splitlines() == ["mine step 3", "mine not ours"]
-
-
-def test_unknown_level_is_an_error_with_the_valid_levels(monkeypatch):
+def test_a_level_is_known_and_a_logger_is_below_the_package(monkeypatch):
     monkeypatch.setenv("HYBRIDFLOW_LOGGING_LEVEL", "loud")
-    with pytest.raises(
-        ConfigError,
-        match="HYBRIDFLOW_LOGGING_LEVEL='loud' is not a log level; use debug, info, warning, error or critical",
-    ):
+    message = "HYBRIDFLOW_LOGGING_LEVEL='loud' is not a log level; use debug, info, warning, error or critical"
+    with pytest.raises(ConfigError, match=message):
         level_from_environment()
-
-
-def test_an_empty_level_is_the_default(monkeypatch):
-    monkeypatch.setenv("HYBRIDFLOW_LOGGING_LEVEL", "")
-    assert level_from_environment() == logging.INFO
-
-
-def test_logger_of_another_name_is_below_the_package():
-    assert get_logger("my_script").name == "hybridflow.my_script"
-    assert get_logger("hybridflow").name == "hybridflow"
+    for text, level in (("", logging.INFO), ("Error", logging.ERROR), ("debug", logging.DEBUG)):
+        monkeypatch.setenv("HYBRIDFLOW_LOGGING_LEVEL", text)
+        assert level_from_environment() == level
+    names = ("my_script", "hybridflow")
+    assert [get_logger(name).name for name in names] == ["hybridflow.my_script", "hybridflow"]

@@ -1,4 +1,4 @@
-"""Comparison of runs: hand-written ones, and runs that were really trained."""
+"""Comparison of runs: hand-written ones, and the canonical ones."""
 
 import json
 import math
@@ -6,10 +6,13 @@ import math
 import pytest
 
 from fixtures.report_runs import write_run
-from fixtures.tiny_run import commands, write_task
-from hybridflow.cli.main import main
 from hybridflow.observability.run_comparison import compare_runs
 from hybridflow.observability.run_files import RunFiles
+
+
+@pytest.fixture
+def pair(tmp_path):
+    return [write_run(tmp_path / name) for name in "ab"]
 
 
 def compared(a, b):
@@ -20,8 +23,8 @@ def write_metrics(run, *rows):
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def test_equal_runs_do_not_differ(tmp_path):
-    a, b = (write_run(tmp_path / name) for name in "ab")
+def test_equal_runs_do_not_differ(pair):
+    a, b = pair
     found = compared(a, b)
     assert (found.config, found.environment, found.curves, found.times, found.only) == ({}, {}, [], [], ([], []))
     assert (found.num_equal, found.has_prompts, found.first_other_prompts) == (1, True, None)
@@ -39,8 +42,8 @@ def test_configuration_and_environment_are_compared_by_key(tmp_path):
     assert found.environment == {"versions.ray": (None, "2.60.0"), "versions.torch": ("2.13.0", "2.14.0")}
 
 
-def test_a_curve_says_where_it_first_differs_and_by_how_much(tmp_path):
-    a, b = (write_run(tmp_path / name) for name in "ab")
+def test_a_curve_says_where_it_first_differs_and_by_how_much(pair):
+    a, b = pair
     write_metrics(a, *({"step": step, "actor/loss": 1.0, "timing_s/step": 1.0} for step in range(1, 31)))
     write_metrics(b, *({"step": s, "actor/loss": 1.0 + (s > 4) * s, "timing_s/step": s} for s in range(1, 26)))
     found = compared(a, b)
@@ -52,16 +55,16 @@ def test_a_curve_says_where_it_first_differs_and_by_how_much(tmp_path):
     assert (found.steps, found.last_steps) == (list(range(1, 26)), (30, 25))
 
 
-def test_a_value_that_is_not_finite_differs_by_infinity(tmp_path):
-    a, b = (write_run(tmp_path / name) for name in "ab")
+def test_a_value_that_is_not_finite_differs_by_infinity(pair):
+    a, b = pair
     write_metrics(a, {"step": 1, "x": None, "y": None, "non_finite": {"x": "nan", "y": "nan"}})
     write_metrics(b, {"step": 1, "x": 1.0, "y": None, "non_finite": {"y": "nan"}})
     (curve,) = compared(a, b).curves
     assert (curve.name, curve.largest) == ("x", math.inf)
 
 
-def test_other_prompts_and_metrics_of_one_run_are_named(tmp_path):
-    a, b = (write_run(tmp_path / name) for name in "ab")
+def test_other_prompts_and_metrics_of_one_run_are_named(pair):
+    a, b = pair
     rows = [json.loads(line) for line in (b / "rollouts.jsonl").read_text().splitlines()]
     rows[6]["prompt_id"][0] = "other"
     (b / "rollouts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -71,8 +74,8 @@ def test_other_prompts_and_metrics_of_one_run_are_named(tmp_path):
     assert found.only == (["critic/score/mean", "timing_s/generate_sequences", "timing_s/step"], ["critic/kl"])
 
 
-def test_a_metric_is_compared_at_the_steps_at_which_both_rows_have_it(tmp_path):
-    a, b = (write_run(tmp_path / name) for name in "ab")
+def test_a_metric_is_compared_at_the_steps_at_which_both_rows_have_it(pair):
+    a, b = pair
     write_metrics(a, {"step": 1, "x": 1, "y": 1}, {"step": 2, "x": 2, "z": 1}, {"step": 3, "x": 3})
     write_metrics(b, {"step": 1, "y": 1.0, "z": 1}, {"step": 2, "x": 4}, {"step": 3})
     found = compared(a, b)
@@ -81,36 +84,22 @@ def test_a_metric_is_compared_at_the_steps_at_which_both_rows_have_it(tmp_path):
     assert (found.num_equal, found.only) == (1, ([], []))  # y; z is never in both
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Return a directory with two equal runs, `first` and `again`, and `faster`, with another learning rate."""
-    directory = tmp_path_factory.mktemp("trained")
-    command = [*commands(write_task(directory / "task"))["grpo"], "trainer.total_steps=2"]
-    for name, overrides in (("first", ()), ("again", ()), ("faster", ("actor.optimizer.lr=2e-3",))):
-        assert main([*command, f"trainer.run_dir={directory / name}", *overrides]) == 0
-    return directory
-
-
-def test_trained_runs_with_the_same_configuration_are_the_same(trained):
-    found = compared(trained / "first", trained / "again")
-    assert list(found.config) == ["trainer.run_dir"]
-    assert (found.environment, found.data, found.curves, found.only) == ({}, {}, [], ([], []))
-    assert (found.steps, found.has_data, found.first_other_prompts) == ([0, 1, 2], True, None)
-    assert found.num_equal > 40
-    assert "timing_s/step" in {each.name for each in found.times}
-
-
-def test_a_trained_run_with_another_learning_rate_differs(trained):
-    found = compared(trained / "first", trained / "faster")
-    assert found.config["actor.optimizer.lr"] == (1e-3, 2e-3)
+@pytest.mark.runs
+@pytest.mark.ray
+def test_trained_runs_differ_where_their_settings_do(grpo_run, lora_run, ray_two_run):
+    found = compared(grpo_run, lora_run)
+    assert {name for name in found.config if not name.startswith("lora.")} == {"trainer.run_dir"}
+    assert found.config["lora.rank"] == (0, 4)
+    assert (found.environment, found.data, found.first_other_prompts) == ({}, {}, None)
+    assert (found.steps, found.has_data) == (list(range(7)), True)
     curves = {curve.name: curve for curve in found.curves}
-    assert (curves["actor/lr"].first_step, curves["actor/lr"].largest) == (1, 1e-3)
     assert curves["actor/entropy"].first_step == 2  # the weights of the first step are the same
     assert "training/epoch" not in curves
-
-
-def test_a_trained_run_records_its_data_and_models(trained):
-    start = RunFiles(trained / "first").starts[-1]
+    assert "timing_s/step" in {each.name for each in found.times}
+    found = compared(grpo_run, ray_two_run)
+    assert {"controller.backend", "controller.num_workers"} <= found.config.keys()
+    assert (found.data, found.first_other_prompts) == ({}, None)
+    start = RunFiles(grpo_run).starts[-1]
     assert (start["data"]["train_rows"], start["data"]["val_rows"]) == (24, 10)
     assert start["data"]["train_fingerprint"] != start["data"]["val_fingerprint"]
     assert set(start["models"]) == {"model.path", "reference.model_path"}

@@ -7,8 +7,6 @@ import os
 import pytest
 
 from fixtures.report_runs import write_run
-from fixtures.tiny_run import write_task
-from hybridflow.cli.main import main
 from hybridflow.errors import DataError
 from hybridflow.observability import jsonl
 from hybridflow.observability.jsonl import read_last_rows
@@ -57,7 +55,8 @@ def test_the_state_follows_from_lock_steps_and_checkpoint(run):
     set_start(run, total_steps=5)
     assert run_row(run).state == "finished"
     lock = os.open(run / ".lock", os.O_CREAT | os.O_RDWR)
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    assert run_row(run).state == "finished"
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # looking at a lock does not keep it
     assert run_row(run).state == "running"
     os.close(lock)
     assert run_row(run).state == "finished"
@@ -69,13 +68,6 @@ def test_a_run_that_ended_before_its_first_row_has_failed(run):
     row = run_row(run)
     assert (row.state, row.step, row.value, row.figure) == ("failed", 0, None, "")
     assert row.written == (run / "run.json").stat().st_mtime
-
-
-def test_looking_at_a_lock_does_not_keep_it(run):
-    lock = os.open(run / ".lock", os.O_CREAT | os.O_RDWR)
-    run_row(run)
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.close(lock)
 
 
 def test_the_size_is_that_of_all_checkpoints_without_what_links_name(run, tmp_path):
@@ -96,33 +88,27 @@ def test_the_size_is_that_of_all_checkpoints_without_what_links_name(run, tmp_pa
     assert run_row(run).checkpoint_bytes == 1111
 
 
-def test_other_kinds_show_their_own_figure(run):
-    (run / "metrics.jsonl").write_text(
-        '{"step": 1, "sft/loss": 2.5}\n{"step": 2, "sft/loss": 1.5, "sft/val_loss": 1.75}\n'
-    )
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ('{"step": 1, "sft/loss": 2.5}\n{"step": 2, "sft/loss": 1.5, "sft/val_loss": 1.75}\n', (2, 1.5, 1.75)),
+        ('{"step": 1, "critic/score/mean": 1.0}\n{"step": 2, "critic/sc', (1, 1.0, None)),  # being written
+        (
+            '{"step": 6, "critic/score/mean": 1.0, "val/score/mean": 0.25}\n'
+            + "".join(f'{{"step": {step}, "critic/score/mean": 0.5}}\n' for step in range(7, 3000)),
+            (2999, 0.5, 0.25),  # a validation many steps ago
+        ),
+        (
+            '{"step": 5, "critic/score/mean": 1.0}\n'
+            '{"step": 6, "critic/score/mean": null, "non_finite": {"critic/score/mean": "inf"}}\n',
+            (6, float("inf"), None),  # not replaced by an older one
+        ),
+    ],
+)
+def test_the_last_values_of_a_run_are_found(run, rows, expected):
+    (run / "metrics.jsonl").write_text(rows)
     row = run_row(run)
-    assert (row.figure, row.value, row.val_figure, row.val_value) == ("sft/loss", 1.5, "sft/val_loss", 1.75)
-
-
-def test_a_validation_many_steps_ago_is_found(run):
-    with open(run / "metrics.jsonl", "a") as file:
-        file.write('{"step": 6, "critic/score/mean": 1.0, "val/score/mean": 0.25}\n')
-        file.writelines(f'{{"step": {step}, "critic/score/mean": 0.5}}\n' for step in range(7, 3000))
-    row = run_row(run)
-    assert (row.step, row.val_value) == (2999, 0.25)
-
-
-def test_a_value_that_is_not_finite_is_not_replaced_by_an_older_one(run):
-    with open(run / "metrics.jsonl", "a") as file:
-        file.write('{"step": 6, "critic/score/mean": null, "non_finite": {"critic/score/mean": "inf"}}\n')
-    assert run_row(run).value == float("inf")
-
-
-def test_a_row_that_is_being_written_is_not_read(run):
-    with open(run / "metrics.jsonl", "a") as file:
-        file.write('{"step": 6, "critic/sc')
-    row = run_row(run)
-    assert (row.step, row.problem) == (5, "")
+    assert (row.step, row.value, row.val_value, row.problem) == (*expected, "")
 
 
 def test_values_of_a_start_that_are_not_as_written_are_not_shown(run):
@@ -158,6 +144,7 @@ def test_an_unreadable_run_is_a_row_that_says_why(tmp_path):
 
 def test_a_directory_that_cannot_be_listed_is_a_row(tmp_path, monkeypatch):
     write_run(tmp_path / "run")
+    (tmp_path / "private").mkdir()
     scandir = os.scandir
 
     def refused(path):
@@ -165,13 +152,10 @@ def test_a_directory_that_cannot_be_listed_is_a_row(tmp_path, monkeypatch):
             raise PermissionError(13, "Permission denied", path)
         return scandir(path)
 
-    (tmp_path / "private").mkdir()
     monkeypatch.setattr(os, "scandir", refused)
     private, run = list_runs(tmp_path)
-    assert (private.path.name, private.state, private.problem) == (
-        *("private", "unreadable", "cannot be listed: Permission denied"),
-    )
-    assert run.problem == ""
+    assert (private.path.name, private.state) == ("private", "unreadable")
+    assert (private.problem, run.problem) == ("cannot be listed: Permission denied", "")
 
 
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path):
@@ -216,6 +200,7 @@ def test_at_most_the_end_of_a_file_is_read(tmp_path, monkeypatch):
         read_last_rows(file, 1)
 
 
+@pytest.mark.exhaustive
 def test_many_long_runs_are_read_from_their_ends(tmp_path):
     rows = [f'{{"step": {step}, "critic/score/mean": 0.5, "val/score/mean": 1}}\n' for step in range(100_000)]
     write_run(tmp_path / "0")
@@ -227,34 +212,17 @@ def test_many_long_runs_are_read_from_their_ends(tmp_path):
     assert [(row.step, row.val_value, row.problem) for row in list_runs(tmp_path)] == [(99_999, 1.0, "")] * 200
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Return a directory with the finished runs `rl` and `sft`, and `pairs`, stopped after its first step."""
-    directory = tmp_path_factory.mktemp("trained")
-    task = write_task(directory / "task")
-    for command, name, *arguments in (
-        ("train", "rl", "trainer.total_steps=1"),
-        ("sft", "sft"),
-        ("dpo", "pairs", "--stop-after", "1"),
-    ):
-        assert main([command, f"{task}/{name}.toml", f"trainer.run_dir={directory / 'runs' / name}", *arguments]) == 0
-    return directory / "runs"
-
-
-def test_trained_runs_have_all_of_a_row(trained):
-    rows = {row.path.name: row for row in list_runs(trained)}
-    assert {name: (row.kind, row.state, row.step, row.total_steps) for name, row in rows.items()} == {
-        "rl": ("train", "finished", 1, 1),
-        "sft": ("sft", "finished", 6, 6),
-        "pairs": ("dpo", "stopped", 1, 6),
-    }
-    for name, row in rows.items():
-        last = json.loads((trained / name / "metrics.jsonl").read_text().splitlines()[-1])
+@pytest.mark.runs
+def test_trained_runs_have_all_of_a_row(grpo_run, sft_run, dpo_run):
+    rows = {row.path.name: row for row in list_runs(grpo_run.parent)}
+    for name, kind, run in (("grpo", "train", grpo_run), ("sft", "sft", sft_run), ("dpo", "dpo", dpo_run)):
+        row = rows[name]
+        assert (row.kind, row.state, row.step, row.total_steps) == (kind, "finished", 6, 6)
+        last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
         assert row.value == last[row.figure]
         assert row.checkpoint_step == row.step
         assert row.checkpoint_bytes > 100_000
         assert 0 < row.started <= row.written + 1
-    assert rows["pairs"].val_value == 0.5  # before the first step
 
 
 def test_an_age_has_one_unit():

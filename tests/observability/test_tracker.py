@@ -1,7 +1,6 @@
 """The contract of every tracker, tested on each, and features of single trackers."""
 
 import io
-import json
 import math
 import re
 import sys
@@ -19,111 +18,71 @@ from hybridflow.observability import (
     MultiTracker,
     TensorBoardTracker,
     guarded_tracker,
+    read_jsonl,
 )
 
 METRIC = "critic/score/mean"
 
 
-class JsonlCase:
-    def __init__(self, directory):
-        self.path = directory / "metrics.jsonl"
-        self.tracker = JsonlWriter(self.path)
-
-    def steps(self):
-        return [
-            (row["step"], row[METRIC]) for row in map(json.loads, self.path.read_text().splitlines()) if METRIC in row
-        ]
+def steps_of_rows(path):
+    return [(row["step"], row[METRIC]) for row in read_jsonl(path) if METRIC in row]
 
 
-class TensorBoardCase:
-    def __init__(self, directory):
-        self.directory = directory
-        self.tracker = TensorBoardTracker(directory)
-
-    def steps(self):
-        events = EventAccumulator(str(self.directory))
-        events.Reload()
-        return (
-            [(event.step, event.value) for event in events.Scalars(METRIC)]
-            if METRIC in events.Tags()["scalars"]
-            else []
-        )
+def steps_of_events(directory):
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    known = METRIC in events.Tags()["scalars"]
+    return [(event.step, event.value) for event in events.Scalars(METRIC)] if known else []
 
 
-class PlainConsoleCase:
-    def __init__(self, directory):
-        self.file = io.StringIO()
-        self.tracker = ConsoleTracker(10, console=Console(file=self.file), figures={"reward": METRIC})
+def console_case(**options):
+    file = io.StringIO()
+    console = Console(file=file, width=120, color_system=None, **options)
 
-    def steps(self):
-        lines = [line.split() for line in self.file.getvalue().splitlines() if "reward" in line]
-        return [(int(words[1].split("/")[0]), float(words[3])) for words in lines]
-
-
-class LiveConsoleCase(PlainConsoleCase):
-    def __init__(self, directory):
-        self.file = io.StringIO()
-        console = Console(file=self.file, force_terminal=True, width=120, color_system=None)
-        self.tracker = ConsoleTracker(10, console=console, figures={"reward": METRIC})
-
-    def steps(self):
-        frames = re.findall(r"step (\d+)/10(?:(?!step).)*?reward (\S+)", self.file.getvalue(), re.DOTALL)
+    def steps():
+        frames = re.findall(r"step (\d+)/10(?:(?!step).)*?reward (\S+)", file.getvalue(), re.DOTALL)
         return list(dict.fromkeys((int(step), float(reward)) for step, reward in frames))
 
-
-class MultiCase(JsonlCase):
-    def __init__(self, directory):
-        self.path = directory / "metrics.jsonl"
-        self.tracker = MultiTracker([JsonlWriter(self.path), TensorBoardTracker(directory / "tensorboard")])
+    return ConsoleTracker(10, console=console, figures={"reward": METRIC}), steps
 
 
-@pytest.fixture(params=[JsonlCase, TensorBoardCase, PlainConsoleCase, LiveConsoleCase, MultiCase])
-def case(request, tmp_path):
-    made = request.param(tmp_path)
-    yield made
-    made.tracker.close()
+def make(kind, directory):
+    """Return a tracker, and a function that gives the steps and values that it stored."""
+    if kind == "console":
+        return console_case()
+    if kind == "live console":
+        return console_case(force_terminal=True)
+    rows = directory / "metrics.jsonl"
+    trackers = {"rows": lambda: JsonlWriter(rows), "tensorboard": lambda: TensorBoardTracker(directory / "events")}
+    if kind == "several":
+        return MultiTracker([tracker() for tracker in trackers.values()]), lambda: steps_of_rows(rows)
+    stored = steps_of_rows if kind == "rows" else steps_of_events
+    return trackers[kind](), lambda: stored(rows if kind == "rows" else directory / "events")
 
 
-def test_metrics_are_stored_when_log_returns(case):
-    case.tracker.log(1, {METRIC: 0.25})
-    assert case.steps() == [(1, 0.25)]
-    case.tracker.log(2, {METRIC: 0.5})
-    assert case.steps() == [(1, 0.25), (2, 0.5)]
-
-
-def test_step_without_metrics_is_accepted(case):
-    case.tracker.log(1, {})
-    case.tracker.log(2, {METRIC: 0.5})
-    assert (2, 0.5) in case.steps()
-
-
-def test_log_does_not_change_the_metrics(case):
-    metrics = {METRIC: 0.25, "timing_s/step": 1.5}
-    case.tracker.log(1, metrics)
-    assert metrics == {METRIC: 0.25, "timing_s/step": 1.5}
-
-
-def test_text_none_and_non_finite_values_are_accepted(case):
-    case.tracker.log(1, {"note": "text", "nothing": None, "bad": math.nan, METRIC: 0.25})
-    assert case.steps() == [(1, 0.25)]
-
-
-def test_tracker_can_be_closed_twice(case):
-    case.tracker.log(1, {METRIC: 0.25})
-    case.tracker.close()
-    case.tracker.close()
-    assert case.steps() == [(1, 0.25)]
+@pytest.mark.parametrize("kind", ["rows", "tensorboard", "console", "live console", "several"])
+def test_metrics_are_stored_when_log_returns(kind, tmp_path):
+    tracker, steps = make(kind, tmp_path)
+    tracker.log(1, {})
+    metrics = {"note": "text", "nothing": None, "bad": math.nan, METRIC: 0.25, "timing_s/step": 1.5}
+    given = dict(metrics)
+    tracker.log(2, given)
+    assert repr(given) == repr(metrics)
+    assert (2, 0.25) in steps()
+    tracker.log(3, {METRIC: 0.5})
+    assert steps()[-2:] == [(2, 0.25), (3, 0.5)]
+    tracker.close()
+    tracker.close()
+    assert steps()[-1] == (3, 0.5)
 
 
 def test_tensorboard_drops_steps_that_a_resumed_run_repeats(tmp_path):
-    first = TensorBoardCase(tmp_path)
-    for step in (1, 2, 3):
-        first.tracker.log(step, {METRIC: 0.25 * step})
-    first.tracker.close()
-    second = TensorBoardTracker(tmp_path, purge_step=3)
-    second.log(3, {METRIC: 0.125})
-    second.close()
-    assert first.steps() == [(1, 0.25), (2, 0.5), (3, 0.125)]
+    for first, purge, values in ((1, None, (0.25, 0.5, 0.75)), (3, 3, (0.125,))):
+        tracker = TensorBoardTracker(tmp_path, **({"purge_step": purge} if purge else {}))
+        for step, value in enumerate(values, first):
+            tracker.log(step, {METRIC: value})
+        tracker.close()
+    assert steps_of_events(tmp_path) == [(1, 0.25), (2, 0.5), (3, 0.125)]
 
 
 def test_missing_tensorboard_package_is_an_error_with_the_fix(tmp_path, monkeypatch):
@@ -160,6 +119,8 @@ def test_a_guarded_tracker_keeps_what_it_can_and_tells_what_is_lost(monkeypatch,
     assert "tracker 'mine' lacks 2 steps, from step 1 on" in caplog.text
 
 
+@pytest.mark.runs
+@pytest.mark.own_run("grpo: MLflow looks up the commit of the program")
 @pytest.mark.filterwarnings("ignore")  # of MLflow
 def test_mlflow_takes_every_name_of_a_metric(tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)

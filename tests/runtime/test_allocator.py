@@ -1,3 +1,5 @@
+"""Settings of the C library's allocator, of shape caches and of the garbage collector, in processes of their own."""
+
 import os
 import subprocess
 import sys
@@ -6,75 +8,61 @@ import pytest
 
 from hybridflow.runtime import bound_shape_caches
 
-PROGRAM = """
-import ctypes, sys, torch
-from hybridflow.runtime import keep_freed_memory
-if sys.argv[1] != "returned" and not keep_freed_memory(large_blocks=sys.argv[1] == "large"):
-    raise SystemExit("no mallopt")
+IN_USE_AND_FREE = """
+import ctypes, os, sys, torch
+from hybridflow.runtime import bound_shape_caches, keep_freed_memory
 class Mallinfo2(ctypes.Structure):  # of glibc's malloc.h
     names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
     _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
 mallinfo2 = ctypes.CDLL(None).mallinfo2
 mallinfo2.restype = Mallinfo2
+"""
+FREED = """
+if sys.argv[1] != "returned" and not keep_freed_memory(large_blocks=sys.argv[1] == "large"):
+    raise SystemExit("no mallopt")
 blocks = [torch.ones(int(sys.argv[2]) // 4) for _ in range(8)]
 blocks.clear()
 print(mallinfo2().fordblks)
 """
+SHAPES = """
+for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    os.environ.pop(name, None)
+if sys.argv[1] == "bounded":
+    bound_shape_caches()
+weight = torch.ones(32, 32, dtype=torch.bfloat16)
+for rows in range(1, 301):
+    if rows == 101:
+        before = mallinfo2().uordblks
+    torch.nn.functional.linear(torch.ones(rows, 32, dtype=torch.bfloat16), weight)
+print(mallinfo2().uordblks - before)
+"""
+OWN_RUN = pytest.mark.own_run("grpo: measures the memory of a process")
 
 
-def free_bytes_held(mode: str, size: int = 12_000_000) -> int:
-    """Return the bytes that the C library keeps after 8 blocks of `size` bytes were freed."""
-    command = [sys.executable, "-c", PROGRAM, mode, str(size)]
+def bytes_of(program: str, *arguments: str) -> int:
+    """Return the bytes that a program prints."""
+    command = [sys.executable, "-c", IN_USE_AND_FREE + program, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if "no mallopt" in done.stderr or "mallinfo2" in done.stderr:
         pytest.skip("not glibc 2.33 or newer")
     return int(done.stdout)
 
 
-@pytest.mark.slow
-def test_freed_memory_stays_in_the_process():
-    assert free_bytes_held("returned") < 90e6 < free_bytes_held("kept")
+@pytest.mark.exhaustive
+@OWN_RUN
+def test_freed_memory_stays_and_large_blocks_only_if_requested():
+    small, large = "12000000", "40000000"
+    assert bytes_of(FREED, "returned", small) < 90e6 < bytes_of(FREED, "kept", small)
+    assert bytes_of(FREED, "kept", large) < 300e6 < bytes_of(FREED, "large", large)
 
 
-@pytest.mark.slow
-def test_large_blocks_stay_only_if_requested():
-    assert free_bytes_held("kept", 40_000_000) < 300e6 < free_bytes_held("large", 40_000_000)
-
-
-SHAPES = """
-import ctypes, os, sys, torch
-from hybridflow.runtime import bound_shape_caches
-for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-    os.environ.pop(name, None)
-if sys.argv[1] == "bounded":
-    bound_shape_caches()
-class Mallinfo2(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_size_t) for name in "abcdefghij"]
-mallinfo2 = ctypes.CDLL(None).mallinfo2
-mallinfo2.restype = Mallinfo2
-weight = torch.ones(32, 32, dtype=torch.bfloat16)
-for rows in range(1, 301):
-    if rows == 101:
-        before = mallinfo2().h
-    torch.nn.functional.linear(torch.ones(rows, 32, dtype=torch.bfloat16), weight)
-print(mallinfo2().h - before)
-"""
-
-
-def growth(mode: str) -> int:
-    """Return the bytes in use that 200 products of different shapes add."""
-    done = subprocess.run([sys.executable, "-c", SHAPES, mode], capture_output=True, text=True, check=False)
-    if "mallinfo2" in done.stderr:
-        pytest.skip("not glibc 2.33 or newer")
-    return int(done.stdout)
-
-
-@pytest.mark.slow
+@pytest.mark.exhaustive
+@OWN_RUN
 def test_products_of_new_shapes_do_not_grow_the_process():
-    unbounded = growth("unbounded")
+    unbounded = bytes_of(SHAPES, "unbounded")
     if unbounded < 5e6:
         pytest.skip("this PyTorch does not cache code per shape")
-    assert growth("bounded") < 0.1 * unbounded
+    assert bytes_of(SHAPES, "bounded") < 0.1 * unbounded
 
 
 def test_environment_variables_take_precedence(monkeypatch):
@@ -85,6 +73,8 @@ def test_environment_variables_take_precedence(monkeypatch):
     monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 
 
+@pytest.mark.runs
+@OWN_RUN
 def test_loaded_objects_are_exempt_from_collection_once():
     program = (
         "import gc; from hybridflow.runtime import relax_garbage_collector as e; e(); first = gc.get_freeze_count(); "

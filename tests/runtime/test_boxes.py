@@ -1,5 +1,7 @@
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hybridflow.runtime.boxes import (
     box_of_shard,
@@ -12,35 +14,38 @@ from hybridflow.runtime.boxes import (
     whole_box,
 )
 
+WHOLE = torch.arange(30).view(5, 6)
 
-def test_intersection_of_boxes():
-    assert intersection(((0, 4), (2, 6)), ((3, 8), (0, 3))) == ((3, 4), (2, 3))
-    assert intersection(((0, 4),), ((4, 8),)) is None
-    assert intersection(((2, 2),), ((0, 8),)) is None
+
+def ranges(size):
+    return st.tuples(st.integers(0, size), st.integers(0, size)).map(lambda ends: tuple(sorted(ends)))
+
+
+BOXES = st.tuples(ranges(5), ranges(6))
+
+
+def cut(box):
+    (top, bottom), (left, right) = box
+    return WHOLE[top:bottom, left:right]
+
+
+@given(BOXES, BOXES)
+@settings(deadline=None, derandomize=True, max_examples=300)
+def test_boxes_are_sets_of_places(a, b):
+    places_a, places_b = (set(cut(box).flatten().tolist()) for box in (a, b))
+    assert (box_shape(a), num_elements(a)) == (tuple(cut(a).shape), len(places_a))
+    both = intersection(a, b)
+    assert (set(cut(both).flatten().tolist()) if both else set()) == places_a & places_b
+    assert (both is None) == (not places_a & places_b)
+    if places_b:
+        assert contains(a, b) == (places_b <= places_a)
+    if both:
+        assert torch.equal(part_of(cut(a), a, both), cut(both))
+
+
+def test_a_scalar_and_a_whole_tensor_are_boxes():
     assert intersection((), ()) == ()
-
-
-def test_box_contains_its_parts_only():
-    assert contains(((0, 4), (2, 6)), ((1, 4), (2, 3)))
-    assert not contains(((0, 4), (2, 6)), ((1, 5), (2, 3)))
-    assert not contains(((0, 4), (2, 6)), ((1, 4), (1, 3)))
-
-
-def test_shape_and_number_of_elements_of_a_box():
-    assert box_shape(((1, 4), (2, 6))) == (3, 4)
-    assert num_elements(((1, 4), (2, 6))) == 12
-    assert num_elements(((1, 1), (2, 6))) == 0
-    assert whole_box(torch.Size([3, 2])) == ((0, 3), (0, 2))
-
-
-def test_part_of_a_tensor_that_holds_a_box():
-    whole = torch.arange(24).view(4, 6)
-    held = whole[1:4, 2:6]
-    assert torch.equal(part_of(held, ((1, 4), (2, 6)), ((2, 4), (3, 5))), whole[2:4, 3:5])
-
-
-def test_tensor_that_is_not_sharded_holds_all_of_itself():
-    assert box_of_shard(torch.zeros(3, 2)) == ((0, 3), (0, 2))
+    assert whole_box(torch.Size([3, 2])) == box_of_shard(torch.zeros(3, 2)) == ((0, 3), (0, 2))
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,33 @@ def loop():
         pass
 
 
-def add_slowly(one, other):
-    time.sleep(0.1)
-    return one + other
+def test_a_result_in_time_is_returned_and_an_exception_propagates():
+    assert call_within(5.0, max, 1, 2) == 2
+    with pytest.raises(ZeroDivisionError):
+        call_within(5.0, lambda: 1 / 0)
+    results: list[int] = []  # another thread has no time limit
+    thread = threading.Thread(target=lambda: results.append(call_within(0.01, lambda: time.sleep(0.1) or 3)))
+    thread.start()
+    thread.join()
+    assert results == [3]
+
+
+def test_a_slow_call_is_interrupted_and_an_earlier_alarm_restored():
+    came: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda number, _: came.append(number))
+    timer = signal.setitimer(signal.ITIMER_REAL, 1000.0)
+    start = time.monotonic()
+    try:
+        with pytest.raises(DeadlineExceeded):
+            call_within(0.05, loop)
+        assert time.monotonic() - start >= 0.05
+        assert came == []
+        assert 0.0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 1000.0
+        signal.raise_signal(signal.SIGALRM)
+        assert came == [signal.SIGALRM]
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, *timer)
 
 
 class SwallowsOnce:
@@ -33,53 +57,10 @@ def swallow_and_loop():
     loop()
 
 
-def test_a_result_in_time_is_returned_and_an_exception_propagates():
-    assert call_within(5.0, max, 1, 2) == 2
-    with pytest.raises(ZeroDivisionError):
-        call_within(5.0, lambda: 1 / 0)
-
-
-def test_a_slow_computation_is_interrupted():
-    start = time.monotonic()
-    with pytest.raises(DeadlineExceeded):
-        call_within(0.05, loop)
-    assert time.monotonic() - start >= 0.05
-
-
-def test_another_thread_has_no_time_limit():
-    results: list[int] = []
-    thread = threading.Thread(target=lambda: results.append(call_within(0.01, add_slowly, 1, 2)))
-    thread.start()
-    thread.join()
-    assert results == [3]
-
-
-def test_an_earlier_alarm_is_restored():
-    came: list[int] = []
-    before = signal.signal(signal.SIGALRM, lambda number, _: came.append(number))
-    timer = signal.setitimer(signal.ITIMER_REAL, 1000.0)
-    try:
-        with pytest.raises(DeadlineExceeded):
-            call_within(0.05, loop)
-        assert came == []
-        assert 0.0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 1000.0
-        signal.raise_signal(signal.SIGALRM)
-        assert came == [signal.SIGALRM]
-    finally:
-        signal.signal(signal.SIGALRM, before)
-        signal.setitimer(signal.ITIMER_REAL, *timer)
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_dropped_exception_is_raised_again():
     with pytest.raises(DeadlineExceeded):
         call_within(0.05, swallow_and_loop)
-
-
-def sleep_in_python(seconds: float) -> None:
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        pass
 
 
 class Left:
@@ -120,12 +101,18 @@ def test_the_state_of_the_garbage_collector_is_restored():
     assert gc.isenabled()
 
 
-@pytest.mark.slow
+def spin(seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+@pytest.mark.exhaustive
 def test_no_exception_follows_a_call_that_ends_near_its_limit():
     handler, ends = signal.getsignal(signal.SIGALRM), Counter()
     for index in range(3000):
         try:
-            call_within(0.001, sleep_in_python, 0.0007 + 0.0000002 * index)
+            call_within(0.001, spin, 0.0007 + 0.0000002 * index)
             ends["in time"] += 1
         except DeadlineExceeded:
             ends["too late"] += 1

@@ -21,33 +21,38 @@ def gpus(monkeypatch):
     return pretend
 
 
-@pytest.mark.parametrize(("visible", "local_rank", "index"), [(1, 0, 0), (1, 3, 0), (4, 3, 3)])
-def test_a_rank_uses_a_device_that_it_sees(gpus, monkeypatch, visible, local_rank, index):
-    chosen = gpus(visible)
-    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+@pytest.mark.parametrize(("count", "rank", "device"), [(1, 0, "cuda:0"), (1, 3, "cuda:0"), (4, 3, "cuda:3")])
+def test_a_rank_uses_a_device_that_it_sees(gpus, monkeypatch, count, rank, device):
+    chosen = gpus(count)
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
     use_own_device()
-    assert chosen == [torch.device("cuda", index)] == [own_device()]
+    assert chosen == [torch.device(device)] == [own_device()]
 
 
 def test_without_a_gpu_no_device_is_made_current(gpus):
     chosen = gpus(0)
     use_own_device()
-    assert (chosen, own_device()) == ([], torch.device("cpu"))
+    assert (chosen, own_device(), gpu_has_bfloat16(), preferred_dtype()) == ([], torch.device("cpu"), None, "float32")
 
 
 @pytest.mark.parametrize(
-    ("value", "count", "found"),
+    ("value", "count", "expected"),
     [
+        *((hidden, 0, "cpu") for hidden in ("", " ", "-1", "-1,0", "NoDevFiles")),
+        *(("0,1", 2, "cuda"), ("1,-1,0", 1, "cuda"), ("GPU-8a1f", 1, "cuda"), ("MIG-1a,MIG-2b", 1, "cuda")),
         ("7", 0, "1 GPUs, but CUDA finds 0"),
         ("abc", 0, "1 GPUs, but CUDA finds 0"),
         ("0,7", 1, "2 GPUs, but CUDA finds 1"),
         ("GPU-8a1f,GPU-9999", 1, "2 GPUs, but CUDA finds 1"),
     ],
 )
-def test_devices_that_cuda_does_not_find_are_an_error(gpus, monkeypatch, value, count, found):
+def test_visible_devices_are_used_hidden_or_an_error(gpus, monkeypatch, value, count, expected):
     gpus(count)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-    with pytest.raises(ConfigError, match=f"CUDA_VISIBLE_DEVICES='{value}' is invalid: it names {found} of them"):
+    if expected in ("cpu", "cuda"):
+        assert own_device().type == expected
+        return
+    with pytest.raises(ConfigError, match=f"CUDA_VISIBLE_DEVICES='{value}' is invalid: it names {expected} of them"):
         own_device()
 
 
@@ -59,20 +64,6 @@ def test_a_gpu_named_for_a_build_without_cuda_is_an_error(monkeypatch):
         own_device()
 
 
-@pytest.mark.parametrize("value", ["", " ", "-1", "-1,0", "NoDevFiles"])
-def test_devices_hidden_on_purpose_mean_the_cpu(gpus, monkeypatch, value):
-    gpus(0)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-    assert own_device() == torch.device("cpu")
-
-
-@pytest.mark.parametrize(("value", "count"), [("0,1", 2), ("1,-1,0", 1), ("GPU-8a1f", 1), ("MIG-1a,MIG-2b", 1)])
-def test_devices_that_cuda_finds_are_used(gpus, monkeypatch, value, count):
-    gpus(count)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-    assert own_device().type == "cuda"
-
-
 def test_bfloat16_on_a_gpu_without_it_is_an_error(gpu_without_bfloat16):
     message = r"model.dtype='bfloat16' is not supported by cuda:0 \(V100, compute capability 7\.0; .* 'float32'"
     with pytest.raises(ModelConfigError, match=message):
@@ -81,16 +72,8 @@ def test_bfloat16_on_a_gpu_without_it_is_an_error(gpu_without_bfloat16):
     require_dtype(torch.bfloat16, torch.device("cpu"))
 
 
-@pytest.mark.parametrize(
-    ("capability", "dtype"), [((7, 0), "float32"), ((7, 5), "float32"), ((8, 0), "bfloat16"), ((9, 0), "bfloat16")]
-)
+@pytest.mark.parametrize(("capability", "dtype"), [((7, 5), "float32"), ((8, 0), "bfloat16"), ((9, 0), "bfloat16")])
 def test_the_preferred_dtype_is_bfloat16_where_the_gpu_has_it(gpus, monkeypatch, capability, dtype):
     gpus(1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert gpu_has_bfloat16() is (dtype == "bfloat16")
-    assert preferred_dtype() == dtype
-
-
-def test_the_preferred_dtype_of_a_cpu_is_float32(gpus):
-    gpus(0)
-    assert (gpu_has_bfloat16(), preferred_dtype()) == (None, "float32")
+    assert (gpu_has_bfloat16(), preferred_dtype()) == (dtype == "bfloat16", dtype)

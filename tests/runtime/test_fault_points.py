@@ -28,7 +28,8 @@ from hybridflow.runtime.fault_points import (
 
 @pytest.fixture
 def armed(tmp_path):
-    """Return a function that plans faults in a run directory and arms them; disarm after the test."""
+    """Return a function that plans faults of actor/0 and arms them, in this process as that worker."""
+    token = current_worker.set("actor/0")
 
     def arm(*texts, next_step=1, delay_s=0.0):
         plan_faults(tmp_path, [Fault.of_text(text) for text in texts], next_step)
@@ -36,19 +37,20 @@ def armed(tmp_path):
 
     yield arm
     arm_faults(Config())
-
-
-@pytest.fixture
-def acting():
-    """Make this process the worker actor/0."""
-    token = current_worker.set("actor/0")
-    yield
     current_worker.reset(token)
 
 
 def fired(directory):
-    file = directory / "faults" / "fired.jsonl"
-    return [json.loads(line)["fault"] for line in file.read_text().splitlines()] if file.exists() else []
+    return [json.loads(line) for line in (directory / "faults" / "fired.jsonl").read_text().splitlines()]
+
+
+def names(directory):
+    return [row["fault"] for row in fired(directory)]
+
+
+def fails_at(phase):
+    with pytest.raises(RuntimeError, match="injected by the fault"):
+        fault_point(phase)
 
 
 def test_without_a_plan_nothing_fires_and_no_file_is_written(tmp_path, monkeypatch):
@@ -61,9 +63,9 @@ def test_without_a_plan_nothing_fires_and_no_file_is_written(tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.usefixtures("acting")
 def test_a_fault_fires_once_in_its_step_phase_and_worker(armed, tmp_path):
-    armed("2: error actor/0 in backward")
+    name = "2: error actor/0 in backward"
+    armed(name)
     fault_point_of_step(1)
     fault_point("backward")
     fault_point_of_step(2)
@@ -71,81 +73,63 @@ def test_a_fault_fires_once_in_its_step_phase_and_worker(armed, tmp_path):
     token = current_worker.set("actor/1")
     fault_point("backward")
     current_worker.reset(token)
-    assert unfired_faults() == ["2: error actor/0 in backward"]
-    with pytest.raises(RuntimeError, match="injected by the fault '2: error actor/0 in backward'"):
+    assert unfired_faults() == [name]
+    with pytest.raises(RuntimeError, match=f"injected by the fault '{name}'"):
         fault_point("backward")
     fault_point("backward")
     assert unfired_faults() == []
-    row = {"fault": "2: error actor/0 in backward", "step": 2, "worker": "actor/0", "phase": "backward"}
-    (line,) = (tmp_path / "faults" / "fired.jsonl").read_text().splitlines()
-    fired = json.loads(line)
-    assert fired.pop("time") <= time.time()
-    assert fired == {**row, "kind": "error"}
+    (row,) = fired(tmp_path)
+    assert row.pop("time") <= time.time()
+    assert row == {"fault": name, "step": 2, "worker": "actor/0", "phase": "backward", "kind": "error"}
 
 
-@pytest.mark.usefixtures("acting")
-def test_a_fault_whose_step_did_not_pass_its_phase_fires_in_a_later_step(armed, tmp_path):
-    armed("2: error actor/0 in save")
-    fault_point_of_step(5)
-    with pytest.raises(RuntimeError):
-        fault_point("save")
-    assert json.loads((tmp_path / "faults" / "fired.jsonl").read_text())["step"] == 5
-
-
-@pytest.mark.usefixtures("acting")
-def test_before_the_first_step_only_faults_at_the_start_fire(armed):
-    armed("3: error actor/0 in start", "3: error actor/0 in forward", next_step=3)
+def test_a_missed_fault_fires_later_and_at_the_start_only_its_own(armed, tmp_path):
+    armed("1: error actor/0 in save", "3: error actor/0 in start", "3: error actor/0 in forward", next_step=3)
     fault_point("forward")
-    with pytest.raises(RuntimeError):
-        fault_point("start")
-    assert unfired_faults() == ["3: error actor/0 in forward"]
+    fails_at("start")
+    assert unfired_faults() == ["1: error actor/0 in save", "3: error actor/0 in forward"]
+    fault_point_of_step(5)
+    fails_at("save")
+    assert fired(tmp_path)[-1]["step"] == 5
 
 
-@pytest.mark.usefixtures("acting")
-def test_equal_entries_fire_as_often_as_they_are_planned(armed, tmp_path):
-    armed(*["1: error actor/0 in score"] * 2)
-    fault_point_of_step(1)
+def test_faults_fire_as_often_as_planned_also_after_a_restart(armed, tmp_path):
+    twice, other = "1: error actor/0 in score", "1: error actor/0 in forward"
     for _ in range(2):
-        with pytest.raises(RuntimeError):
-            fault_point("score")
-    fault_point("score")
-    assert fired(tmp_path) == ["1: error actor/0 in score"] * 2
-
-
-@pytest.mark.usefixtures("acting")
-def test_a_fault_that_fired_does_not_fire_after_a_restart(armed, tmp_path):
-    entries = "1: error actor/0 in score", "1: error actor/0 in forward"
-    armed(*entries)
-    fault_point_of_step(1)
-    with pytest.raises(RuntimeError):
-        fault_point("score")
-    armed(*entries)
+        armed(twice, twice, other)
+        fault_point_of_step(1)
+        fails_at("score")
+    armed(twice, twice, other)
     fault_point_of_step(1)
     fault_point("score")
-    assert unfired_faults() == ["1: error actor/0 in forward"]
-    assert fired(tmp_path) == ["1: error actor/0 in score"]
+    assert unfired_faults() == [other]
+    assert names(tmp_path) == [twice] * 2
 
 
 def test_a_fault_of_the_driver_fires_at_the_begin_of_a_step(armed):
     armed("2: error driver in step")
+    current_worker.set("driver")
     fault_point_of_step(1)
     with pytest.raises(RuntimeError):
         fault_point_of_step(2)
     fault_point_of_step(2)
 
 
-@pytest.mark.usefixtures("acting")
-def test_memory_and_disk_raise_the_errors_of_pytorch_and_the_system(armed):
-    armed("1: memory actor/0 in forward", "1: disk actor/0 in save")
+def test_memory_disk_and_delay_act_as_the_system_does(armed, monkeypatch):
+    slept = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    armed("1: memory actor/0 in forward", "1: disk actor/0 in save", "1: delay actor/0 in score", delay_s=7.5)
     fault_point_of_step(1)
     with pytest.raises(torch.OutOfMemoryError):
         fault_point("forward")
     with pytest.raises(OSError, match="No space left on device") as error:
         fault_point("save")
     assert error.value.errno == errno.ENOSPC
+    for _ in range(2):
+        fault_point("score")
+    assert slept == [7.5]
 
 
-@pytest.mark.usefixtures("acting")
 def test_corrupt_waits_for_a_fault_point_that_can_flip_a_bit(armed, tmp_path):
     armed("1: corrupt actor/0 in save")
     fault_point_of_step(1)
@@ -157,23 +141,11 @@ def test_corrupt_waits_for_a_fault_point_that_can_flip_a_bit(armed, tmp_path):
     assert file.read_bytes() == b"ac"
 
 
-@pytest.mark.usefixtures("acting")
-def test_delay_sleeps_and_continues(armed, monkeypatch):
-    slept = []
-    monkeypatch.setattr(time, "sleep", slept.append)
-    armed("1: delay actor/0 in score", delay_s=7.5)
-    fault_point_of_step(1)
-    fault_point("score")
-    fault_point("score")
-    assert slept == [7.5]
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_flipped_bit_changes_a_copy_of_one_element(dtype):
     tensor = torch.ones(3, 2, dtype=dtype)
     flipped = with_flipped_bit(tensor)
-    assert (flipped != tensor).sum() == 1
-    assert flipped[0, 0] != 1
+    assert (flipped != tensor).tolist() == [[True, False], [False, False], [False, False]]
     assert torch.equal(tensor, torch.ones(3, 2, dtype=dtype))
 
 
@@ -196,33 +168,27 @@ def start(directory):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
-def test_a_killed_process_does_not_kill_itself_again_after_its_restart(tmp_path):
-    plan_faults(tmp_path, [Fault.of_text("1: kill actor/0 in backward")], 1)
+@pytest.mark.runs
+@pytest.mark.own_run("recovered: kills, stops and races single processes")
+def test_processes_are_killed_or_stopped_once_and_one_of_two_fails(tmp_path):
+    kill, stop, error = (f"1: {kind} actor/0 in backward" for kind in ("kill", "stop", "error"))
+    plan_faults(tmp_path, [Fault.of_text(kill)], 1)
     process = start(tmp_path)
-    out, errors = process.communicate()
-    assert (process.returncode, out) == (-signal.SIGKILL, "")
-    assert errors == "fault injected: 1: kill actor/0 in backward\n"
-    again = start(tmp_path)
-    out, errors = again.communicate()
-    assert (again.returncode, out, errors) == (0, "passed\n", "")
-    assert fired(tmp_path) == ["1: kill actor/0 in backward"]
+    output = process.communicate()
+    assert (process.returncode, *output) == (-signal.SIGKILL, "", f"fault injected: {kill}\n")
+    assert names(tmp_path) == [kill]
 
-
-def test_a_stopped_process_continues_after_sigcont(tmp_path):
-    plan_faults(tmp_path, [Fault.of_text("1: stop actor/0 in backward")], 1)
+    plan_faults(tmp_path, [Fault.of_text(fault) for fault in (kill, stop)], 1)
     process = start(tmp_path)
     _, status = os.waitpid(process.pid, os.WUNTRACED)
     assert os.WIFSTOPPED(status)
     assert os.WSTOPSIG(status) == signal.SIGSTOP
     os.kill(process.pid, signal.SIGCONT)
-    out, _ = process.communicate()
-    assert (process.returncode, out) == (0, "passed\n")
-    assert fired(tmp_path) == ["1: stop actor/0 in backward"]
+    assert (process.communicate()[0], process.returncode) == ("passed\n", 0)  # it does not kill itself again
+    assert names(tmp_path) == [kill, stop]
 
-
-def test_two_processes_at_the_same_fault_fire_it_once(tmp_path):
-    plan_faults(tmp_path, [Fault.of_text("1: error actor/0 in backward")], 1)
+    plan_faults(tmp_path, [Fault.of_text(fault) for fault in (kill, stop, error)], 1)
     processes = [start(tmp_path) for _ in range(2)]
     outputs = [process.communicate() for process in processes]
     assert sorted(process.returncode for process in processes) == [0, 1], outputs
-    assert fired(tmp_path) == ["1: error actor/0 in backward"]
+    assert names(tmp_path) == [kill, stop, error]

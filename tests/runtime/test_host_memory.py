@@ -33,8 +33,7 @@ def pinned(monkeypatch):
 def test_parts_have_their_sizes_and_share_no_storage():
     sizes = [3, 0, 513, 8]
     parts = HostMemory(sizes, CPU).parts
-    assert [part.nbytes for part in parts] == sizes
-    assert [part.untyped_storage().nbytes() for part in parts] == sizes
+    assert [part.nbytes for part in parts] == [part.untyped_storage().nbytes() for part in parts] == sizes
     for number, part in enumerate(parts):
         part.fill_(number)
     assert [part.unique().tolist() for part in parts] == [[0], [], [2], [3]]
@@ -44,6 +43,8 @@ def test_parts_have_their_sizes_and_share_no_storage():
 
 def test_memory_is_pinned_in_whole_pages_until_it_is_dropped(pinned):
     ranges, _ = pinned
+    for sizes, device in (([100], CPU), ([], GPU), ([0], GPU)):
+        assert (HostMemory(sizes, device) is not None, ranges) == (True, {})
     memory = HostMemory([5000, 4], GPU)
     ((address, num_bytes),) = ranges.items()
     assert (address % PAGE, num_bytes) == (0, 2 * PAGE)
@@ -55,19 +56,11 @@ def test_memory_is_pinned_in_whole_pages_until_it_is_dropped(pinned):
     assert first.fill_(1).sum() == 5000  # parts are valid as memory that is not pinned
 
 
-def test_nothing_is_pinned_for_a_cpu_or_without_bytes(pinned):
-    ranges, _ = pinned
-    memories = HostMemory([100], CPU), HostMemory([], GPU), HostMemory([0], GPU)
-    assert (len(memories), ranges) == (3, {})
-
-
-def test_memory_that_cannot_be_pinned_is_an_error(pinned):
+def test_memory_that_cannot_be_pinned_or_allocated_is_an_error(pinned, monkeypatch):
     pinned[1].append(2)
     with pytest.raises(ModelError, match=r"^2\.0 GiB of host memory .* cannot be pinned \(CUDA error 2\); offload"):
         HostMemory([2**31], GPU)
 
-
-def test_memory_that_the_host_lacks_is_an_error(monkeypatch):
     def empty(count, dtype):
         raise MemoryError("Unable to allocate 2.00 GiB")
 

@@ -2,23 +2,30 @@
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
 from hybridflow.runtime import Interrupts
 
 
-def test_an_own_keyboard_interrupt_is_not_one_of_a_signal():
-    with Interrupts() as interrupts:
-        interrupts.raise_if_one(KeyboardInterrupt())
-        interrupts.raise_if_one(ValueError())
+@contextmanager
+def handled(number: signal.Signals, handler: Any) -> Iterator[None]:
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_keyboard_interrupt_of_a_signal_is_raised_again(number):
-    before = signal.signal(number, signal.default_int_handler)
-    try:
+def test_only_a_keyboard_interrupt_of_a_signal_is_raised_again(number):
+    with handled(number, signal.default_int_handler):
         with Interrupts() as interrupts:
+            interrupts.raise_if_one(KeyboardInterrupt())
+            interrupts.raise_if_one(ValueError())
             with pytest.raises(KeyboardInterrupt) as error:
                 signal.raise_signal(number)
             with pytest.raises(KeyboardInterrupt) as again:
@@ -26,34 +33,24 @@ def test_a_keyboard_interrupt_of_a_signal_is_raised_again(number):
             assert again.value is error.value
             interrupts.raise_if_one(ValueError())
         assert signal.getsignal(number) is signal.default_int_handler
-    finally:
-        signal.signal(number, before)
 
 
-def test_a_handler_that_does_not_raise_is_called_and_changes_nothing():
+def test_handlers_of_the_program_are_called_and_kept():
     seen = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
-    try:
+
+    def own(number, frame):
+        seen.append(number)
+
+    with handled(signal.SIGTERM, own):
         with Interrupts() as interrupts:
             signal.raise_signal(signal.SIGTERM)
             interrupts.raise_if_one(KeyboardInterrupt())
         assert seen == [signal.SIGTERM]
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def test_ignored_signals_and_own_handlers_of_the_code_are_kept():
-    def own(number, frame):
-        pass
-
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
+    with handled(signal.SIGTERM, signal.SIG_IGN):
         with Interrupts():
             assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
             signal.signal(signal.SIGTERM, own)
         assert signal.getsignal(signal.SIGTERM) is own
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def test_other_threads_install_no_handler():

@@ -6,9 +6,11 @@ import torch
 from hybridflow.runtime import matmul_peak, measure_flops_now, measure_peak_flops, peak_flops
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_peak_is_a_plausible_rate(dtype):
-    assert 0 < measure_peak_flops(dtype, size=64) < 1e17
+def test_peak_is_a_plausible_rate_measured_once():
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        assert 0 < measure_peak_flops(dtype, size=64) < 1e17
+    assert 0 < measure_flops_now(torch.float32, 8, periods=1, period_s=0.001) < 1e17
+    assert peak_flops(torch.float32) == peak_flops(torch.float32)
 
 
 class BusyMachine:
@@ -30,15 +32,9 @@ def test_load_that_passes_between_rounds_does_not_lower_the_peak():
     assert measure_peak_flops(torch.float32, size=8, clock=machine.clock, sleep=machine.sleep) == 2 * 8**3 / 0.5
 
 
-@pytest.mark.parametrize(
-    ("device", "num_threads", "size"), [("cpu", 1, 512), ("cpu", 8, 512), ("cpu", 9, 1024), ("cuda", 1, 8192)]
-)
-def test_few_threads_of_a_cpu_multiply_smaller_matrices(device, num_threads, size):
-    assert matmul_peak.enough_for(torch.device(device), num_threads) == size
-
-
-def test_a_process_measures_its_peak_once():
-    assert peak_flops(torch.float32) == peak_flops(torch.float32)
+@pytest.mark.parametrize(("device", "threads", "size"), [("cpu", 8, 512), ("cpu", 9, 1024), ("cuda", 1, 8192)])
+def test_few_threads_of_a_cpu_multiply_smaller_matrices(device, threads, size):
+    assert matmul_peak.enough_for(torch.device(device), threads) == size
 
 
 def test_a_gpu_multiplies_random_numbers_and_leaves_the_generators_alone(monkeypatch):
@@ -61,9 +57,5 @@ def test_the_rate_now_is_that_of_the_best_period_with_its_pauses():
     first, second = (1.0, 9.0, 1.0, 9.0), (4.0,) * 5  # 20 s each
     rate = measure_flops_now(torch.float32, 8, periods=2, period_s=20.0, clock=clock_of(*first, 0.0, *second))
     assert rate == 2 * 8**3 * 5 / 20
-
-
-def test_the_rate_now_is_measured_anew():
     rates = [measure_flops_now(torch.float32, 8, periods=1, period_s=2.0, clock=clock_of(s, s)) for s in (1.0, 4.0)]
     assert rates == [2 * 8**3, 2 * 8**3 / 4]
-    assert 0 < measure_flops_now(torch.float32, 8, periods=1, period_s=0.001) < 1e17

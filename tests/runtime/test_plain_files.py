@@ -5,64 +5,39 @@ import pytest
 from hybridflow.runtime import open_plain_file, require_plain_file, require_regular_file
 
 
-def make(path, kind):
-    if kind == "a symbolic link":
-        path.with_name("target").write_text("x")
-        path.symlink_to(path.with_name("target"))
-    elif kind == "a directory":
-        path.mkdir()
-    elif kind == "a FIFO":
-        os.mkfifo(path)
-    elif kind == "a device":
-        path = path.with_name("null")
-        os.mknod(path, 0o600 | 0o020000, os.makedev(1, 3))
-    return path
+@pytest.fixture
+def paths(tmp_path):
+    """Make a file of each kind, named after it."""
+    (tmp_path / "a regular file").write_bytes(b"abc")
+    (tmp_path / "a symbolic link").symlink_to("a regular file")
+    (tmp_path / "dangling").symlink_to("missing")
+    (tmp_path / "a directory").mkdir()
+    os.mkfifo(tmp_path / "a FIFO")
+    return tmp_path
 
 
-@pytest.mark.parametrize("kind", ["a symbolic link", "a directory", "a FIFO"])
-def test_what_is_not_a_regular_file_is_named_and_not_opened(tmp_path, kind):
-    path = make(tmp_path / "file", kind)
-    for function in (require_plain_file, open_plain_file):
-        with pytest.raises(OSError, match=rf"/file' is {kind}, not a regular file"):
-            function(path)
-
-
-def test_device_is_not_opened(tmp_path):
-    try:
-        path = make(tmp_path / "file", "a device")
-    except PermissionError:
-        pytest.skip("making a device needs root")
-    with pytest.raises(OSError, match="is a device, not a regular file"):
-        open_plain_file(path)
-
-
-def test_dangling_link_is_a_symbolic_link(tmp_path):
-    (tmp_path / "file").symlink_to(tmp_path / "missing")
-    with pytest.raises(OSError, match="is a symbolic link"):
-        require_plain_file(tmp_path / "file")
-
-
-def test_regular_file_is_read_and_missing_file_is_allowed(tmp_path):
-    (tmp_path / "file").write_bytes(b"abc")
-    require_plain_file(tmp_path / "file")
-    with open_plain_file(tmp_path / "file") as file:
+def test_only_a_regular_file_is_plain_and_opened(paths):
+    require_plain_file(paths / "a regular file")
+    with open_plain_file(paths / "a regular file") as file:
         assert file.read() == b"abc"
-    require_plain_file(tmp_path / "missing")
+    for kind in ("a symbolic link", "a directory", "a FIFO"):
+        for function in (require_plain_file, open_plain_file):
+            with pytest.raises(OSError, match=rf"/{kind}' is {kind}, not a regular file"):
+                function(paths / kind)
+    with pytest.raises(OSError, match="is a symbolic link"):
+        require_plain_file(paths / "dangling")
+    with pytest.raises(OSError, match="is a device, not a regular file"):
+        open_plain_file("/dev/null")
+    require_plain_file(paths / "missing")
     with pytest.raises(FileNotFoundError):
-        open_plain_file(tmp_path / "missing")
+        open_plain_file(paths / "missing")
 
 
-def test_a_file_a_link_to_one_and_nothing_are_accepted(tmp_path):
-    (tmp_path / "file").touch()
-    (tmp_path / "link").symlink_to("file")
-    for name in ("file", "link", "absent"):
-        require_regular_file(tmp_path / name)
-
-
-def test_a_pipe_a_device_and_a_folder_are_errors(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", "/dev/null"):
+def test_a_regular_file_may_be_behind_a_link_or_missing(paths):
+    for name in ("a regular file", "a symbolic link", "missing"):
+        require_regular_file(paths / name)
+    for path in (paths / "a FIFO", "/dev/null"):
         with pytest.raises(OSError, match="is a pipe, device or socket; expected a file"):
             require_regular_file(path)
     with pytest.raises(IsADirectoryError, match="is a directory; expected a file"):
-        require_regular_file(tmp_path)
+        require_regular_file(paths)

@@ -6,18 +6,28 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from hybridflow.runtime import process_address
 from hybridflow.runtime.process_address import allow_observers, own_address
 
 
-def test_address_can_be_pickled_and_identifies_this_process():
+def test_an_address_identifies_this_process(monkeypatch):
     address = pickle.loads(pickle.dumps(own_address()))
     assert address == own_address()
     assert (address.pid, address.hostname) == (os.getpid(), socket.gethostname())
     assert str(address.start_ticks) == Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
     assert address.pid_namespace == os.readlink("/proc/self/ns/pid")
 
+    def fail() -> int:
+        raise FileNotFoundError
 
+    monkeypatch.setattr(process_address, "_read_start_ticks", fail)  # as without /proc
+    assert own_address().start_ticks is None
+
+
+@pytest.mark.runs
+@pytest.mark.own_run("grpo: redirects the output of a process")
 def test_log_paths_are_stdout_and_stderr_if_they_are_files(tmp_path):
     program = "from hybridflow.runtime.process_address import own_address; print(own_address().log_paths, flush=True)"
     log = tmp_path / "out.log"
@@ -28,29 +38,16 @@ def test_log_paths_are_stdout_and_stderr_if_they_are_files(tmp_path):
     assert done.stdout == "()\n"
 
 
-def test_address_without_proc_has_no_start_ticks(monkeypatch):
-    def fail() -> int:
-        raise FileNotFoundError
-
-    monkeypatch.setattr(process_address, "_read_start_ticks", fail)
-    assert own_address().start_ticks is None
-
-
 def test_allow_observers_calls_prctl_as_documented_by_yama(monkeypatch):
     calls = []
 
     class Libc:
         def prctl(self, *arguments: object) -> int:
-            calls.append(
-                [argument.value if isinstance(argument, ctypes.c_ulong) else argument for argument in arguments]
-            )
+            calls.append([part.value if isinstance(part, ctypes.c_ulong) else part for part in arguments])
             return -1  # as without Yama
 
     monkeypatch.setattr(ctypes, "CDLL", lambda _: Libc())
     allow_observers()
     assert calls == [[0x59616D61, 2**64 - 1, 0, 0, 0]]  # PR_SET_PTRACER, PR_SET_PTRACER_ANY
-
-
-def test_allow_observers_does_nothing_without_prctl(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
-    allow_observers()
+    allow_observers()  # nothing without prctl

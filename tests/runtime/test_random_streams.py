@@ -1,10 +1,15 @@
 import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hybridflow.errors import AlgorithmError
-from hybridflow.runtime import derive_seed, uniform
+from hybridflow.runtime import derive_seed, uniform, uniform_state
+from hybridflow.runtime.random_tensors import uniform_after
 
 MASK = 2**64 - 1
+KEY = st.one_of(st.integers(-5, 5), st.integers(-(2**63), 2**64 - 1))
 
 
 def splitmix_finalizer(x: int) -> int:
@@ -21,10 +26,16 @@ def chained(domain: int, keys: list[int]) -> int:
     return state
 
 
-@pytest.mark.parametrize("keys", [[0], [1, 2, 3], [-1], [2**63, 5], [-(2**63), 0, 2**64 - 1], [7, 0, 0, 0, 41]])
-def test_uniform_equals_the_published_mixer_in_plain_integers(keys):
-    assert float(uniform(*keys)) == (chained(0x756E69666F726D00, keys) >> 11) / 2**53
+@given(st.lists(KEY, min_size=1, max_size=5))
+@settings(deadline=None, derandomize=True, max_examples=100)
+def test_numbers_equal_the_published_mixer_in_plain_integers(keys):
+    expected = (chained(0x756E69666F726D00, keys) >> 11) / 2**53
+    assert float(uniform(*keys)) == expected
     assert derive_seed(*keys) == chained(0x7365656400000000, keys) >> 1
+    *first, last = keys
+    if first and last < 2**63:
+        states = torch.from_numpy(np.array([uniform_state(*first)]).view(np.int64))
+        assert uniform_after(states, torch.tensor([last])).tolist() == [expected]
 
 
 def test_bits_are_equal_on_every_machine():
@@ -33,67 +44,29 @@ def test_bits_are_equal_on_every_machine():
     assert derive_seed(17, 4) == 2912361767416562940
 
 
-def test_arrays_broadcast_and_equal_one_call_per_element():
-    steps, rows = np.arange(4).reshape(4, 1), np.arange(5)
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64])
+def test_arrays_of_keys_broadcast_and_equal_one_call_per_element(dtype):
+    steps, rows = np.arange(4, dtype=dtype).reshape(4, 1), np.arange(5, dtype=dtype)
     table = uniform(3, steps, rows, 9)
-    assert table.shape == (4, 5)
-    assert table.dtype == np.float64
+    assert (table.shape, table.dtype) == ((4, 5), np.float64)
     assert table.tolist() == [[float(uniform(3, step, row, 9)) for row in range(5)] for step in range(4)]
+    assert rows.tolist() == [0, 1, 2, 3, 4]  # keys are not modified
+    states = torch.from_numpy(np.array([uniform_state(3, step) for step in range(4)]).view(np.int64))
+    found = uniform_after(states[:, None], torch.arange(5))
+    assert (found.dtype, found.numpy().tobytes()) == (torch.float64, uniform(3, steps, rows).tobytes())
 
 
-def test_a_number_does_not_depend_on_the_others_in_the_call():
-    rows = np.array([12, 3, 99, 7])
-    assert uniform(1, rows)[[2, 0]].tolist() == uniform(1, np.array([99, 12])).tolist()
-
-
-def test_dtype_of_a_key_does_not_matter():
-    expected = uniform(5, np.arange(10, dtype=np.int64)).tolist()
-    for dtype in (np.int8, np.uint8, np.int32, np.uint32, np.uint64):
-        assert uniform(5, np.arange(10, dtype=dtype)).tolist() == expected
-
-
-def test_order_and_number_of_keys_matter():
-    numbers = {float(uniform(*keys)) for keys in [(1,), (1, 0), (0, 1), (1, 0, 0), (0, 0, 1), (0,), (0, 0)]}
-    assert len(numbers) == 7
-
-
-def test_empty_key_array_returns_an_empty_array():
+def test_numbers_without_a_key_or_with_another_type_are_errors():
     assert uniform(1, np.zeros((0, 3), dtype=np.int64)).shape == (0, 3)
-
-
-def test_scalar_keys_return_a_0_dimensional_array():
     assert isinstance(uniform(1, 2), np.ndarray)
     assert uniform(1, 2).shape == ()
-
-
-@pytest.mark.parametrize("key", [1.5, "1", None, 2**64, -(2**63) - 1, np.array([0.0]), np.array(["a"])])
-def test_key_that_is_not_a_64_bit_integer_is_named_in_the_error(key):
-    with pytest.raises(AlgorithmError, match="key 1 is"):
-        uniform(0, key)
-
-
-def test_no_keys_are_an_error():
+    for key in (1.5, "1", None, 2**64, -(2**63) - 1, np.array([0.0]), np.array(["a"])):
+        with pytest.raises(AlgorithmError, match="key 1 is"):
+            uniform(0, key)
     with pytest.raises(AlgorithmError, match="at least one integer key"):
         uniform()
-
-
-def test_derive_seed_rejects_arrays():
     with pytest.raises(AlgorithmError, match=r"shape \(3,\)"):
         derive_seed(0, np.arange(3))  # pyright: ignore[reportArgumentType]
-
-
-def test_keys_are_not_modified():
-    keys = np.arange(5, dtype=np.uint64)
-    uniform(keys, 1)
-    assert keys.tolist() == [0, 1, 2, 3, 4]
-
-
-def test_seeds_differ_and_fit_63_bits():
-    seeds = {derive_seed(role, rank) for role in range(50) for rank in range(50)}
-    assert len(seeds) == 2500
-    assert min(seeds) >= 0
-    assert max(seeds) < 2**63
-    assert max(seeds) > 2**62
 
 
 # For n uniform numbers the standard deviation of the mean is 1 / sqrt(12 n), of the variance 1 / sqrt(180 n), of the
@@ -101,6 +74,7 @@ def test_seeds_differ_and_fit_63_bits():
 N = 200_000
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("position", range(5))
 @pytest.mark.parametrize("start", [0, 2**32 - 1000, -(N // 2), 2**62])
 def test_consecutive_keys_give_independent_uniform_numbers(position, start):
@@ -120,13 +94,7 @@ def test_consecutive_keys_give_independent_uniform_numbers(position, start):
         assert abs(chi_squared - 255) < 5 * np.sqrt(2 * 255)
 
 
-@pytest.mark.parametrize("step", [2, 1024, 2**32, 2**48, 0x9E3779B97F4A7C15])
-def test_equidistant_keys_give_independent_uniform_numbers(step):
-    u = uniform(7, np.arange(N, dtype=np.uint64) * np.uint64(step))
-    assert abs(u.mean() - 0.5) < 5 / np.sqrt(12 * N)
-    assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 5 / np.sqrt(N)
-
-
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("first", "second"), [(0, 1), (1, 2), (0, 2)])
 def test_neighboring_streams_are_not_correlated(first, second):
     tokens = np.arange(N)
@@ -137,6 +105,7 @@ def test_neighboring_streams_are_not_correlated(first, second):
         assert abs(np.corrcoef(streams[a], streams[b])[0, 1]) < 5 / np.sqrt(N)
 
 
+@pytest.mark.exhaustive
 def test_flipping_any_key_bit_flips_half_of_the_result_bits():
     base = np.arange(2000, dtype=np.uint64)
     before = (uniform(3, base, 4) * 2**53).astype(np.uint64)
@@ -146,9 +115,11 @@ def test_flipping_any_key_bit_flips_half_of_the_result_bits():
         assert np.abs(flipped - 0.5).max() < 5 * 0.5 / np.sqrt(2000)
 
 
-def test_a_million_keys_do_not_collide():
+def test_numbers_and_seeds_do_not_collide():
     # Among a million numbers of 53 bits, 0.00006 equal pairs are expected.
-    by_counter = uniform(0, np.arange(1_000_000))
-    assert np.unique(by_counter).size == 1_000_000
     cube = uniform(np.arange(100).reshape(100, 1, 1), np.arange(100).reshape(100, 1), np.arange(100))
     assert np.unique(cube).size == 1_000_000
+    assert len({float(uniform(*keys)) for keys in [(1,), (1, 0), (0, 1), (1, 0, 0), (0, 0, 1), (0,), (0, 0)]}) == 7
+    seeds = {derive_seed(role, rank) for role in range(50) for rank in range(50)}
+    assert len(seeds) == 2500
+    assert 0 <= min(seeds) < 2**62 < max(seeds) < 2**63

@@ -11,6 +11,7 @@ import pytest
 
 from hybridflow.runtime import StopRequest
 
+OWN_RUN = pytest.mark.own_run("resumed: sends signals at chosen moments")
 # A training loop that prints when it is ready and how it ended.
 LOOP = """
 import hashlib, signal, sys, time
@@ -31,9 +32,8 @@ print("left cleanly", flush=True)
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", LOOP, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-c", LOOP, *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
@@ -45,31 +45,32 @@ def is_pending(pid: int, number: signal.Signals) -> bool:
     return bool(pending >> (number - 1) & 1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_first_signal_lets_the_loop_finish(number):
-    process = start()
-    process.send_signal(number)
-    output, errors = process.communicate(timeout=120)
-    assert output == f"stopping after {number.name}\nleft cleanly\n"
-    assert process.returncode == 0
-    assert f"{number.name}: this step will be finished" in errors
-
-
+@pytest.mark.runs
+@OWN_RUN
 @pytest.mark.parametrize(
     ("first", "second"),
-    [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGTERM)],
+    [
+        (signal.SIGINT, signal.SIGTERM),
+        pytest.param(signal.SIGINT, signal.SIGINT, marks=pytest.mark.exhaustive),
+        pytest.param(signal.SIGTERM, signal.SIGTERM, marks=pytest.mark.exhaustive),
+    ],
 )
-def test_second_signal_ends_the_process_at_once(first, second):
+def test_first_signal_lets_the_loop_finish_and_the_second_ends_it(first, second):
+    process = start()
+    process.send_signal(first)
+    output, errors = process.communicate(timeout=120)
+    assert (process.returncode, output) == (0, f"stopping after {first.name}\nleft cleanly\n")
+    assert f"{first.name}: this step will be finished" in errors
     process = start("linger")
     process.send_signal(first)
     assert process.stdout is not None
     assert process.stdout.readline() == f"stopping after {first.name}\n"
     process.send_signal(second)
-    output, _ = process.communicate(timeout=120)
-    assert output == ""
-    assert process.returncode == 130
+    assert (process.communicate(timeout=120)[0], process.returncode) == ("", 130)
 
 
+@pytest.mark.runs
+@OWN_RUN
 def test_second_signal_ends_a_process_inside_a_long_kernel():
     process = start("kernel")
     process.send_signal(signal.SIGTERM)
@@ -77,8 +78,7 @@ def test_second_signal_ends_a_process_inside_a_long_kernel():
         time.sleep(0.01)  # two pending signals would arrive as one
     process.send_signal(signal.SIGTERM)
     output, errors = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert output == ""
+    assert (process.returncode, output) == (130, "")
     assert errors.endswith("interrupted\n")
 
 
@@ -104,61 +104,47 @@ with StopRequest() as stop:
 """
 
 
+@pytest.mark.runs
+@OWN_RUN
 def test_signal_to_a_forked_child_does_not_reach_the_parent():
     done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=120)
-    assert done.stdout == "[7, 7, 7] False\n"
-    assert done.returncode == 0
+    assert (done.returncode, done.stdout) == (0, "[7, 7, 7] False\n")
 
 
-def test_previous_handlers_are_restored():
+@pytest.fixture
+def own_handler():
+    """Install a handler of SIGTERM; return the signals that it gets."""
     seen = []
-    previous = signal.signal(signal.SIGTERM, lambda *_: seen.append("own handler"))
-    interrupt = signal.getsignal(signal.SIGINT)
-    try:
-        with StopRequest() as stop:
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert stop.requested
-            assert seen == []
-        assert signal.getsignal(signal.SIGINT) == interrupt
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert seen == ["own handler"]
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    previous = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    yield seen
+    signal.signal(signal.SIGTERM, previous)
 
 
-def test_handlers_are_restored_when_the_block_raises():
-    before = signal.getsignal(signal.SIGTERM)
+def test_a_request_takes_the_place_of_handlers_and_restores_them(own_handler, caplog):
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with caplog.at_level(logging.WARNING), StopRequest() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        assert (stop.requested, stop.signal_name, own_handler) == (True, "SIGTERM", [])
+    assert "a checkpoint is saved and the run ends. A second signal ends it at once" in caplog.text
     with pytest.raises(ZeroDivisionError), StopRequest():
         _ = 1 / 0
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
 
 
-def test_an_ignored_signal_stays_ignored():
-    previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        with StopRequest() as stop:
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert not stop.requested
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-def test_first_signal_logs_what_will_happen(caplog):
-    with caplog.at_level(logging.WARNING), StopRequest() as stop:
+@pytest.mark.usefixtures("own_handler")
+def test_ignored_signals_and_other_threads_are_left_alone():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with StopRequest() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.signal_name == "SIGTERM"
-    assert "a checkpoint is saved and the run ends. A second signal ends it at once" in caplog.text
-
-
-def test_nothing_is_installed_outside_the_main_thread():
-    before = signal.getsignal(signal.SIGTERM)
+        assert not stop.requested
     inside = []
 
     def work() -> None:
         with StopRequest() as stop:
             inside.append((signal.getsignal(signal.SIGTERM), stop.requested))
 
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert inside == [(before, False)]
+    assert (before, inside) == (signal.SIG_IGN, [(signal.SIG_DFL, False)])

@@ -23,17 +23,12 @@ def _restored_settings() -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = fill  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_set_num_threads_sets_the_number():
-    assert set_num_threads(3) == 3
-    assert torch.get_num_threads() == 3
-
-
-def test_zero_threads_means_all_physical_cores():
+def test_the_number_of_threads_is_set_and_0_means_the_physical_cores():
+    assert set_num_threads(3) == 3 == torch.get_num_threads()
     assert set_num_threads(0) == count_physical_cores()
     assert 1 <= count_physical_cores() <= (os.cpu_count() or 1)
-
-
-def test_physical_cores_respect_the_affinity_of_the_process():
+    with pytest.raises(ConfigError, match=r"controller\.threads=-1 is invalid: must be at least 0; use 0"):
+        set_num_threads(-1)
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(allowed)})
     try:
@@ -42,20 +37,11 @@ def test_physical_cores_respect_the_affinity_of_the_process():
         os.sched_setaffinity(0, allowed)
 
 
-def test_a_negative_number_of_threads_is_an_error():
-    with pytest.raises(ConfigError, match=r"controller\.threads=-1 is invalid: must be at least 0; use 0"):
-        set_num_threads(-1)
-
-
-def test_deterministic_mode_rejects_nondeterministic_kernels():
+def test_deterministic_mode_rejects_nondeterministic_kernels_until_left():
     set_deterministic(True)
     assert torch.are_deterministic_algorithms_enabled()
     assert not fills_memory()
     with pytest.raises(RuntimeError, match="deterministic"):
         torch.ones(4).put_(torch.tensor([0, 0]), torch.tensor([1.0, 2.0]), accumulate=False)
-
-
-def test_deterministic_mode_can_be_left():
-    set_deterministic(True)
     set_deterministic(False)
     assert not torch.are_deterministic_algorithms_enabled()

@@ -145,11 +145,9 @@ def _are_lists(row: Mapping[str, Any]) -> bool:
         return False
     if len(set(map(len, lists))) != 1:
         return False
+    kinds = {**dict.fromkeys(ROLLOUT_TEXTS, str), "turn_rewards": list}  # of an episode, one reward for each turn
     return all(
-        isinstance(value, str if name in ROLLOUT_TEXTS else int | float | None)
-        for name in row
-        if name != "step"
-        for value in row[name]
+        isinstance(value, kinds.get(name, int | float | None)) for name in row if name != "step" for value in row[name]
     )
 
 

@@ -16,11 +16,18 @@ def run(tmp_path):
 
 
 @pytest.fixture
-def ask(run):
-    """Return a function that asks a server of the run, and returns status, headers and text."""
-    server = LiveServer([run], 0)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
+def server(run):
+    with LiveServer([run], 0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def ask(server):
+    """Return a function that asks the server, and returns status, headers and text."""
 
     def ask(path="/", **headers):
         connection = http.client.HTTPConnection(LOOPBACK, server.server_port, timeout=30)
@@ -31,18 +38,20 @@ def ask(run):
         finally:
             connection.close()
 
-    yield ask
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    return ask
 
 
-def test_the_page_is_served_and_may_ask_its_server_only(ask):
-    status, headers, text = ask()
-    assert status == 200
-    assert headers["X-Content-Type-Options"] == "nosniff"
+def test_only_the_page_and_its_data_are_served_on_loopback(ask, server):
+    assert server.server_address[0] == LOOPBACK
+    assert server.address == f"http://127.0.0.1:{server.server_port}/"
+    status, headers, text = ask("/?a=b")
+    assert (status, headers["X-Content-Type-Options"]) == (200, "nosniff")
     assert 'data-live="true"' in text
     assert "connect-src 'self'" in text
+    for path in ("/run.json", "/../run.json", "//etc/passwd", "/data.json/", "/%2e%2e/run.json"):
+        assert ask(path)[0] == 404
+    for host, status in (("evil.example", 403), ("evil.example:80", 403), ("localhost:1", 200)):
+        assert ask("/data.json", Host=host)[0] == status
 
 
 def test_data_are_sent_again_only_if_a_file_changed(ask, run):
@@ -55,57 +64,27 @@ def test_data_are_sent_again_only_if_a_file_changed(ask, run):
     assert (status, json.loads(text)["runs"][0]["curves"]["steps"]) == (200, [1, 2, 3])
 
 
-def test_a_page_under_another_name_is_refused(ask):
-    assert ask("/data.json", Host="evil.example")[0] == 403
-    assert ask("/data.json", Host="evil.example:80")[0] == 403
-    assert ask("/data.json", Host="localhost:1")[0] == 200
-
-
-def test_only_the_page_and_its_data_are_served(ask):
-    for path in ("/run.json", "/../run.json", "//etc/passwd", "/data.json/", "/%2e%2e/run.json"):
-        assert ask(path)[0] == 404
-    assert ask("/?a=b")[0] == 200
-
-
-def test_a_damaged_file_is_reported_and_the_server_goes_on(ask, run):
+def test_errors_are_answers_and_the_server_goes_on(ask, run, monkeypatch, caplog):
     text = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text("[]\n")
     status, _, problem = ask("/data.json")
-    assert status == 409
-    assert "metrics.jsonl, line 1" in problem
-    (run / "metrics.jsonl").write_text(text)
-    assert ask("/data.json")[0] == 200
-
-
-def test_a_file_that_cannot_be_read_is_reported(ask, run):
+    assert (status, "metrics.jsonl, line 1" in problem) == (409, True)
     (run / "metrics.jsonl").unlink()
     (run / "metrics.jsonl").mkdir()
     for path in ("/data.json", "/"):
         status, _, problem = ask(path)
         assert (status, "metrics.jsonl" in problem) == (409, True)
-
-
-def test_an_error_of_the_page_is_an_answer_and_is_logged(ask, monkeypatch, caplog):
+    (run / "metrics.jsonl").rmdir()
+    (run / "metrics.jsonl").write_text(text)
+    assert ask("/data.json")[0] == 200
     monkeypatch.setattr(live, "page_data", lambda runs: 1 / 0)
+    (run / "metrics.jsonl").write_text(text + text)
     status, _, problem = ask("/data.json")
     assert (status, problem) == (500, "ZeroDivisionError('division by zero'); hybridflow watch has printed more")
     assert "Traceback" in caplog.text
 
 
-def test_a_connection_that_asks_nothing_is_closed(run, monkeypatch):
+def test_a_connection_that_asks_nothing_is_closed(monkeypatch, server):
     monkeypatch.setattr(live._Handler, "timeout", 0.2)
-    with LiveServer([run], 0) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            with socket.create_connection((LOOPBACK, server.server_port), timeout=30) as connection:
-                assert connection.recv(1) == b""
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-def test_the_server_listens_on_loopback_only(run):
-    with LiveServer([run], 0) as server:
-        assert server.server_address[0] == LOOPBACK
-        assert server.address == f"http://127.0.0.1:{server.server_port}/"
+    with socket.create_connection((LOOPBACK, server.server_port), timeout=30) as connection:
+        assert connection.recv(1) == b""

@@ -11,37 +11,22 @@ from hybridflow.observability.report.page import to_page_json
 from hybridflow.observability.run_files import RunFiles
 
 
-@pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    run = write_run(tmp_path_factory.mktemp("page") / "<b>run", texts=list(HOSTILE.values()))
-    return make_page([RunFiles(run).name], to_page_json(page_data([RunFiles(run)])))
-
-
-def test_the_only_script_is_the_one_that_the_policy_names(page):
+def test_a_page_of_hostile_texts_has_one_script_and_no_address(tmp_path):
+    run = RunFiles(write_run(tmp_path / "<b>run", texts=list(HOSTILE.values())))
+    page = make_page([run.name], to_page_json(page_data([run])))
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page).group(1)
-    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
-    assert len(scripts) == 1
-    digest = base64.b64encode(hashlib.sha256(scripts[0].encode()).digest()).decode()
+    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert policy.startswith(f"default-src 'none'; script-src 'sha256-{digest}';")
     assert "connect-src" not in policy
     assert "unsafe-eval" not in policy
-
-
-def test_a_text_of_a_run_cannot_end_the_element_of_data(page):
     (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     assert not set(data) & {"<", ">", "&"}
     assert page.count("<script") == page.count("</script>") == 2
     assert "&lt;b&gt;run" in page
-
-
-def test_the_page_names_no_address(page):
     addresses = set(re.findall(r"https?://[^\s\"')]+", page))
     assert addresses <= {"https://github.com/leeoniya/uPlot", "http://www.w3.org/2000/svg"}
     assert not re.search(r"<(link|img|iframe|script)[^>]*(src|href)=\"(?!data:)", page)
-
-
-def test_scripts_make_text_nodes_only(page):
-    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     own = script[script.index('"use strict";\n// Elements') :]
     for name in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function", "srcdoc"):
         assert name not in own
@@ -52,11 +37,13 @@ def test_json_of_a_page_is_ascii_without_signs_of_html():
 
 
 def test_a_file_that_cannot_be_written_is_an_error(tmp_path):
-    runs = [RunFiles(write_run(tmp_path / "run", steps=1))]
-    for output in (tmp_path, tmp_path / "missing" / "report.html"):
-        with pytest.raises(HybridFlowError, match=r"--output=.* cannot be written"):
-            write_report(runs, output)
-    assert write_report(runs, tmp_path / "report.html") == (tmp_path / "report.html").stat().st_size > 50_000
+    runs = [RunFiles(write_run(tmp_path / "r\udcffn", steps=1))]
+    with pytest.raises(HybridFlowError, match=r"missing/a\.html cannot be written: No such file or directory\.$"):
+        write_report(runs, tmp_path / "missing" / "a.html")
+    with pytest.raises(HybridFlowError, match=r"--output=.* cannot be written"):
+        write_report(runs, tmp_path)
+    assert write_report(runs, tmp_path / "a.html") == (tmp_path / "a.html").stat().st_size > 50_000
+    assert r"<title>r\udcffn" in (tmp_path / "a.html").read_text("utf-8")
 
 
 def test_no_file_of_a_run_is_replaced(tmp_path):
@@ -71,15 +58,3 @@ def test_no_file_of_a_run_is_replaced(tmp_path):
         write_report([RunFiles(run)], run / "report.html")
         (tmp_path / "other.html").write_text("")
         write_report([RunFiles(run)], tmp_path / "other.html")
-
-
-def test_the_error_of_a_missing_directory_names_the_file_that_was_asked_for(tmp_path):
-    run = RunFiles(write_run(tmp_path / "run", steps=1))
-    with pytest.raises(HybridFlowError, match=r"missing/a\.html cannot be written: No such file or directory\.$"):
-        write_report([run], tmp_path / "missing" / "a.html")
-
-
-def test_a_name_that_is_not_utf_8_is_shown_with_escapes(tmp_path):
-    run = write_run(tmp_path / "r\udcffn", steps=1)
-    write_report([RunFiles(run)], tmp_path / "page.html")
-    assert r"<title>r\udcffn" in (tmp_path / "page.html").read_text("utf-8")
