@@ -251,9 +251,9 @@ def test_errors_of_results_name_the_method_and_leave_the_group_alive(group):
 
 def test_no_rank_is_called_if_one_argument_cannot_be_sent(group):
     before = group.count_calls()
-    with pytest.raises(DispatchError, match="argument 0 of Unlucky.count_calls is a lock, which cannot be sent to "):
+    with pytest.raises(DispatchError, match=r"argument 0 of Unlucky.count_calls is a lock, which cannot be sent to "):
         group.count_calls([1, threading.Lock()])
-    with pytest.raises(DispatchError, match="argument value of Unlucky.count_calls is a lock"):
+    with pytest.raises(DispatchError, match=r"argument value of Unlucky.count_calls is a lock"):
         group.count_calls(value=threading.Lock())
     assert group.count_calls() == [count + 1 for count in before]
 
@@ -316,7 +316,7 @@ def test_a_death_between_calls_is_raised_by_the_next_call(start, wait_until_gone
     pids = doomed.pid()
     os.kill(pids[0], signal.SIGKILL)
     wait_until_gone(pids[:1])
-    with pytest.raises(WorkerDiedError, match="worker actor/0 .* died before Unlucky.compute finished"):
+    with pytest.raises(WorkerDiedError, match=r"worker actor/0 .* died before Unlucky.compute finished"):
         doomed.compute(rows())
     wait_until_gone(pids)
 
