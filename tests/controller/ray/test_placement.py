@@ -20,7 +20,6 @@ from hybridflow.controller.ray import (
     merge_resource_pool,
     split_resource_pool,
 )
-from hybridflow.errors import ConfigError
 from hybridflow.observability import transfer_report
 
 pytestmark = [pytest.mark.ray, pytest.mark.own_run("ray_two: it starts clusters of several nodes")]
@@ -103,19 +102,6 @@ def test_split_and_merged_pools_run_groups_at_the_same_time(ray_backend, free, w
     for reserved in (pool, single):
         reserved.release()
     wait_until(lambda: free_cpus() == free)
-
-
-@pytest.mark.exhaustive
-def test_a_group_on_a_part_of_a_full_pool_starts_no_worker(ray_backend):
-    pool = RayResourcePool([1], cpus_per_process=0.25)
-    (part,) = split_resource_pool(pool, 1)
-    try:
-        with build_group(pool, ray_backend, "whole"), RayBackend(call_timeout_s=120) as backend:
-            with pytest.raises(ConfigError, match=r"already has max_colocate_count=1"):
-                build_group(part, backend, "part")
-            assert list(backend._processes) == []
-    finally:
-        pool.release()
 
 
 @pytest.mark.exhaustive
