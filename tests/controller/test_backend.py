@@ -7,7 +7,6 @@ import pickle
 import time
 import traceback
 
-import numpy as np
 import pytest
 import torch
 
@@ -61,26 +60,18 @@ class Recorder(Worker):
         self.require_collectives("averaging gradients")
 
 
-@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.ray)])
 def backend(request):
     return LocalBackend() if request.param == "local" else request.getfixturevalue("ray_backend")
 
 
-_running = {}
+def spawn_anew(backend, process_on_nodes, *args, **kwargs):
+    classes = {"recorder": ClassWithInitArgs(Recorder, *args, **kwargs)}
+    return backend.spawn(classes, ResourcePool(process_on_nodes))["recorder"]
 
 
 def spawn(backend, num_ranks, *args, **kwargs):
-    """Return recorders; if they are processes, reuse those of an earlier test with the same arguments."""
-    if isinstance(backend, LocalBackend):
-        return spawn_anew(backend, [num_ranks], *args, **kwargs)
-    key = f"{num_ranks} {args} {kwargs}"
-    if key not in _running:
-        _running[key] = spawn_anew(backend, [num_ranks], *args, **kwargs)
-    return _running[key]
-
-
-def spawn_anew(backend, process_on_nodes, *args, name="recorder", **kwargs):
-    return backend.spawn({name: ClassWithInitArgs(Recorder, *args, **kwargs)}, ResourcePool(process_on_nodes))[name]
+    return spawn_anew(backend, [num_ranks], *args, **kwargs)
 
 
 def start(backend, worker, method_name, args=(), kwargs=None):
@@ -94,23 +85,87 @@ def call(backend, worker, method_name, *args, **kwargs):
 # The contract
 
 
-def test_workers_are_named_by_group_and_rank(backend):
-    assert [worker.name for worker in spawn(backend, 2)] == ["recorder/0", "recorder/1"]
+@pytest.fixture(scope="module")
+def started():
+    """Return two recorders of a backend that several tests share, and their constructor argument."""
+    running = {}
+
+    def of(backend):
+        if backend not in running:
+            start = {"sizes": [1]}
+            running[backend] = spawn_anew(backend, [2], start), start
+        return running[backend]
+
+    return of
 
 
-def test_workers_know_their_rank_and_local_rank(backend):
-    assert [call(backend, worker, "ranks") for worker in spawn(backend, 2)] == [(0, 2, 0, 2), (1, 2, 1, 2)]
+def test_workers_know_their_names_ranks_and_variables(backend, started):
+    workers, _ = started(backend)
+    assert [worker.name for worker in workers] == ["recorder/0", "recorder/1"]
+    assert [call(backend, worker, "ranks") for worker in workers] == [(0, 2, 0, 2), (1, 2, 1, 2)]
+    assert backend.running() == []  # all calls have finished
+    ports = set()
+    for rank, worker in enumerate(workers):
+        while_built, while_called = call(backend, worker, "environment")
+        assert while_built == while_called
+        assert while_called["RANK"] == while_called["LOCAL_RANK"] == str(rank)
+        assert while_called["WORLD_SIZE"] == while_called["LOCAL_WORLD_SIZE"] == "2"
+        assert while_called["MASTER_ADDR"]
+        ports.add(while_called["MASTER_PORT"])
+    assert len(ports) == 1
+    assert 1024 <= int(ports.pop()) < 65536
 
 
-def test_finished_calls_are_not_running(backend):
-    for worker in spawn(backend, 2):
-        call(backend, worker, "ranks")
-    assert backend.running() == []
+def test_callers_and_workers_have_private_copies_of_all_values(backend, started):
+    (first, second), of_constructor = started(backend)
+    sent = torch.zeros(3)
+    result = call(backend, first, "add_one", sent)
+    assert (result.tolist(), sent.tolist()) == ([1, 1, 1], [0, 0, 0])
+    sent.fill_(9)
+    result.fill_(9)
+    assert call(backend, first, "last").tolist() == [1, 1, 1]
+    handle, kept = start(backend, first, "add_one", (torch.zeros(2),)), start(backend, first, "last", ())
+    call(backend, first, "add_one", kept)  # writes into what the worker has returned
+    assert handle.get().tolist() == [1, 1]
+    call(backend, first, "start_value")["sizes"].append(2)
+    of_constructor["sizes"].append(3)
+    assert [call(backend, worker, "start_value") for worker in (first, second)] == [{"sizes": [1]}] * 2
+    shared = backend.put(torch.zeros(2))
+    assert call(backend, first, "add_one", shared).tolist() == [1, 1]
+    assert call(backend, second, "add_one", value=shared).tolist() == [1, 1]
+    shared.get().fill_(5)
+    assert shared.get().tolist() == [0, 0]
+    for _ in range(2):
+        backend.release([shared])
+    with pytest.raises(WorkerError, match="this result was released"):
+        shared.get()
+
+
+def test_errors_of_workers_name_the_method_and_the_worker(backend, started):
+    (first, second), _ = started(backend)
+    with pytest.raises(FieldError, match="needs 'values'") as caught:
+        call(backend, first, "missing_column")
+    assert caught.value.__notes__ == ["in Recorder.missing_column, worker recorder/0"]
+    with pytest.raises(WorkerError) as caught:
+        call(backend, second, "divide_by_zero")
+    assert str(caught.value) == (
+        "Recorder.divide_by_zero failed on worker recorder/1: ZeroDivisionError: division by zero"
+    )
+    assert (caught.value.role, caught.value.rank) == ("recorder", 1)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert pickle.loads(pickle.dumps(caught.value)).rank == 1
+    with pytest.raises(DispatchError, match=r"argument 1 of Recorder\.echo is a generator"):
+        call(backend, first, "echo", 1, (n for n in [1]))
+
+
+def test_a_failing_constructor_on_one_rank_fails_the_group():
+    with pytest.raises(WorkerError, match=r"Recorder\.__init__ failed on worker recorder/1: ValueError: no such file"):
+        spawn(LocalBackend(), 2, fail_on=1)
 
 
 @pytest.mark.ray
-def test_running_calls_have_the_time_of_their_start(ray_backend, tmp_path):
-    first, second = spawn(ray_backend, 2)
+def test_running_calls_have_the_time_of_their_start(ray_backend, started, tmp_path):
+    (first, second), _ = started(ray_backend)
     before, path = time.time(), str(tmp_path / "file")
     waiting = start(ray_backend, first, "wait_for_file", [path])
     reader = start(ray_backend, second, "wait_for_file", [path, waiting])
@@ -122,83 +177,8 @@ def test_running_calls_have_the_time_of_their_start(ray_backend, tmp_path):
     assert ray_backend.running() == []
 
 
-def test_local_rank_counts_per_node():
-    workers = spawn_anew(backend := LocalBackend(), [2, 1])
-    assert [call(backend, worker, "ranks") for worker in workers] == [(0, 3, 0, 2), (1, 3, 1, 2), (2, 3, 0, 1)]
-
-
-def test_spmd_variables_are_set_during_construction_and_calls(backend):
-    workers = spawn(backend, 2)
-    ports = set()
-    for rank, worker in enumerate(workers):
-        while_built, while_called = call(backend, worker, "environment")
-        assert while_built == while_called
-        assert while_called["RANK"] == str(rank)
-        assert while_called["WORLD_SIZE"] == while_called["LOCAL_WORLD_SIZE"] == "2"
-        assert while_called["LOCAL_RANK"] == str(rank)
-        assert while_called["MASTER_ADDR"]
-        ports.add(while_called["MASTER_PORT"])
-    assert len(ports) == 1
-    assert 1024 <= int(ports.pop()) < 65536
-
-
-def test_arguments_are_private_copies_of_the_worker(backend):
-    (worker,) = spawn(backend, 1)
-    sent = torch.zeros(3)
-    assert call(backend, worker, "add_one", sent).tolist() == [1, 1, 1]
-    assert sent.tolist() == [0, 0, 0]
-    sent.fill_(9)
-    assert call(backend, worker, "last").tolist() == [1, 1, 1]
-
-
-def test_results_are_private_copies_of_the_caller(backend):
-    (worker,) = spawn(backend, 1)
-    result = call(backend, worker, "add_one", np.zeros(3))
-    result[:] = 9
-    assert call(backend, worker, "last").tolist() == [1, 1, 1]
-
-
-def test_later_writes_by_the_worker_do_not_change_a_result(backend):
-    (worker,) = spawn(backend, 1)
-    handle = start(backend, worker, "add_one", (torch.zeros(2),))
-    kept = start(backend, worker, "last", ())
-    call(backend, worker, "add_one", kept)
-    assert handle.get().tolist() == [1, 1]
-
-
-def test_every_rank_gets_its_own_copy_of_constructor_arguments(backend):
-    start = {"sizes": [1]}
-    first, second = spawn(backend, 2, start)
-    call(backend, first, "start_value")["sizes"].append(2)
-    assert call(backend, second, "start_value") == {"sizes": [1]}
-    start["sizes"].append(3)
-    assert call(backend, first, "start_value") == {"sizes": [1]}
-
-
-def test_a_handle_argument_arrives_as_its_value(backend):
-    first, second = spawn(backend, 2)
-    shared = backend.put(torch.zeros(2))
-    assert call(backend, first, "add_one", shared).tolist() == [1, 1]
-    assert call(backend, second, "add_one", value=shared).tolist() == [1, 1]
-    assert shared.get().tolist() == [0, 0]
-
-
-def test_getting_twice_returns_two_copies(backend):
-    handle = backend.put(torch.zeros(2))
-    handle.get().fill_(5)
-    assert handle.get().tolist() == [0, 0]
-
-
-def test_a_released_value_cannot_be_read(backend):
-    handle = backend.put(1)
-    backend.release([handle])
-    backend.release([handle])
-    with pytest.raises(WorkerError, match="this result was released"):
-        handle.get()
-
-
-def test_calling_a_stopped_worker_raises(backend):
-    first, second = spawn_anew(backend, [2])
+def test_calling_a_stopped_worker_raises(backend, started):
+    (first, second), _ = started(backend)  # the last test of these workers
     assert backend.is_alive(first)
     backend.shutdown([first])
     backend.shutdown([first])
@@ -208,37 +188,12 @@ def test_calling_a_stopped_worker_raises(backend):
         call(backend, first, "ranks")
 
 
-def test_a_hybridflow_error_keeps_its_type(backend):
-    (worker,) = spawn(backend, 1)
-    with pytest.raises(FieldError, match="needs 'values'") as caught:
-        call(backend, worker, "missing_column")
-    assert caught.value.__notes__ == ["in Recorder.missing_column, worker recorder/0"]
-
-
-def test_other_errors_become_worker_errors_that_name_the_worker(backend):
-    worker = spawn(backend, 2)[1]
-    with pytest.raises(WorkerError) as caught:
-        call(backend, worker, "divide_by_zero")
-    assert str(caught.value) == (
-        "Recorder.divide_by_zero failed on worker recorder/1: ZeroDivisionError: division by zero"
-    )
-    assert (caught.value.role, caught.value.rank) == ("recorder", 1)
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    assert pickle.loads(pickle.dumps(caught.value)).rank == 1
-
-
-def test_a_failing_constructor_on_one_rank_fails_the_group(backend):
-    with pytest.raises(WorkerError, match=r"Recorder\.__init__ failed on worker recorder/1: ValueError: no such file"):
-        spawn(backend, 2, fail_on=1)
-
-
-def test_error_names_an_argument_that_cannot_be_copied(backend):
-    (worker,) = spawn(backend, 1)
-    with pytest.raises(DispatchError, match=r"argument 1 of Recorder\.echo is a generator"):
-        call(backend, worker, "echo", 1, (n for n in [1]))
-
-
 # The local backend
+
+
+def test_local_rank_counts_per_node():
+    workers = spawn_anew(backend := LocalBackend(), [2, 1])
+    assert [call(backend, worker, "ranks") for worker in workers] == [(0, 3, 0, 2), (1, 3, 1, 2), (2, 3, 0, 1)]
 
 
 def test_environment_is_restored_after_calls_and_errors(monkeypatch):

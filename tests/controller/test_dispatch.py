@@ -68,15 +68,6 @@ def test_dp_modes_split_batches_and_broadcast_other_arguments(mode):
     assert values_of(kwargs["more"]) == [[5], [6]]
 
 
-def test_dp_compute_sends_each_rank_one_element_of_a_list():
-    assert Dispatch.DP_COMPUTE.dispatch_fn(Ranks(data=2), ["a", "b"]) == ((["a", "b"],), {})
-
-
-def test_proto_modes_broadcast_lists():
-    args, _ = Dispatch.DP_COMPUTE_PROTO.dispatch_fn(Ranks(data=2), batch_of(1, 2), [7, 8, 9])
-    assert args[1] == [[7, 8, 9], [7, 8, 9]]
-
-
 @pytest.mark.parametrize("mode", ["DP_COMPUTE_PROTO", "DP_COMPUTE_METRIC", "TP_FORWARD", "MEGATRON_COMPUTE_PROTO"])
 def test_proto_modes_require_a_batch(mode):
     with pytest.raises(DispatchError, match=r"the arguments are dict, int; use DataProto\.from_dict"):
@@ -90,13 +81,6 @@ def test_the_with_func_mode_requires_a_function_as_first_argument():
     assert values_of(args[1]) == [[1], [2]]
     with pytest.raises(DispatchError, match="WITH_FUNC must be a function, got DataProto"):
         mode.dispatch_fn(Ranks(data=2), batch_of(1, 2))
-
-
-@pytest.mark.parametrize("mode", ["MEGATRON_COMPUTE", "MEGATRON_COMPUTE_PROTO", "TP_FORWARD"])
-def test_mesh_modes_split_along_data_and_replicate_along_other_axes(mode):
-    args, _ = DISPATCH_MODES[mode].dispatch_fn(Ranks(data=2, tensor=2), batch_of(1, 2, 3, 4))
-    assert values_of(args[0]) == [[1, 2], [1, 2], [3, 4], [3, 4]]
-    assert args[0][0] is args[0][1]
 
 
 def test_megatron_compute_sends_each_data_rank_one_element_of_a_list():
@@ -121,12 +105,6 @@ def test_collect_concatenates_in_order_and_keeps_none():
     assert collect(Ranks(data=2), [None, None]) is None
     with pytest.raises(DispatchError, match=r"output 1 of 2 is NoneType.*DP_COMPUTE_METRIC"):
         collect(Ranks(data=2), [batch_of(1), None])
-
-
-def test_a_batch_without_columns_goes_to_every_part_unchanged():
-    nothing = DataProto(meta_info={"step": 1})
-    args, _ = Dispatch.DP_COMPUTE_PROTO.dispatch_fn(Ranks(data=2), nothing)
-    assert args == ([nothing, nothing],)
 
 
 @pytest.fixture
@@ -166,11 +144,6 @@ def test_a_mapping_of_the_two_functions_is_a_mode():
 def test_an_unknown_mode_lists_the_known_ones():
     with pytest.raises(AttributeError, match="'DP' is not a dispatch mode; modes: RANK_ZERO, ONE_TO_ALL"):
         _ = Dispatch.DP
-
-
-def test_built_in_modes_are_in_the_table_by_name():
-    assert [mode.name for mode in MODES_OF_THE_PACKAGE.values()] == list(MODES_OF_THE_PACKAGE)
-    assert {name: DISPATCH_MODES[name] for name in MODES_OF_THE_PACKAGE} == MODES_OF_THE_PACKAGE
 
 
 def test_the_documentation_describes_every_built_in_mode():

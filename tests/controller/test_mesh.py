@@ -15,16 +15,6 @@ def test_the_last_axis_is_the_fastest():
     ]
 
 
-def test_ranks_that_differ_along_other_axes_get_the_same_part():
-    assert [Mesh({"data": 2, "tensor": 2}).part_of(rank, ("data",)) for rank in range(4)] == [0, 0, 1, 1]
-    assert [Mesh({"tensor": 2, "data": 2}).part_of(rank, ("data",)) for rank in range(4)] == [0, 1, 0, 1]
-
-
-def test_the_first_rank_of_a_replica_is_collected():
-    assert Mesh({"data": 2, "tensor": 2}).collected_ranks(("data",)) == [0, 2]
-    assert Mesh({"tensor": 2, "data": 3}).collected_ranks(("data",)) == [0, 1, 2]
-
-
 def test_the_last_stage_of_a_pipeline_is_collected():
     mesh = Mesh({"pipeline": 2, "data": 2, "tensor": 2})
     assert mesh.collected_ranks(("data",)) == [4, 6]

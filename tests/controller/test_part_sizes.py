@@ -74,12 +74,12 @@ def test_a_gain_within_the_noise_changes_nothing():
     assert shares_after(*[[1.0, 1.5], [1.5, 1.0]] * 50).values == [0.5, 0.5]
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_noisy_parts_of_equal_speed_lose_little(seed):
-    changes, times = simulate(lambda call: [1.0, 1.0], 300, noise=0.2, seed=seed)
-    _, with_equal_parts = simulate(lambda call: [1.0, 1.0], 300, noise=0.2, seed=seed, adapts=False)
-    assert len(changes) <= 10
-    assert sum(times) / sum(with_equal_parts) < 1.02
+def test_noisy_parts_of_equal_speed_lose_little():
+    for seed in range(5):
+        changes, times = simulate(lambda call: [1.0, 1.0], 300, noise=0.2, seed=seed)
+        _, with_equal_parts = simulate(lambda call: [1.0, 1.0], 300, noise=0.2, seed=seed, adapts=False)
+        assert len(changes) <= 10
+        assert sum(times) / sum(with_equal_parts) < 1.02
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1, 0.2])
@@ -121,11 +121,11 @@ def test_the_trace_says_why_a_share_changed():
     ]
 
 
-@pytest.mark.parametrize("num_units", range(3, 40))
-def test_no_part_is_empty_and_sizes_add_up(num_units):
-    sizes = sizes_of_shares([0.9985, 0.0005, 0.001], num_units)
-    assert min(sizes) >= 1
-    assert sum(sizes) == num_units
+def test_no_part_is_empty_and_sizes_add_up():
+    for num_units in range(3, 40):
+        sizes = sizes_of_shares([0.9985, 0.0005, 0.001], num_units)
+        assert min(sizes) >= 1
+        assert sum(sizes) == num_units
 
 
 def lasting(seconds):
@@ -221,7 +221,7 @@ class Uneven(Worker):
         return self.received
 
 
-@pytest.fixture(params=["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])])
+@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.ray)])
 def backend(request):
     return LocalBackend() if request.param == "local" else request.getfixturevalue("ray_backend")
 
@@ -242,21 +242,15 @@ def test_a_slow_rank_gets_fewer_rows_and_order_is_kept(backend):
         fast, slow = group.sizes()
         events = [event for event in backend.trace.take() if event.kind == "parts"]
         least = group.shares.least()["double"]
-    assert (fast, slow) == ([12, 12, 12, 12, 18, 18], [12, 12, 12, 12, 6, 6])  # at most half as many at once
-    assert [event.worker for event in events] == ["uneven/0", "uneven/1"]
-    assert events[1].note == "23.1% of the rows, since a row takes 1.67 times the mean of the parts"
-    assert least == pytest.approx(0.46, abs=0.01)
-
-
-def test_futures_of_unequal_parts_are_sliced_and_passed_on(backend):
-    with group_of(backend) as group:
-        for _ in range(4):
-            group.double(X)
         future = group.double.remote(X)
         assert len(future) == 48
         assert future.slice(30, 34).get().batch["y"].tolist() == [150, 150, 160, 160]
         again = group.double(future.select_columns("y").rename("y", "x"))
         assert again.batch["y"].tolist() == [row * 100 for row in range(24) for _ in "abcd"]
+    assert (fast, slow) == ([12, 12, 12, 12, 18, 18], [12, 12, 12, 12, 6, 6])  # at most half as many at once
+    assert [event.worker for event in events] == ["uneven/0", "uneven/1"]
+    assert events[1].note == "23.1% of the rows, since a row takes 1.67 times the mean of the parts"
+    assert least == pytest.approx(0.46, abs=0.01)
 
 
 def test_parts_equal_ignores_measured_speed():

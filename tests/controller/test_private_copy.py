@@ -38,16 +38,6 @@ def test_a_view_is_copied_without_its_base():
     assert private_copy(torch.zeros(1, 3).expand(4, 3), "expanded").is_contiguous()
 
 
-def test_objects_of_an_object_column_are_copied():
-    rows = np.empty(2, dtype=object)
-    rows[0], rows[1] = [1, 2], {"t": torch.zeros(2)}
-    copied = private_copy(rows, "rows")
-    copied[0].append(3)
-    copied[1]["t"] += 1
-    assert rows[0] == [1, 2]
-    assert rows[1]["t"].sum() == 0
-
-
 def test_containers_are_copied_deeply_and_keep_their_types():
     Pair = namedtuple("Pair", "left right")
     value = {"a": [torch.zeros(1), (torch.zeros(1),)], "b": Pair({1}, [2])}
@@ -61,35 +51,31 @@ def test_containers_are_copied_deeply_and_keep_their_types():
     assert type(copied["b"]) is Pair
 
 
-def test_tensors_are_detached():
-    weight = torch.ones(2, requires_grad=True)
-    copied = private_copy({"loss": weight * 2}, "result")
-    assert not copied["loss"].requires_grad
-
-
-def test_functions_are_shared():
-    assert private_copy(len, "f") is len
-    assert private_copy(make_batch, "f") is make_batch
-
-
 def test_error_names_a_value_that_cannot_be_copied():
     with pytest.raises(DispatchError, match=r"argument 0 of A\.b is a lock, which cannot be copied"):
         private_copy(threading.Lock(), "argument 0 of A.b")
 
 
-def test_contents_read_from_a_future_are_copied():
-    batch = make_batch()
-    copied = private_copy(DataProtoFuture.of(batch), "future")
-    copied.get().batch["x"].add_(1)
-    assert batch.batch["x"].sum() == 0
-    assert len(copied) == 2
-    assert copied.columns == ("x", "names", "sizes")
-
-
-def test_the_meta_info_of_a_future_is_copied():
+def test_a_copied_future_has_its_own_contents_and_meta_info():
     future = DataProtoFuture.of(DataProto.from_dict({"x": torch.zeros(2)}, meta_info={"facts": np.zeros(1)}))
     copied = private_copy(future, "future")
-    copied.get().meta_info["facts"][:] = 99
+    read = copied.get()
+    read.batch["x"].add_(1)
+    read.meta_info["facts"][:] = 99
     copied.meta_info["new"] = 1
+    assert future.get().batch["x"].sum() == 0
     assert future.meta_info["facts"].tolist() == [0]
     assert list(future.meta_info) == ["facts"]
+    assert (len(copied), copied.columns) == (2, ("x",))
+
+
+def test_objects_of_columns_are_copied_tensors_detached_and_functions_shared():
+    rows = np.empty(2, dtype=object)
+    rows[0], rows[1] = [1, 2], {"t": torch.ones(2, requires_grad=True)}
+    copied = private_copy(rows, "rows")
+    copied[0].append(3)
+    copied[1]["t"] += 1
+    assert rows[0] == [1, 2]
+    assert rows[1]["t"].sum() == 2
+    assert not copied[1]["t"].requires_grad
+    assert private_copy(make_batch, "f") is make_batch

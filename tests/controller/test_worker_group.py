@@ -3,7 +3,7 @@ import weakref
 
 import pytest
 
-from hybridflow.controller import ClassWithInitArgs, Dispatch, LocalBackend, ResourcePool, Worker, WorkerGroup, register
+from hybridflow.controller import ClassWithInitArgs, Dispatch, ResourcePool, Worker, WorkerGroup, register
 from hybridflow.controller.worker_group import columns_of_methods
 from hybridflow.errors import DispatchError, WorkerError
 
@@ -62,11 +62,6 @@ def test_registered_methods_are_methods_of_the_group():
     assert hasattr(group, "count")
 
 
-def test_error_for_an_unregistered_method_names_register():
-    with pytest.raises(DispatchError, match=r"Counter\.reset cannot be called on a worker group: add @register"):
-        make_group().reset()
-
-
 def test_an_unknown_method_is_an_attribute_error():
     group = make_group()
     assert not hasattr(group, "calls")
@@ -76,34 +71,22 @@ def test_an_unknown_method_is_an_attribute_error():
         _ = group.limit
 
 
-def test_execute_all_sends_each_rank_one_element_of_a_list():
+def test_methods_are_executed_on_all_ranks_or_rank_zero():
     group = make_group()
     assert group.execute_all_sync("tell", [10, 20], "all", key=(1, 2)) == [
         (0, (10, "all"), {"key": 1}),
         (1, (20, "all"), {"key": 2}),
     ]
-    with pytest.raises(DispatchError, match="a list of 3 elements cannot be split over 2 ranks"):
-        group.execute_all_sync("tell", [1, 2, 3])
-
-
-def test_execute_rank_zero_passes_arguments_unchanged():
-    group = make_group()
     assert group.execute_rank_zero_sync("tell", [10, 20], key=(1, 2)) == (0, ([10, 20],), {"key": (1, 2)})
-    assert group.count() == [1, 1]
-
-
-def test_asynchronous_execution_returns_handles():
-    group = make_group()
     assert [handle.get() for handle in group.execute_all("count")] == [1, 1]
     assert [handle.get() for handle in group.execute_all_async("count")] == [2, 2]
     assert group.execute_rank_zero("count").get() == 3
     assert group.execute_rank_zero_async("count").get() == 4
-
-
-def test_execute_requires_a_registered_method():
-    group = make_group()
-    with pytest.raises(DispatchError, match=r"Counter\.reset cannot be called"):
-        group.execute_all_sync("reset")
+    with pytest.raises(DispatchError, match="a list of 3 elements cannot be split over 2 ranks"):
+        group.execute_all_sync("tell", [1, 2, 3])
+    for attempt in (lambda: group.reset(), lambda: group.execute_all_sync("reset")):
+        with pytest.raises(DispatchError, match=r"Counter\.reset cannot be called on a worker group: add @register"):
+            attempt()
     with pytest.raises(AttributeError, match="has no method 'nothing'"):
         group.execute_rank_zero_async("nothing")
 
@@ -127,14 +110,6 @@ def test_a_group_with_a_stopped_worker_is_not_alive():
         group.count()
 
 
-def test_groups_can_share_a_backend():
-    backend = LocalBackend()
-    first, second = make_group(backend=backend), make_group(backend=backend)
-    assert first.count() == [1, 1]
-    assert first.count() == [2, 2]
-    assert second.count() == [1, 1]
-
-
 def test_an_unreferenced_group_is_freed_with_its_workers():
     group = make_group()
     group.count()
@@ -145,10 +120,6 @@ def test_an_unreferenced_group_is_freed_with_its_workers():
         assert gone() is None
     finally:
         gc.enable()
-
-
-def test_the_default_mesh_is_the_data_axis_over_all_ranks():
-    assert make_group([3]).mesh().axes == {"data": 3}
 
 
 def test_meshes_are_looked_up_by_name():

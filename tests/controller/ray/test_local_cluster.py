@@ -19,9 +19,15 @@ from hybridflow.controller.ray.reaper import SESSION_VARIABLE, cluster_processes
 from hybridflow.errors import ConfigError, LostClusterError, WorkerError
 
 pytestmark = [
-    pytest.mark.ray,
+    pytest.mark.own_run("ray: it starts and kills clusters and their reapers"),
     pytest.mark.skipif(not os.path.isdir("/proc"), reason="the tests find processes of a cluster in /proc"),
 ]
+
+
+def CLUSTER(test):
+    """Mark a test that starts a cluster of its own."""
+    return pytest.mark.ray(pytest.mark.exhaustive(test))
+
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -42,7 +48,8 @@ actor_pid, child_pid = ray.get(actor.start_child.remote())
 
 # A failed start, then two clusters one after the other; all observations are printed as one JSON object at the end.
 TWO_CYCLES = """
-import json, os, signal, stat, subprocess, warnings
+import json, os, signal, stat, subprocess, time, warnings
+from contextlib import suppress
 from pathlib import Path
 
 from hybridflow.controller.ray.local_cluster import LocalCluster
@@ -58,13 +65,24 @@ def message(kind, act):
 def listening(pids):
     inodes = set()
     for pid in pids:
-        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            try:
-                inodes.add(os.readlink(descriptor))
-            except OSError:
-                pass
+        with suppress(OSError):  # a process or file is gone by now
+            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(OSError):
+                    inodes.add(os.readlink(descriptor))
     rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
     return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes]
+
+def titles(pids):
+    found = []
+    for pid in pids:
+        with suppress(OSError):
+            found.append(Path(f"/proc/{pid}/cmdline").read_bytes().decode().rstrip("\\0 "))
+    return " ".join(found)
+
+def is_complete(pids):
+    # agents have their titles and sockets a while after the start
+    parts = ("gcs_server", "raylet", "log_monitor", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "sleep")
+    return all(part in titles(pids) for part in parts) and len(listening([*pids, os.getpid()])) >= 5
 
 def descriptors():
     return len(os.listdir("/proc/self/fd"))
@@ -85,10 +103,12 @@ seen["restored after the failure"] = dict(os.environ) == environment
 
 with LocalCluster(2.5, object_store_bytes=80 * 2**20) as cluster:
     exec(ACTOR)
-    pids = cluster_processes(cluster.session)
+    deadline = time.monotonic() + 60
+    while not is_complete(pids := cluster_processes(cluster.session)) and time.monotonic() < deadline:
+        time.sleep(0.1)
     seen["session"], seen["directory"] = cluster.session, str(cluster.directory)
     seen["actor"], seen["child"] = actor_pid in pids, child_pid in pids
-    seen["all titles"] = [Path(f"/proc/{pid}/cmdline").read_bytes().decode().rstrip("\\0 ") for pid in pids]
+    seen["all titles"] = titles(pids)
     seen["priorities"] = [os.getpriority(os.PRIO_PROCESS, pid) for pid in (actor_pid, 0)]
     seen["num_cpus"] = ray.cluster_resources()["CPU"]
     seen["mode"] = stat.S_IMODE(os.stat(cluster.directory).st_mode)
@@ -155,13 +175,6 @@ def ignores_signals(pid: int) -> bool:
     return all(ignored >> (number - 1) & 1 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 
 
-def wait_until(condition, timeout_s=100.0):
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 def stores_left() -> set[str]:
     """Return the object stores that no process has open, which excludes those of running clusters."""
     left = set()
@@ -184,70 +197,55 @@ def two_cycles(tmp_path_factory):
     return {**json.loads(result), **left}
 
 
-@pytest.mark.slow
-def test_stop_removes_processes_stores_and_files(two_cycles):
+@CLUSTER
+def test_a_cluster_starts_and_stops_without_a_trace(two_cycles):
     assert two_cycles["processes"] == []
     assert not two_cycles["directory exists"]
     assert two_cycles["stores"] == set()
     assert two_cycles["home"] == []
     assert two_cycles["children"] == []
     assert not two_cycles["initialized"]
+    assert two_cycles["the driver's own child lives"]
+    assert two_cycles["environment restored"]
+    assert two_cycles["restored after the failure"]
+    assert two_cycles["handler restored"]
+    assert two_cycles["printed"] == []
+    assert two_cycles["errors"] == ""
 
 
-@pytest.mark.slow
-def test_workers_have_the_priority_of_the_driver(two_cycles):
+@CLUSTER
+def test_all_processes_of_a_cluster_have_the_token_and_the_priority_of_the_driver(two_cycles):
+    assert two_cycles["actor"]
+    assert two_cycles["child"]
+    for part in ("gcs_server", "raylet", "log_monitor", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "sleep"):
+        assert part in two_cycles["all titles"]
     worker, driver = two_cycles["priorities"]
     assert worker == driver
 
 
-@pytest.mark.slow
-def test_renamed_processes_and_children_of_actors_have_the_token(two_cycles):
-    assert two_cycles["actor"]
-    assert two_cycles["child"]
-    titles = " ".join(two_cycles["all titles"])
-    for part in ("gcs_server", "raylet", "log_monitor", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "sleep"):
-        assert part in titles
-
-
-@pytest.mark.slow
-def test_stop_does_not_end_other_children_of_the_driver(two_cycles):
-    assert two_cycles["the driver's own child lives"]
-
-
-@pytest.mark.slow
-def test_the_cluster_listens_on_the_loopback_interface_only(two_cycles):
+@CLUSTER
+def test_a_cluster_is_accessible_to_this_user_on_this_machine_only(two_cycles):
     loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
     assert len(two_cycles["listening"]) >= 5  # gcs, raylet, an agent, the actor and the driver at least
     assert set(two_cycles["listening"]) <= loopback
-
-
-@pytest.mark.slow
-def test_the_directory_is_accessible_to_this_user_only(two_cycles):
     assert two_cycles["mode"] == 0o700
 
 
-@pytest.mark.slow
-def test_num_cpus_is_rounded_up(two_cycles):
-    assert two_cycles["num_cpus"] == 3
-
-
-@pytest.mark.slow
-def test_environment_and_signal_handler_are_restored(two_cycles):
-    assert two_cycles["environment restored"]
-    assert two_cycles["restored after the failure"]
-    assert two_cycles["handler restored"]
-
-
-@pytest.mark.slow
-def test_starting_twice_is_an_error(two_cycles):
+@CLUSTER
+def test_starting_twice_or_too_large_is_an_error_after_which_a_start_is_possible(two_cycles):
     assert "is already started; call stop()" in two_cycles["started again"]
     assert "Ray is already initialized in this process; call ray.shutdown()" in two_cycles["another started"]
-
-
-@pytest.mark.slow
-def test_a_failed_start_names_the_reason_and_can_be_retried(two_cycles):
     assert two_cycles["too large"].startswith("Ray failed to start: ")
     assert "object store" in two_cycles["too large"]
+    assert two_cycles["num_cpus"] == 3  # 2.5, rounded up
+
+
+@CLUSTER
+def test_a_restart_has_a_new_session_and_a_killed_reaper_is_replaced(two_cycles):
+    assert two_cycles["another session"]
+    assert two_cycles["new descriptors"] <= 4  # Ray itself leaks one or two
+    assert two_cycles["processes without reaper"] == []
+    assert not two_cycles["directory exists without reaper"]
 
 
 @pytest.mark.parametrize(
@@ -263,26 +261,8 @@ def test_a_service_that_does_not_start_in_time_is_a_lost_cluster(monkeypatch, er
     assert type(raised.value) is kind
 
 
-@pytest.mark.slow
-def test_a_restart_has_a_new_session_and_leaks_few_descriptors(two_cycles):
-    assert two_cycles["another session"]
-    assert two_cycles["new descriptors"] <= 4  # Ray itself leaks one or two
-
-
-@pytest.mark.slow
-def test_a_killed_reaper_is_replaced(two_cycles):
-    assert two_cycles["processes without reaper"] == []
-    assert not two_cycles["directory exists without reaper"]
-
-
-@pytest.mark.slow
-def test_nothing_is_printed(two_cycles):
-    assert two_cycles["printed"] == []
-    assert two_cycles["errors"] == ""
-
-
-@pytest.mark.slow
-def test_the_reaper_cleans_up_after_a_killed_driver():
+@CLUSTER
+def test_the_reaper_cleans_up_after_a_killed_driver(wait_until):
     stores = stores_left()
     driver = run_driver(DRIVER, "sleep")
     seen = json.loads(driver.stdout.readline())
@@ -301,7 +281,7 @@ def test_the_reaper_cleans_up_after_a_killed_driver():
         driver.communicate()
 
 
-@pytest.mark.slow
+@CLUSTER
 def test_a_driver_that_raises_leaves_no_process_and_no_directory():
     driver = run_driver(DRIVER, "raise")
     output, errors = driver.communicate(timeout=120)  # returns when no process has the driver's output open
@@ -317,8 +297,9 @@ def session_process():
     """Yield `session_process("token")`, which starts a sleeping process with this token."""
     processes = []
 
-    def start(session: str) -> "subprocess.Popen[bytes]":
-        processes.append(subprocess.Popen(["sleep", "600"], env={**os.environ, SESSION_VARIABLE: session}))
+    def start(session: str, **variables: str) -> "subprocess.Popen[bytes]":
+        environment = {**os.environ, SESSION_VARIABLE: session, **variables}
+        processes.append(subprocess.Popen(["sleep", "600"], env=environment))
         return processes[-1]
 
     yield start
@@ -331,7 +312,8 @@ def start_reaper(session: str, directory: Path) -> "subprocess.Popen[bytes]":
     return subprocess.Popen([sys.executable, "-I", reaper.__file__, session, directory], stdin=subprocess.PIPE)
 
 
-def test_the_reaper_ignores_terminal_signals_until_the_pipe_closes(tmp_path, session_process):
+@pytest.mark.runs
+def test_the_reaper_ignores_terminal_signals_until_the_pipe_closes(tmp_path, session_process, wait_until):
     directory = tmp_path / "cluster"
     (directory / "logs").mkdir(parents=True)
     frozen, other = session_process("frozen"), session_process("other")
@@ -351,8 +333,9 @@ def test_the_reaper_ignores_terminal_signals_until_the_pipe_closes(tmp_path, ses
     assert not directory.exists()
 
 
+@pytest.mark.runs
 @pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="there is no /dev/shm")
-def test_the_reaper_removes_only_object_stores_that_are_not_open(tmp_path):
+def test_the_reaper_removes_only_object_stores_that_are_not_open(tmp_path, wait_until):
     directory = tmp_path / "cluster"
     directory.mkdir()
     earlier = make_store()
@@ -382,9 +365,9 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="there is no /dev/shm")
-def test_the_reaper_removes_pytorch_shared_memory_of_killed_processes(tmp_path):
+def test_the_reaper_removes_pytorch_shared_memory_of_killed_processes(tmp_path, wait_until):
     # The counts of CUDA IPC handles have the same kind of name as a tensor that is shared by name on a CPU.
     directory = tmp_path / "cluster"
     directory.mkdir()
@@ -429,13 +412,10 @@ def make_store(prefix: str = "plasma") -> Path:
     return path
 
 
-@pytest.mark.parametrize("num_cpus", [0, -1, math.inf, math.nan])
-def test_num_cpus_must_be_positive_and_finite(num_cpus):
-    with pytest.raises(ConfigError, match="expected a finite positive number"):
-        LocalCluster(num_cpus)
-
-
 def test_impossible_resources_raise_before_the_cluster_starts():
+    for num_cpus in (0, -1, math.inf, math.nan):
+        with pytest.raises(ConfigError, match="expected a finite positive number"):
+            LocalCluster(num_cpus)
     with pytest.raises(ConfigError, match="num_gpus=-1 is negative"):
         LocalCluster(1, num_gpus=-1)
     with pytest.raises(ConfigError, match="object_store_bytes=1000 is below Ray's minimum; use at least 78643200"):
@@ -450,17 +430,12 @@ def test_the_directory_path_is_short_enough_for_sockets(monkeypatch, tmp_path):
     assert len(str(directory)) < 30
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
-def test_the_reaper_removes_directories_of_reward_processes(tmp_path):
-    names = ("hybridflow-reward-ab_12", "mine")
-    directories = [tmp_path / name for name in names]
-    environment = {**os.environ, SESSION_VARIABLE: "of this test"}
+@pytest.mark.runs
+def test_the_reaper_removes_directories_of_reward_processes(tmp_path, session_process):
+    directories = [tmp_path / name for name in ("hybridflow-reward-ab_12", "mine")]
     for directory in directories:
         directory.mkdir()
-    processes = [
-        subprocess.Popen(["sleep", "1000"], env={**environment, "TMPDIR": str(directory)}) for directory in directories
-    ]
+    processes = [session_process("of this test", TMPDIR=str(directory)) for directory in directories]
     cluster = tmp_path / "cluster"
     cluster.mkdir()
     ended = subprocess.run(

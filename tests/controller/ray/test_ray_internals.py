@@ -12,27 +12,14 @@ import subprocess
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import pytest
 from packaging.requirements import Requirement
 
 import hybridflow.controller.ray as package
 
-pytestmark = pytest.mark.ray
-
 SOURCES = sorted(Path(package.__file__).parent.glob("*.py"))
 PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
-
-
-class Part(NamedTuple):
-    """A private attribute of Ray, the file that uses it, and the property that it must have."""
-
-    module: str
-    path: str
-    used_by: str
-    expects: str
-    is_as_expected: Callable[[Any], bool]
 
 
 def takes(*arguments: Any, **keywords: Any) -> Callable[[Any], bool]:
@@ -48,196 +35,72 @@ def takes(*arguments: Any, **keywords: Any) -> Callable[[Any], bool]:
     return check
 
 
-def rays_own(found: Any) -> Any:
-    """Return Ray's own class, which local_cluster.py replaces by a partial while this process runs a cluster."""
-    return found.func if isinstance(found, functools.partial) else found
+def contains(*names: str) -> Callable[[Any], bool]:
+    """Return a check whether the source of a function or class contains these names."""
+    return lambda found: all(name in inspect.getsource(found) for name in names)
 
 
-PARTS = [
-    Part("ray._raylet", "Config.initialize", "local_cluster.py", "a callable", callable),
-    Part("ray._raylet", "AuthenticationTokenLoader.instance", "local_cluster.py", "a callable", callable),
-    Part("ray._raylet", "AuthenticationTokenLoader.reset_cache", "local_cluster.py", "a callable", callable),
-    Part(
-        "ray._private.services",
-        "ConsolePopen",
-        "local_cluster.py",
-        "a subprocess.Popen with start_new_session",
-        lambda found: issubclass(cls := rays_own(found), subprocess.Popen) and takes([], start_new_session=True)(cls),
-    ),
-    Part(
-        "ray._private.services",
-        "start_ray_process",
-        "local_cluster.py",
-        "a function that starts Ray's processes by ConsolePopen, looked up when it is called",
-        lambda found: "ConsolePopen" in found.__code__.co_names,
-    ),
-    Part(
-        "ray._private.services",
-        "canonicalize_bootstrap_address",
-        "cluster.py",
-        "a function of an address",
-        takes("auto"),
-    ),
-    Part(
-        "ray._private.ray_constants",
-        "ENABLE_RAY_CLUSTER",
-        "local_cluster.py",
-        "a bool",
-        lambda found: isinstance(found, bool),
-    ),
-    Part(
-        "ray._private.ray_constants",
-        "RAY_ENABLE_UV_RUN_RUNTIME_ENV",
-        "local_cluster.py",
-        "a bool",
-        lambda found: isinstance(found, bool),
-    ),
-    Part(
-        "ray._private.node",
-        "Node.start_api_server",
-        "local_cluster.py",
-        "a method that accepts keywords alone",
-        takes(None, include_dashboard=False, raise_on_failure=False),
-    ),
-    Part(
-        "ray._private.worker",
-        "_global_node",
-        "local_cluster.py",
-        "None or the node that ray.init started",
-        lambda found: found is None or type(found).__name__ == "Node",
-    ),
-    Part(
-        "ray._private.worker",
-        "init",
-        "local_cluster.py",
-        "ray.init with the keyword _temp_dir",
-        lambda found: "_temp_dir" in inspect.getsource(found),
-    ),
-    *(
-        Part(
-            "ray._private.node", f"Node.{name}", "cluster_watch.py", "a property", lambda found: type(found) is property
-        )
-        for name in ("gcs_address", "raylet_socket_name")
-    ),
-    Part(
-        "ray.experimental.internal_kv",
-        "_internal_kv_put",
-        "store.py",
-        "a function of a key and a value",
-        takes("key", "value", overwrite=False, namespace="n"),
-    ),
-    *(
-        Part(
-            "ray.experimental.internal_kv",
-            f"_internal_kv_{name}",
-            "store.py",
-            "a function of a key",
-            takes("key", namespace="n"),
-        )
-        for name in ("get", "exists")
-    ),
-    Part(
-        "ray.experimental.internal_kv",
-        "_internal_kv_del",
-        "store.py",
-        "a function of a key or a prefix",
-        takes("prefix", del_by_prefix=True, namespace="n"),
-    ),
-    *(
-        Part("ray._raylet", f"InnerGcsClient.{name}", "heartbeat.py", "a method", callable)
-        for name in ("internal_kv_put", "internal_kv_multi_get", "internal_kv_del")
-    ),
-    Part("ray.experimental.internal_kv", "internal_kv_get_gcs_client", "heartbeat.py", "a function", takes()),
-    Part(
-        "ray._private.state",
-        "available_resources_per_node",
-        "resource_pool.py",
-        "a function without arguments",
-        takes(),
-    ),
-    Part(
-        "ray.actor",
-        "ActorHandle._actor_id",
-        "waiting.py",
-        "an attribute that is an ActorID",
-        lambda found: found is not None,
-    ),
-    Part(
-        "ray.actor",
-        "ActorClass",
-        "worker_group.py",
-        "the result of ray.remote on a class, with __ray_metadata__.modified_class",
-        lambda found: "__ray_metadata__" in inspect.getsource(found) and "modified_class" in inspect.getsource(found),
-    ),
-    Part(
-        "ray.actor",
-        "_modify_class",
-        "backend.py",
-        "a function that gives actors the method __ray_ready__",
-        lambda found: "__ray_ready__" in inspect.getsource(found),
-    ),
+def is_bool(found: Any) -> bool:
+    return isinstance(found, bool)
+
+
+def is_console(found: Any) -> bool:
+    """Return whether Ray's own class, which local_cluster.py replaces by a partial, starts new sessions."""
+    cls = found.func if isinstance(found, functools.partial) else found
+    return issubclass(cls, subprocess.Popen) and takes([], start_new_session=True)(cls)
+
+
+PARTS: list[tuple[str, Callable[[Any], bool]]] = [
+    ("ray._raylet:Config.initialize", callable),
+    ("ray._raylet:AuthenticationTokenLoader.instance", callable),
+    ("ray._raylet:AuthenticationTokenLoader.reset_cache", callable),
+    ("ray._private.services:ConsolePopen", is_console),
+    ("ray._private.services:start_ray_process", lambda found: "ConsolePopen" in found.__code__.co_names),
+    ("ray._private.services:canonicalize_bootstrap_address", takes("auto")),
+    ("ray._private.ray_constants:ENABLE_RAY_CLUSTER", is_bool),
+    ("ray._private.ray_constants:RAY_ENABLE_UV_RUN_RUNTIME_ENV", is_bool),
+    ("ray._private.node:Node.start_api_server", takes(None, include_dashboard=False, raise_on_failure=False)),
+    ("ray._private.node:Node.gcs_address", lambda found: type(found) is property),
+    ("ray._private.node:Node.raylet_socket_name", lambda found: type(found) is property),
+    ("ray._private.worker:_global_node", lambda found: found is None or type(found).__name__ == "Node"),
+    ("ray._private.worker:init", contains("_temp_dir")),
+    ("ray._private.state:available_resources_per_node", takes()),
+    ("ray.experimental.internal_kv:_internal_kv_put", takes("key", "value", overwrite=False, namespace="n")),
+    ("ray.experimental.internal_kv:_internal_kv_get", takes("key", namespace="n")),
+    ("ray.experimental.internal_kv:_internal_kv_exists", takes("key", namespace="n")),
+    ("ray.experimental.internal_kv:_internal_kv_del", takes("prefix", del_by_prefix=True, namespace="n")),
+    ("ray.experimental.internal_kv:internal_kv_get_gcs_client", takes()),
+    ("ray._raylet:InnerGcsClient.internal_kv_put", callable),
+    ("ray._raylet:InnerGcsClient.internal_kv_multi_get", callable),
+    ("ray._raylet:InnerGcsClient.internal_kv_del", callable),
+    ("ray.actor:ActorHandle._actor_id", lambda found: found is not None),
+    ("ray.actor:ActorClass", contains("__ray_metadata__", "modified_class")),
+    ("ray.actor:_modify_class", contains("__ray_ready__")),
 ]
+"""A private attribute of Ray, and the property on which the code relies."""
 
 
-def require(part: Part) -> None:
-    """Fail, with advice, unless the installed Ray has the attribute with the expected property."""
-    import ray
-
-    where = f"{part.module}.{part.path} of ray {ray.__version__}, used by controller/ray/{part.used_by},"
-    advice = f"Adapt {part.used_by} and PARTS, run tests/controller/ray, or lower the bound of ray in pyproject.toml."
-    try:
-        found = functools.reduce(getattr, part.path.split("."), importlib.import_module(part.module))
-    except (ImportError, AttributeError) as error:
-        pytest.fail(f"{where} does not exist ({error}). {advice}")
-    if not part.is_as_expected(found):
-        pytest.fail(f"{where} is not {part.expects}: {found!r}. {advice}")
-
-
-def require_tested_version(version: str) -> None:
-    """Fail, with advice, if this version of Ray is outside the bounds in pyproject.toml."""
-    listed = tomllib.loads(PYPROJECT.read_text())["project"]["dependencies"]
-    (ray,) = [requirement for requirement in map(Requirement, listed) if requirement.name == "ray"]
-    assert any(bound.operator == "<" for bound in ray.specifier), (
-        "ray needs an upper bound: private attributes are used"
-    )
-    if version not in ray.specifier:
-        pytest.fail(
-            f"ray {version} is outside ray{ray.specifier} in pyproject.toml. Install a tested version, or run "
-            "tests/controller/ray with this one and raise the bound to just above it."
-        )
-
-
-@pytest.mark.parametrize("part", PARTS, ids=lambda part: f"{part.module}.{part.path}")
-def test_private_attributes_of_ray_have_the_expected_properties(part):
-    require(part)
+def test_private_attributes_of_ray_have_the_expected_properties():
+    wrong = []
+    for name, is_as_expected in PARTS:
+        module, _, path = name.partition(":")
+        try:
+            found = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+        except (ImportError, AttributeError) as error:
+            wrong.append(f"{name}: {error}")
+            continue
+        if not is_as_expected(found):
+            wrong.append(f"{name}: {found!r}")
+    assert not wrong, "adapt controller/ray and PARTS, or lower the bound of ray in pyproject.toml"
 
 
 def test_the_installed_ray_version_is_tested():
     import ray
 
-    require_tested_version(ray.__version__)
-
-
-def test_failure_for_a_changed_attribute_names_it_and_the_fix(monkeypatch):
-    import ray
-    from ray._private import services, state
-
-    by_name = {part.path: part for part in PARTS}
-    monkeypatch.delattr(services, "ConsolePopen")
-    with pytest.raises(pytest.fail.Exception) as gone:
-        require(by_name["ConsolePopen"])
-    name = f"ray._private.services.ConsolePopen of ray {ray.__version__}"
-    assert str(gone.value).startswith(f"{name}, used by controller/ray/local_cluster.py, does not exist (")
-    assert str(gone.value).endswith("or lower the bound of ray in pyproject.toml.")
-    monkeypatch.setattr(state, "available_resources_per_node", lambda job: {})
-    with pytest.raises(pytest.fail.Exception, match=r"_per_node of .* is not a function without arguments: "):
-        require(by_name["available_resources_per_node"])
-
-
-@pytest.mark.parametrize("version", ["2.59.0", "2.61.0", "3.0.0"])
-def test_failure_for_an_untested_version_names_it_and_the_fix(version):
-    with pytest.raises(pytest.fail.Exception, match=rf"ray {version} is outside ray.* raise the bound"):
-        require_tested_version(version)
+    listed = tomllib.loads(PYPROJECT.read_text())["project"]["dependencies"]
+    (requirement,) = [requirement for requirement in map(Requirement, listed) if requirement.name == "ray"]
+    assert any(bound.operator == "<" for bound in requirement.specifier), "private attributes are used"
+    assert ray.__version__ in requirement.specifier, "run the tests of controller/ray with it, and raise the bound"
 
 
 def private_names(tree: ast.AST) -> set[str]:

@@ -5,7 +5,6 @@ Four ranks hold two roles of the same class, `model` and `twin`; two other ranks
 
 import re
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from fixtures.values import canonical, rich_batch
 from hybridflow.controller import (
     DISPATCH_MODES,
     ClassWithInitArgs,
@@ -266,27 +266,6 @@ def both(ray_backend) -> Iterator[Both]:
         group.shutdown()
 
 
-def canonical(value: Any) -> Any:
-    """Return a value as types, shapes and bytes, which are equal only for indistinguishable values."""
-    if isinstance(value, DataProto):
-        tensors = None if value.batch is None else canonical(dict(value.batch.items()))
-        arrays, meta_info = canonical(value.non_tensor_batch), canonical(value.meta_info)
-        return type(value), len(value), tensors, arrays, meta_info, value.auto_padding
-    if isinstance(value, torch.Tensor):
-        raw = value.detach().contiguous().reshape(-1)
-        raw = raw.view(torch.uint8).numpy().tobytes() if raw.numel() else b""
-        return type(value), value.dtype, value.requires_grad, tuple(value.shape), raw
-    if isinstance(value, np.ndarray):
-        entries = value.dtype.hasobject or value.dtype.fields  # padding bytes between fields are undefined
-        raw = [canonical(entry) for entry in value.flat] if entries else value.tobytes()
-        return type(value), value.dtype, value.shape, raw
-    if isinstance(value, dict):
-        return type(value), [(key, canonical(element)) for key, element in value.items()]
-    if isinstance(value, list | tuple):
-        return type(value), [canonical(element) for element in value]
-    return type(value), repr(value)
-
-
 def same_on_both(both: Both, program: Callable[[Groups], Any]) -> Any:
     """Check that the program returns the same on Ray and locally, and return it; received values are cleared first."""
     for group in (both.local.model, both.local.twin, both.local.pair, both.ray.model, both.ray.twin, both.ray.pair):
@@ -294,31 +273,6 @@ def same_on_both(both: Both, program: Callable[[Groups], Any]) -> Any:
     here, there = program(both.local), program(both.ray)
     assert canonical(here) == canonical(there)
     return there
-
-
-def rich_batch(num_rows: int) -> DataProto:
-    """Return a new batch with columns of every kind."""
-    x = torch.arange(1, num_rows + 1)
-    return DataProto.from_dict(
-        {
-            "x": x,
-            "row_ids": x - 1,
-            "halves": (x / 2).to(torch.bfloat16),
-            "bools": x % 2 == 0,
-            "waves": torch.complex(x.float(), -x.float()),
-            "strided": torch.arange(num_rows * 6, dtype=torch.float32).reshape(num_rows, 6)[:, ::2],
-            "expanded": torch.tensor([[7, 8]]).expand(num_rows, 2),
-            "no_width": torch.zeros(num_rows, 0),
-        },
-        {
-            "names": np.array([f"row {row}" for row in range(num_rows)]),
-            "infos": [{"row": row, "numbers": [row, None]} for row in range(num_rows)],
-            "days": np.datetime64("2024-02-28") + np.arange(num_rows),
-            "records": np.array([(row, row / 4) for row in range(num_rows)], dtype=[("a", "i2"), ("b", "f8")]),
-            "small": np.arange(num_rows * 2, dtype=np.int8).reshape(num_rows, 2),
-        },
-        {"step": 3, "nested": {"list": [1, 2.5]}, "array": np.arange(3), "tensor": torch.ones(2)},
-    )
 
 
 def batch_of(*values: int) -> DataProto:
@@ -360,21 +314,20 @@ CALLS: dict[str, Callable[[Callable[[str], Callable], DataProto], Any]] = {
 }
 
 
-@pytest.mark.parametrize("num_rows", [8, 7, 1])
-@pytest.mark.parametrize("name", CALLS)
-def test_blocking_and_remote_calls_return_the_same_on_both_backends(both, name, num_rows):
+@pytest.mark.parametrize("num_rows", [7, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (8, 1))])
+def test_every_mode_returns_the_same_on_both_backends(both, num_rows):
     batch = rich_batch(num_rows)
+    for call in CALLS.values():
 
-    def program(groups):
-        blocking = CALLS[name](lambda method: getattr(groups.model, method), batch)
-        later = CALLS[name](lambda method: getattr(groups.model, method).remote, batch)
-        assert isinstance(later, DataProtoFuture)
-        later = later.get()
-        assert canonical(blocking) == canonical(later)
-        return blocking, groups.model.forget()
+        def program(groups, call=call):
+            blocking = call(lambda method: getattr(groups.model, method), batch)
+            later = call(lambda method: getattr(groups.model, method).remote, batch)
+            assert isinstance(later, DataProtoFuture)
+            assert canonical(blocking) == canonical(later.get())
+            return blocking, groups.model.forget()
 
-    same_on_both(both, program)
-    assert canonical(batch) == canonical(rich_batch(num_rows))
+        same_on_both(both, program)
+        assert canonical(batch) == canonical(rich_batch(num_rows))
 
 
 def test_dispatch_modes_return_the_documented_numbers(both):
@@ -391,131 +344,49 @@ def test_dispatch_modes_return_the_documented_numbers(both):
     assert both.ray.pair.double(batch).batch["doubled"].tolist() == [5, 10, 15, 20, 25]
 
 
-def test_a_non_blocking_method_returns_a_future_on_both_backends(both):
-    result = same_on_both(both, lambda groups: groups.model.double_later(batch_of(1, 2, 3)).get())
-    assert result.batch["doubled"].tolist() == [2, 4, 6]
+ATTEMPTS = [
+    lambda groups: groups.model.double(DataProto.from_dict({"y": torch.zeros(2)})),
+    lambda groups: groups.model.echo(batch_of()),
+    lambda groups: groups.model.add(batch_of(1, 2), batch_of(1)),
+    lambda groups: groups.model.wrong_columns(batch_of(1, 2)),
+    lambda groups: groups.model.wrong_columns.remote(batch_of(1, 2)).get(),
+    lambda groups: groups.model.add(batch_of(1, 2), batch_of(1, 2)),
+    lambda groups: groups.model.fail_on_rank_one(batch_of(1, 2)),
+    lambda groups: groups.model.fail_on_rank_one.remote(batch_of(1, 2)).get(),
+    lambda groups: groups.model.each(batch_of(1, 2), [1, 2, 3]),
+    lambda groups: groups.model.rank_zero(0, wrong=1),
+    lambda groups: groups.model.double.remote(batch_of(1, 2)).get("x"),
+    lambda groups: groups.model.double(groups.model.double.remote(batch_of(1, 2))),
+    lambda groups: groups.model.read_future(groups.model.forward.remote(batch_of(1, 2))),
+    lambda groups: groups.model.double(batch_of(1, 2), torch.zeros(2)),
+]
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        True,
-        -(10**40),
-        float("nan"),
-        "text",
-        b"bytes",
-        {"a": [1, (2, {3})], 4: {"b": None}},
-        OrderedDict(b=1, a=torch.ones(2)),
-        np.float64(0.1),
-        np.int8(-1),
-        np.array(5.0),
-        np.array({"an": "object"}, dtype=object),
-        np.array(["b", "abc"]),
-        np.array([b"b"]),
-        np.zeros((2, 0), dtype=np.complex64),
-        torch.tensor(3, dtype=torch.int8),
-        torch.zeros(0, 4, dtype=torch.bfloat16),
-        torch.arange(6.0).reshape(2, 3).T,
-        torch.ones(2, requires_grad=True) * 2,
-        torch.float16,
-        torch.Size([1, 2]),
-        slice(1, None),
-        [DataProto(meta_info={"alone": 1}), {"deep": (DataProto.from_dict({"x": torch.arange(2)}), None)}],
-    ],
-    ids=lambda value: re.sub(r"\s+", " ", repr(value))[:40],
-)
-def test_a_value_arrives_and_returns_the_same_on_both_backends(both, value):
-    def program(groups):
-        return groups.pair.broadcast(value), groups.pair.rank_zero(key=value, value=[value]), groups.pair.forget()
-
-    same_on_both(both, program)
-
-
-def test_a_masked_array_keeps_its_mask_on_both_backends(both):
-    masked = np.ma.array([1, 2, 3], mask=[False, True, False])
-    result = same_on_both(both, lambda groups: [value for _, value, _ in groups.pair.broadcast(masked)])
-    assert result[0].sum() == 4
-
-
-def test_a_conjugated_column_is_sent_on_both_backends(both):
-    batch = DataProto.from_dict({"waves": torch.tensor([1 + 2j, 3 - 1j]).conj()})
-    same_on_both(both, lambda groups: groups.pair.echo(batch))
-
-
-def test_rows_of_an_expanded_column_are_sent_on_both_backends(both):
-    batch = DataProto.from_dict({"temperatures": torch.tensor(0.5).expand(2)})
-    same_on_both(both, lambda groups: groups.pair.echo(batch))
-
-
-def test_tensors_inside_objects_and_meta_info_arrive_detached_on_both_backends(both):
-    weights = torch.ones(2, requires_grad=True)
-    batch = DataProto.from_dict(non_tensors={"infos": [weights, {"weights": weights}]}, meta_info={"weights": weights})
-    same_on_both(both, lambda groups: (groups.pair.broadcast(batch), groups.pair.forget()))
-
-
-def test_records_with_padding_bytes_keep_their_type_on_both_backends(both):
-    aligned = np.dtype([("a", "i1"), ("b", "f8")], align=True)
-    records = np.array([(1, 0.5), (2, 1.5), (3, 2.5)], aligned)
-
-    result = same_on_both(both, lambda groups: _echo_declared(groups, records))
-    assert result.non_tensor_batch["records"].dtype == aligned
-
-
-def _echo_declared(groups: Groups, records: np.ndarray) -> DataProto:
-    parts = [DataProto.from_dict(non_tensors={"records": part}) for part in (records[:2], records[2:])]
-    handles = [groups.backend.put(part) for part in parts]
-    future = DataProtoFuture(DataProto.concat, handles, num_rows=3, columns=("records",), part_rows=[2, 1])
-    return future.get()
-
-
-# Errors
-
-
-@pytest.mark.parametrize(
-    "attempt",
-    [
-        lambda groups: groups.model.double(DataProto.from_dict({"y": torch.zeros(2)})),
-        lambda groups: groups.model.echo(batch_of()),
-        lambda groups: groups.model.add(batch_of(1, 2), batch_of(1)),
-        lambda groups: groups.model.wrong_columns(batch_of(1, 2)),
-        lambda groups: groups.model.wrong_columns.remote(batch_of(1, 2)).get(),
-        lambda groups: groups.model.add(batch_of(1, 2), batch_of(1, 2)),
-        lambda groups: groups.model.fail_on_rank_one(batch_of(1, 2)),
-        lambda groups: groups.model.fail_on_rank_one.remote(batch_of(1, 2)).get(),
-        lambda groups: groups.model.each(batch_of(1, 2), [1, 2, 3]),
-        lambda groups: groups.model.rank_zero(0, wrong=1),
-        lambda groups: groups.model.double.remote(batch_of(1, 2)).get("x"),
-        lambda groups: groups.model.double(groups.model.double.remote(batch_of(1, 2))),
-        lambda groups: groups.model.read_future(groups.model.forward.remote(batch_of(1, 2))),
-        lambda groups: groups.model.double(batch_of(1, 2), torch.zeros(2)),
-    ],
-)
-def test_errors_have_the_same_type_and_text_on_both_backends(both, attempt):
-    errors = []
-    for groups in (both.local, both.ray):
-        with pytest.raises(HybridFlowError) as caught:
-            attempt(groups)
-        errors.append((type(caught.value), str(caught.value), getattr(caught.value, "rank", None)))
-    assert errors[0] == errors[1]
-
-
-def test_error_note_names_the_worker_of_an_undeclared_column(both):
+def test_errors_have_the_same_type_and_text_on_both_backends(both):
+    for attempt in ATTEMPTS:
+        errors = []
+        for groups in (both.local, both.ray):
+            with pytest.raises(HybridFlowError) as caught:
+                attempt(groups)
+            errors.append((type(caught.value), str(caught.value), getattr(caught.value, "rank", None)))
+        assert errors[0] == errors[1]
     for groups in (both.local, both.ray):
         with pytest.raises(FieldError) as caught:
             groups.model.wrong_columns(batch_of(1, 2))
         assert getattr(caught.value, "__notes__", []) == ["in Model.wrong_columns, worker model/0"]
-
-
-def test_groups_keep_working_after_errors(both):
-    result = same_on_both(both, lambda groups: groups.model.double(batch_of(1)))
-    assert result.batch["doubled"].tolist() == [2]
+        with pytest.raises(HybridFlowError, match="rank 1 is unlucky"):
+            groups.pair.echo(groups.model.fail_on_rank_one.remote(batch_of(1, 2)))
+    batch = batch_of(1, 2, 3, 4, 5)
+    batch.auto_padding = True  # a part then has a row and a copy, so that shards are not sent whole
+    with pytest.raises(DispatchError, match=r"does not declare the columns it writes; declare writes=\(\.\.\.\)"):
+        both.ray.pair.read_whole_future(both.ray.model.echo.remote(batch))
+    assert both.ray.model.double(batch_of(1)).batch["doubled"].tolist() == [2]
 
 
 # Futures
 
 
-@pytest.mark.parametrize("num_rows", [8, 5, 1])
+@pytest.mark.parametrize("num_rows", [5, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (8, 1))])
 def test_a_future_is_passed_to_groups_of_equal_and_other_size(both, num_rows):
     batch = batch_of(*range(1, num_rows + 1))
 
@@ -530,7 +401,7 @@ def test_a_future_is_passed_to_groups_of_equal_and_other_size(both, num_rows):
     assert results[3].batch["doubled"].tolist() == [70 * value for value in range(1, num_rows + 1)]
 
 
-@pytest.mark.parametrize("num_rows", [6, 5])
+@pytest.mark.parametrize("num_rows", [5, pytest.param(6, marks=pytest.mark.exhaustive)])
 def test_futures_of_two_groups_are_united_with_a_controller_batch(both, num_rows):
     batch = batch_of(*range(1, num_rows + 1))
     extra = DataProto.from_dict(
@@ -577,167 +448,102 @@ def test_padded_copies_of_a_split_future_have_row_id_minus_one(both):
     assert padded.batch["row_ids"].tolist() == [7, 8, 9, -1]
 
 
-def test_a_single_column_of_a_future_can_be_read(both):
-    def program(groups):
-        future = groups.model.describe.remote(batch_of(1, 2, 3, 4, 5))
-        return future.get("x"), future.get(["x", "infos"]), future.slice(1, 4).get("ranks")
-
-    results = same_on_both(both, program)
-    assert results[2].batch["ranks"].tolist() == [0, 1, 2]
+def columns(groups):
+    future = groups.model.describe.remote(batch_of(1, 2, 3, 4, 5))
+    return future.get("x"), future.get("infos"), future.get(["x", "infos"]), future.slice(1, 4).get("ranks")
 
 
-def test_concatenated_selections_of_futures_are_arguments(both):
-    def program(groups):
-        parts = [groups.model.describe.remote(batch_of(*values)) for values in ((1, 2, 3), (4, 5))]
-        future = DataProtoFuture.concat([part.select_columns(["x", "ranks"]) for part in parts])
-        return groups.pair.double(future)
-
-    assert same_on_both(both, program).batch["doubled"].tolist() == [5, 10, 15, 20, 25]
+def concatenated_selections(groups):
+    parts = [groups.model.describe.remote(batch_of(*values)) for values in ((1, 2, 3), (4, 5))]
+    return groups.pair.double(DataProtoFuture.concat([part.select_columns(["x", "ranks"]) for part in parts]))
 
 
-@pytest.mark.parametrize("name", ["local", "ray"])
-def test_a_worker_gets_the_same_meta_info_from_a_future_and_a_batch(both, name):
-    groups = getattr(both, name)
+def unread(groups):
+    future = groups.model.double.remote(batch_of(1, 2, 3, 4, 5))
+    wide = future.union(groups.pair.thrice.remote(batch_of(1, 2, 3, 4, 5)).slice(0, 5))
+    results = groups.twin.read_future(future), groups.pair.read_future(wide), groups.twin.read_whole_future(wide)
+    return *results, future.get(), groups.model.forget(), groups.pair.length_of_future(future.slice(0, 4))
+
+
+def concatenated_handles(groups):
+    handles = groups.pair.execute_all("echo", [batch_of(1, 2), batch_of(3)])
+    future = DataProtoFuture.concat(handles)
+    return groups.pair.read_whole_future(future), groups.model.broadcast(future), groups.model.forget()
+
+
+def inside_a_dict(groups):
+    groups.pair.broadcast({"future": groups.pair.double.remote(batch_of(1, 2))})
+    return [type(calls[-1]["future"]).__name__ for calls in groups.pair.forget()]
+
+
+def without_columns(groups):
+    part = groups.backend.put(DataProto.from_dict(non_tensors={"texts": ["a", "b", "c"]}, meta_info={"step": 1}))
+    future = DataProtoFuture(DataProto.concat, [part], num_rows=3, columns=("texts",), part_rows=[3])
+    return groups.pair.count(future), groups.pair.forget()
+
+
+def with_meta_info(groups):
     extra = DataProto.from_dict({"row_ids": torch.arange(2)}, meta_info={"temperature": 0.5})
     future = groups.pair.describe.remote(batch_of(1, 2)).union(extra)
-    received = []
     for argument in (future.get(), future):
-        groups.model.forget()
         groups.model.double(argument)
-        received.append(groups.model.forget()[0][0].meta_info)
-    assert received[0] == {"made_by": "describe", "temperature": 0.5}
-    assert received[1] == received[0]
+    return [batch.meta_info for batch in groups.model.forget()[0]]
 
 
-def test_reading_an_object_column_is_the_same_on_both_backends(both):
-    same_on_both(both, lambda groups: groups.model.describe.remote(batch_of(1, 2, 3)).get("infos"))
+def not_blocking(groups):
+    return groups.model.double_later(batch_of(1, 2, 3)).get()
 
 
-def test_a_worker_can_receive_an_unread_future(both):
-    def program(groups):
-        future = groups.model.double.remote(batch_of(1, 2, 3, 4, 5))
-        wide = future.union(groups.pair.thrice.remote(batch_of(1, 2, 3, 4, 5)).slice(0, 5))
-        results = groups.twin.read_future(future), groups.pair.read_future(wide), groups.twin.read_whole_future(wide)
-        return *results, future.get(), groups.model.forget()
-
-    results = same_on_both(both, program)
+def test_futures_mean_the_same_on_both_backends(both):
+    assert same_on_both(both, columns)[3].batch["ranks"].tolist() == [0, 1, 2]
+    assert same_on_both(both, concatenated_selections).batch["doubled"].tolist() == [5, 10, 15, 20, 25]
+    results = same_on_both(both, unread)
     assert results[0].batch["doubled"].tolist() == [2, 4, 7, 10, 13]
     assert results[3].batch["doubled"].tolist() == [2, 4, 6, 8, 10]
-
-
-def test_a_worker_can_read_the_length_of_a_future_on_both_backends(both):
-    def program(groups):
-        return groups.pair.length_of_future(groups.model.double.remote(batch_of(1, 2, 3, 4)))
-
-    assert same_on_both(both, program) == [2, 2]
-
-
-def test_an_undeclared_future_cannot_be_sent_unread(both):
-    batch = batch_of(1, 2, 3, 4, 5)
-    batch.auto_padding = True  # a part then has a row and a copy, so that shards are not sent whole
-    with pytest.raises(DispatchError, match=r"does not declare the columns it writes; declare writes=\(\.\.\.\)"):
-        both.ray.pair.read_whole_future(both.ray.model.echo.remote(batch))
-
-
-def test_a_worker_can_receive_unread_concatenated_handles(both):
-    def program(groups):
-        handles = groups.pair.execute_all("echo", [batch_of(1, 2), batch_of(3)])
-        return groups.pair.read_whole_future(DataProtoFuture.concat(handles))
-
-    same_on_both(both, program)
-
-
-def test_concatenated_handles_are_an_argument_of_the_next_call(both):
-    def program(groups):
-        handles = groups.pair.execute_all("echo", [batch_of(1, 2), batch_of(3)])
-        result = groups.model.broadcast(DataProtoFuture.concat(handles))
-        return result, groups.model.forget(), groups.pair.forget()
-
-    assert same_on_both(both, program)[0][3][1].batch["x"].tolist() == [1, 2, 3]
-
-
-def test_a_future_inside_a_dict_arrives_the_same_on_both_backends(both):
-    def program(groups):
-        future = groups.pair.double.remote(batch_of(1, 2))
-        groups.pair.forget()
-        groups.pair.broadcast({"future": future})
-        return [type(calls[0]["future"]).__name__ for calls in groups.pair.forget()]
-
-    same_on_both(both, program)
-
-
-def test_passing_on_a_future_raises_the_error_of_a_failed_replica(both):
-    for groups in (both.local, both.ray):
-        with pytest.raises(HybridFlowError, match="rank 1 is unlucky"):
-            groups.pair.echo(groups.model.fail_on_rank_one.remote(batch_of(1, 2)))
-
-
-def test_an_object_future_is_split_for_a_method_that_reads_no_column(both):
-    def program(groups):
-        part = groups.backend.put(DataProto.from_dict(non_tensors={"texts": ["a", "b", "c"]}, meta_info={"step": 1}))
-        future = DataProtoFuture(DataProto.concat, [part], num_rows=3, columns=("texts",), part_rows=[3])
-        return groups.pair.count(future), groups.pair.forget()
-
-    same_on_both(both, program)
+    assert results[5] == [2, 2]
+    assert same_on_both(both, concatenated_handles)[1][3][1].batch["x"].tolist() == [1, 2, 3]
+    assert len(same_on_both(both, inside_a_dict)) == 2
+    same_on_both(both, without_columns)
+    assert same_on_both(both, with_meta_info) == [{"made_by": "describe", "temperature": 0.5}] * 2
+    assert same_on_both(both, not_blocking).batch["doubled"].tolist() == [2, 4, 6]
 
 
 # In-place writes are private
 
 
-@pytest.fixture(params=["local", "ray"])
-def groups(both, request) -> Groups:
-    return getattr(both, request.param)
-
-
-def test_writes_of_ranks_into_arguments_are_private(groups):
+@pytest.mark.parametrize("name", ["local", "ray"])
+def test_writes_of_ranks_into_arguments_are_private(both, name):
+    groups = getattr(both, name)
     batch = DataProto.from_dict({"x": torch.tensor([1, 2])}, {"infos": [{"numbers": [1]}, {"numbers": [2]}]})
     value = {"array": np.arange(3), "tensor": torch.ones(2), "list": [1]}
+    before = canonical((batch, value))
     for group in (groups.model, groups.twin, groups.pair):
         for written, other in group.scribble(batch, value):
             assert written.batch["x"].tolist() == [0, 0]
-            assert [entry["numbers"] for entry in written.non_tensor_batch["infos"]] == [
-                [1, "scribbled"],
-                [2, "scribbled"],
-            ]
-            assert other["array"].tolist() == [0, 0, 0]
-            assert other["list"] == []
-    assert batch.batch["x"].tolist() == [1, 2]
-    assert batch.non_tensor_batch["infos"].tolist() == [{"numbers": [1]}, {"numbers": [2]}]
-    assert batch.meta_info == {}
-    assert value["array"].tolist() == [0, 1, 2]
-    assert value["tensor"].tolist() == [1.0, 1.0]
-    assert value["list"] == [1]
-
-
-def test_writes_of_ranks_into_future_arguments_are_private(groups):
+            infos = [entry["numbers"] for entry in written.non_tensor_batch["infos"]]
+            assert infos == [[1, "scribbled"], [2, "scribbled"]]
+            assert (other["array"].tolist(), other["list"]) == ([0, 0, 0], [])
+    assert canonical((batch, value)) == before
     future = groups.model.describe.remote(batch_of(1, 2, 3))
     for part in (future, future.select_columns(["x", "infos"]), future.slice(0, 1)):
-        for written, _ in groups.pair.scribble(part):
-            assert written.batch["x"].sum() == 0
-        for written, _ in groups.twin.scribble(part):
+        for written, _ in [*groups.pair.scribble(part), *groups.twin.scribble(part)]:
             assert written.batch["x"].sum() == 0
     assert future.get().batch["x"].tolist() == [1, 2, 3]
     assert [entry["numbers"] for entry in future.get().non_tensor_batch["infos"]] == [[0], [1], [2]]
 
 
-def test_writes_of_callers_into_result_tensors_are_private(groups):
+@pytest.mark.parametrize("name", ["local", "ray"])
+def test_writes_of_callers_into_results_are_private(both, name):
+    groups = getattr(both, name)
     future = groups.model.describe.remote(batch_of(1, 2, 3, 4, 5))
     for part in (future, future.slice(0, 2), future.slice(1, 2), future.slice(2, 5)):
         got = part.get()
         got.batch["x"].zero_()
         got.meta_info["made_by"] = "the caller"
+        got.non_tensor_batch["infos"][0]["numbers"].append("written")
     assert future.get().batch["x"].tolist() == [1, 2, 3, 4, 5]
     assert future.get().meta_info == {"made_by": "describe"}
-    assert groups.pair.echo(future).batch["x"].tolist() == [1, 2, 3, 4, 5]
-
-
-def test_writes_of_callers_into_result_objects_are_private(groups):
-    future = groups.model.describe.remote(batch_of(1, 2, 3))
-    future.get().non_tensor_batch["infos"][1]["numbers"].append("written")
-    assert future.get().non_tensor_batch["infos"][1] == {"name": "name 2", "numbers": [1]}
-
-
-def test_writes_of_callers_into_blocking_results_are_private(groups):
+    assert [len(info["numbers"]) for info in future.get().non_tensor_batch["infos"]] == [1] * 5
     batch = rich_batch(4)
     groups.model.forget()
     result = groups.model.echo(batch)
@@ -749,9 +555,6 @@ def test_writes_of_callers_into_blocking_results_are_private(groups):
         assert "written" not in received.non_tensor_batch["infos"][0]["numbers"]
         assert received.meta_info["array"].tolist() == [0, 1, 2]
     assert canonical(batch) == canonical(rich_batch(4))
-
-
-# Colocated roles
 
 
 def test_colocated_roles_with_equal_method_names_are_separate(both):
@@ -829,10 +632,8 @@ def memory_while_held(model: WorkerGroup, value: Any, directory: Path) -> float:
     return held
 
 
-def test_a_batch_sent_to_several_ranks_is_put_once(both, tmp_path):
-    large = DataProto.from_dict({"x": torch.ones(4, 256, 1024)})
-    assert 3.5 < memory_while_held(both.ray.model, large, tmp_path) < 7
-
-
-def test_an_array_sent_to_several_ranks_is_put_once(both, tmp_path):
-    assert 3.5 < memory_while_held(both.ray.model, np.ones((4, 256, 1024), np.float32), tmp_path) < 7
+@pytest.mark.parametrize("kind", ["batch", pytest.param("array", marks=pytest.mark.exhaustive)])
+def test_a_value_sent_to_several_ranks_is_put_once(both, tmp_path, kind):
+    large = np.ones((4, 256, 1024), np.float32)
+    value = large if kind == "array" else DataProto.from_dict({"x": torch.as_tensor(large)})
+    assert 3.5 < memory_while_held(both.ray.model, value, tmp_path) < 7
