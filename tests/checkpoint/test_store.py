@@ -1,3 +1,5 @@
+"""Checkpoints of a run: published as a whole, checked when opened, pruned, and not lost to a failed or killed save."""
+
 import contextlib
 import errno
 import hashlib
@@ -7,15 +9,15 @@ import pickle
 import shutil
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from hybridflow.checkpoint import Checkpoint, CheckpointStore, load_state, open_checkpoint, save_state, saved_files
+from hybridflow.checkpoint import Checkpoint, CheckpointStore, open_checkpoint, save_state, saved_files
 from hybridflow.checkpoint.unreadable_file import unreadable
 from hybridflow.errors import CheckpointError
 
@@ -24,6 +26,14 @@ def save(store: CheckpointStore, step: int, value: float | None = None) -> None:
     with store.begin(step, info={"fingerprint": "abc", "epoch": step // 10}) as directory:
         save_state({"model": {"w": torch.full((8,), float(step if value is None else value))}}, directory / "actor")
         save_state({"row": step * 4}, directory / "data")
+
+
+def saved(directory: Path, *steps: int, keep: int = 9) -> CheckpointStore:
+    """Save checkpoints of some steps and return their store."""
+    store = CheckpointStore(directory, keep=keep)
+    for step in steps:
+        save(store, step)
+    return store
 
 
 def names(directory: Path) -> list[str]:
@@ -41,19 +51,9 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
-def shorten(path: Path) -> None:
-    os.truncate(path, 3)
-
-
-def test_store_without_directory_is_empty(tmp_path):
-    store = CheckpointStore(tmp_path / "checkpoints")
-    assert store.list() == ()
-    assert store.latest() is None
-    assert not store.directory.exists()
-
-
 def test_checkpoint_has_step_info_and_components(tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints")
+    assert (store.list(), store.latest(), store.directory.exists()) == ((), None, False)
     save(store, 20)
     checkpoint = store.latest()
     assert checkpoint is not None
@@ -62,15 +62,14 @@ def test_checkpoint_has_step_info_and_components(tmp_path):
     assert checkpoint.components == ("actor", "data")
     assert checkpoint.load("data") == {"row": 80}
     assert checkpoint.load("actor", "model")["w"].tolist() == [20.0] * 8
-    assert names(checkpoint.directory) == [
-        "actor.json",
-        "actor.safetensors",
-        "checkpoint.json",
-        "data.json",
-        "data.safetensors",
-    ]
+    files = [f"{component}.{kind}" for component in ("actor", "data") for kind in ("json", "safetensors")]
+    assert names(checkpoint.directory) == sorted(["checkpoint.json", *files])
     with pytest.raises(CheckpointError, match="has no component 'critic'; it has actor, data"):
         checkpoint.load("critic")
+    copy = checkpoint.directory.rename(tmp_path / "best")
+    assert value_of(open_checkpoint(copy)) == 20.0
+    with pytest.raises(CheckpointError, match=r"missing/checkpoint\.json' is missing, so"):
+        open_checkpoint(tmp_path / "missing")
 
 
 def test_components_may_be_in_subdirectories(tmp_path):
@@ -78,75 +77,111 @@ def test_components_may_be_in_subdirectories(tmp_path):
     with store.begin(1) as directory:
         (directory / "critic").mkdir()
         save_state([1], directory / "critic" / "rank_0")
-    checkpoint = store.open(1)
-    assert checkpoint.components == ("critic/rank_0",)
-    assert checkpoint.load("critic/rank_0") == [1]
+    assert store.open(1).components == ("critic/rank_0",)
+    assert store.open(1).load("critic/rank_0") == [1]
 
 
 def test_equal_states_give_equal_checkpoints(tmp_path):
-    for name in ("first", "second"):
-        save(CheckpointStore(tmp_path / name), 5)
+    for run in ("first", "second"):
+        saved(tmp_path / run, 5)
     for name in names(tmp_path / "first" / "step_000005"):
         contents = [(tmp_path / run / "step_000005" / name).read_bytes() for run in ("first", "second")]
         assert contents[0] == contents[1]
 
 
-def test_newest_checkpoints_are_kept(tmp_path):
-    store = CheckpointStore(tmp_path, keep=2)
-    for step in (1, 2, 3, 1_000_000, 12_345_678):
-        save(store, step)
-        assert store.list()[-1] == step
+@settings(deadline=None, derandomize=True, max_examples=30)
+@given(
+    st.integers(1, 3),
+    st.lists(st.tuples(st.integers(1, 9), st.sampled_from(["save", "fail", "damage", "prune"])), max_size=7),
+)
+def test_a_store_keeps_the_newest_checkpoints_and_the_newest_valid_one(tmp_path_factory, keep, operations):
+    """Compare with a dictionary of steps; pruning counts what has all its files, and keeps the newest valid one."""
+    store, model = CheckpointStore(tmp_path_factory.mktemp("store"), keep=keep), {}
+    for number, (step, operation) in enumerate(operations):
+        if operation == "save":
+            save(store, step, value=number)
+            model[step] = float(number)
+        elif operation == "fail":
+            with pytest.raises(ZeroDivisionError), store.begin(step) as directory:
+                (directory / "actor.json").write_text(str(1 / 0))
+        elif operation == "damage" and step in model:
+            flip_a_bit(store.path(step) / "data.json")
+            model[step] = None
+        elif operation == "prune":
+            store.prune()
+        valid = [step for step, value in model.items() if value is not None]
+        if operation in ("save", "prune"):
+            newest = sorted(model)[-keep:]
+            kept = {*newest, *([max(valid)] if valid else [])}
+            assert kept <= set(store.list()) <= set(model)
+            assert len(store.list()) <= max(keep, len(kept))
+            model = {step: value for step, value in model.items() if step in store.list()}
+        assert store.list() == tuple(sorted(model))
+        for step, value in model.items():
+            if value is not None:
+                assert value_of(CheckpointStore(store.directory).open(step)) == value
+
+
+def test_steps_are_ordered_as_numbers_and_saving_again_replaces(tmp_path):
+    store = saved(tmp_path, 1, 2, 3, 1_000_000, 12_345_678, keep=2)
     assert names(tmp_path) == ["step_1000000", "step_12345678"]
-
-
-def test_saving_a_step_again_replaces_its_checkpoint(tmp_path):
-    store = CheckpointStore(tmp_path)
-    save(store, 10, value=1.0)
-    with store.begin(10) as directory:
+    with store.begin(12_345_678) as directory:
         save_state({"model": {"w": torch.tensor([2.0])}}, directory / "actor")
     assert value_of(store.latest()) == 2.0
-    assert store.open(10).components == ("actor",)
-    assert names(tmp_path) == ["step_000010"]
+    assert store.open(12_345_678).components == ("actor",)
 
 
-def test_failed_replacement_keeps_old_checkpoint(tmp_path):
-    store = CheckpointStore(tmp_path)
-    save(store, 10, value=1.0)
-    with pytest.raises(ZeroDivisionError), store.begin(10) as directory:
-        (directory / "actor.json").write_text(str(1 / 0))
-    assert value_of(store.latest()) == 1.0
-    assert names(tmp_path) == ["step_000010"]
+def test_incomplete_checkpoints_are_neither_counted_nor_pruned(tmp_path):
+    store = saved(tmp_path, 1, 2, keep=2)
+    (tmp_path / "step_000002" / "data.json").unlink()
+    save(store, 3)
+    assert store.list() == (1, 2, 3)
+    save(store, 4)
+    assert store.list() == (2, 3, 4)
 
 
-def test_exception_of_writer_is_raised_and_nothing_remains(tmp_path):
-    store = CheckpointStore(tmp_path)
-    with pytest.raises(KeyboardInterrupt), store.begin(1):
-        raise KeyboardInterrupt
-    assert names(tmp_path) == []
-
-
-def test_unsupported_value_keeps_earlier_checkpoint(tmp_path):
+def test_newest_valid_checkpoint_is_not_pruned(tmp_path):
+    saved(tmp_path, 1, 2, 3, 60)
+    for step in (2, 3, 60):
+        flip_a_bit(tmp_path / f"step_{step:06d}" / "data.json")
     store = CheckpointStore(tmp_path, keep=1)
-    save(store, 1)
+    store.prune()
+    assert store.list() == (1, 60)
+    save(store, 40)  # below a damaged newer step
+    assert store.list() == (40, 60)
+    assert value_of(store.open(40)) == 40.0
+
+
+def test_other_files_in_directory_are_not_touched(tmp_path):
+    others = ["step_12", "step_0000012", "step_000012.bak", "notes.txt", ".tmp-mine", ".tmp-other-0123456789abcdef"]
+    for name in others:
+        (tmp_path / name).mkdir()
+    (tmp_path / "step_000099").write_text("a file")
+    assert saved(tmp_path, 1, 2, keep=1).list() == (2,)
+    assert names(tmp_path) == sorted([*others, "step_000099", "step_000002"])
+
+
+def test_exceptions_of_a_writer_are_raised_and_nothing_remains(tmp_path):
+    store = saved(tmp_path, 1, keep=1)
+    with pytest.raises(KeyboardInterrupt), store.begin(2):
+        raise KeyboardInterrupt
     message = r"step 2 was not saved: state\['f'\] is a function.* untouched, the newest is '.*step_000001'"
     with pytest.raises(CheckpointError, match=message), store.begin(2) as directory:
         save_state({"f": lambda: 1}, directory / "actor")
     assert names(tmp_path) == ["step_000001"]
 
 
-@pytest.mark.parametrize("name", ["model.pt", "actor.pkl", "actor.py", "notes"])
-def test_only_safetensors_and_json_are_allowed_in_checkpoint(tmp_path, name):
+def write_or_link(path: Path, secret: Path) -> None:
+    secret.write_text("{}")
+    path.symlink_to(secret) if path.name == "link.json" else path.write_bytes(b"x")
+
+
+@pytest.mark.parametrize("name", ["model.pt", "actor.pkl", "actor.py", "notes", "link.json"])
+def test_only_plain_safetensors_and_json_are_allowed_in_checkpoint(tmp_path, name):
     message = rf"step 1 was not saved: .*{name}' is not a plain"
-    with pytest.raises(CheckpointError, match=message), CheckpointStore(tmp_path).begin(1) as directory:
-        (directory / name).write_bytes(b"x")
-    assert names(tmp_path) == []
-
-
-def test_symbolic_link_in_checkpoint_is_an_error(tmp_path):
-    (tmp_path / "secret.json").write_text("{}")
-    store = CheckpointStore(tmp_path / "checkpoints")
-    with pytest.raises(CheckpointError, match=r"link\.json' is not a plain"), store.begin(1) as directory:
-        (directory / "link.json").symlink_to(tmp_path / "secret.json")
+    with pytest.raises(CheckpointError, match=message), CheckpointStore(tmp_path / "c").begin(1) as directory:
+        write_or_link(directory / name, tmp_path / "secret.json")
+    assert names(tmp_path / "c") == []
 
 
 @pytest.mark.parametrize("info", [{"a": (1, 2)}, {1: 2}, {"a": torch.tensor(1)}, {"a": float("nan")}])
@@ -159,33 +194,13 @@ def test_info_changed_by_json_is_an_error(tmp_path, info):
 def test_invalid_arguments_are_errors(tmp_path):
     with pytest.raises(CheckpointError, match="keep=0 is invalid: expected a positive number"):
         CheckpointStore(tmp_path, keep=0)
-    with (
-        pytest.raises(CheckpointError, match="step=-1 is invalid: expected 0 or a positive number"),
-        CheckpointStore(tmp_path).begin(-1),
-    ):
+    message = "step=-1 is invalid: expected 0 or a positive number"
+    with pytest.raises(CheckpointError, match=message), CheckpointStore(tmp_path).begin(-1):
         pass
-
-
-def test_missing_step_error_lists_saved_steps(tmp_path):
-    store = CheckpointStore(tmp_path)
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 30 in .*; there are none"):
-        store.open(30)
-    save(store, 10)
-    save(store, 20)
+        CheckpointStore(tmp_path).open(30)
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 30 in .*; there are 10, 20"):
-        store.open(30)
-
-
-def test_other_files_in_directory_are_not_touched(tmp_path):
-    others = ["step_12", "step_0000012", "step_000012.bak", "notes.txt", ".tmp-mine", ".tmp-other-0123456789abcdef"]
-    for name in others:
-        (tmp_path / name).mkdir()
-    (tmp_path / "step_000099").write_text("a file")
-    store = CheckpointStore(tmp_path, keep=1)
-    save(store, 1)
-    save(store, 2)
-    assert store.list() == (2,)
-    assert names(tmp_path) == sorted([*others, "step_000099", "step_000002"])
+        saved(tmp_path, 10, 20).open(30)
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------
@@ -196,50 +211,40 @@ def damage_manifest(directory: Path, **changes: object) -> None:
     (directory / "checkpoint.json").write_text(json.dumps(document | changes))
 
 
-def truncate(directory: Path) -> None:
-    os.truncate(directory / "actor.safetensors", 40)
+def replace(path: Path, kind: str) -> None:
+    """Replace a file by a directory, a FIFO, or a link to an equal file or directory."""
+    path.rename(path.parent.parent / "moved")
+    if kind == "link":
+        path.symlink_to(path.parent.parent / "moved")
+    else:
+        path.mkdir() if kind == "directory" else os.mkfifo(path)
 
 
+JSON = "checkpoint.json"
 DAMAGES = {
     "a missing file": (lambda d: (d / "data.json").unlink(), r"data\.json' is missing"),
-    "a truncated file": (truncate, r"actor\.safetensors' is damaged: it has 40 bytes, but was saved with \d+"),
+    "a truncated file": (
+        lambda d: os.truncate(d / "actor.safetensors", 40),
+        r"actor\.safetensors' is damaged: it has 40 bytes, but was saved with \d+",
+    ),
     "a flipped bit": (lambda d: flip_a_bit(d / "actor.safetensors"), r"actor\.safetensors' is damaged: its SHA-256 is"),
-    "a flipped bit of json": (lambda d: flip_a_bit(d / "data.json"), r"data\.json' is damaged: its SHA-256 is"),
     "a pickle": (
         lambda d: (d / "actor.safetensors").write_bytes(pickle.dumps([1] * 999)),
         r"actor\.safetensors' is damaged: it has",
     ),
-    "a directory for a file": (
-        lambda d: ((d / "data.json").unlink(), (d / "data.json").mkdir()),
-        r"data\.json' is a directory, not a regular file",
-    ),
-    "a FIFO for a file": (
-        lambda d: ((d / "data.json").unlink(), os.mkfifo(d / "data.json")),
-        r"data\.json' is a FIFO, not a regular file",
-    ),
-    "a FIFO for the manifest": (
-        lambda d: ((d / "checkpoint.json").unlink(), os.mkfifo(d / "checkpoint.json")),
-        r"checkpoint\.json' is a FIFO, not a regular file",
-    ),
-    "a link to an equal file": (
-        lambda d: (d / "data.json").rename(d.parent / "x") and (d / "data.json").symlink_to(d.parent / "x"),
-        r"data\.json' is a symbolic link, not a regular file",
-    ),
+    "a directory": (lambda d: replace(d / "data.json", "directory"), r"json' is a directory, not a regular file"),
+    "a FIFO": (lambda d: replace(d / "data.json", "FIFO"), r"data\.json' is a FIFO, not a regular file"),
+    "a FIFO for the manifest": (lambda d: replace(d / JSON, "FIFO"), r"nt\.json' is a FIFO, not a regular file"),
+    "a link": (lambda d: replace(d / "data.json", "link"), r"data\.json' is a symbolic link, not a regular file"),
     "an unlisted folder of shards": (
         lambda d: ((d / "actor").mkdir(), shutil.copy(d / "actor.safetensors", d / "actor" / "shard.safetensors")),
         r"actor/shard\.safetensors' is not listed in checkpoint\.json, so it is not of this checkpoint; remove it",
     ),
-    "no manifest": (
-        lambda d: (d / "checkpoint.json").unlink(),
-        r"checkpoint\.json' is missing, so .* is not a checkpoint",
-    ),
-    "an empty manifest": (
-        lambda d: (d / "checkpoint.json").write_text(""),
-        r"checkpoint\.json' cannot be read as JSON",
-    ),
-    "a binary manifest": (lambda d: (d / "checkpoint.json").write_bytes(b"\xff\x00"), "cannot be read as JSON"),
-    "a foreign manifest": (lambda d: (d / "checkpoint.json").write_text('{"a": 1}'), "hybridflow did not write it"),
-    "a list for a manifest": (lambda d: (d / "checkpoint.json").write_text("[]"), "hybridflow did not write it"),
+    "no manifest": (lambda d: (d / JSON).unlink(), r"checkpoint\.json' is missing, so .* is not a checkpoint"),
+    "an empty manifest": (lambda d: (d / JSON).write_text(""), r"checkpoint\.json' cannot be read as JSON"),
+    "a binary manifest": (lambda d: (d / JSON).write_bytes(b"\xff\x00"), "cannot be read as JSON"),
+    "a foreign manifest": (lambda d: (d / JSON).write_text('{"a": 1}'), "hybridflow did not write it"),
+    "a list for a manifest": (lambda d: (d / JSON).write_text("[]"), "hybridflow did not write it"),
     "a changed manifest": (
         lambda d: damage_manifest(d, info={"epoch": 9}),
         r"checkpoint\.json' is damaged: its SHA-256 differs",
@@ -257,39 +262,35 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_error_names_file_and_previous_valid_checkpoint(tmp_path, damage):
-    store = CheckpointStore(tmp_path, keep=9)
-    for step in (1, 20, 40):
-        save(store, step)
+def test_damage_error_names_file_once_and_previous_valid_checkpoint(tmp_path, damage):
+    store = saved(tmp_path, 1, 20, 40)
     inflict, message = DAMAGES[damage]
     inflict(tmp_path / "step_000040")
     advice = r"move '.*step_000040' out of .* with trainer\.resume=auto"
     full_message = rf"{message}.*newest valid checkpoint before it is '.*step_000020'.*{advice}"
     fresh = CheckpointStore(tmp_path, keep=9)
-    with pytest.raises(CheckpointError, match=full_message):
-        fresh.latest()
-    with pytest.raises(CheckpointError, match=full_message):
-        store.latest()
+    for either in (fresh, store):
+        with pytest.raises(CheckpointError, match=full_message) as caught:
+            either.latest()
     assert value_of(fresh.open(20)) == 20.0
-
-
-DAMAGES_OF_DIRECTORIES = ("a renamed directory", "a link to an equal directory")
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_error_is_made_of_sentences_and_names_a_file_once(tmp_path, damage):
-    store = CheckpointStore(tmp_path, keep=9)
-    for step in (1, 20, 40):
-        save(store, step)
-    DAMAGES[damage][0](tmp_path / "step_000040")
-    with pytest.raises(CheckpointError) as caught:
-        store.latest()
-    first, stop, _ = str(caught.value).partition("The newest valid checkpoint before it")
-    assert stop
+    first, _, _ = str(caught.value).partition("The newest valid checkpoint before it")
     assert first.endswith(". ")
     assert not first.endswith(".. ")
-    assert first.count(f"{tmp_path}/step_000040/") == 1 or damage in DAMAGES_OF_DIRECTORIES
-    assert "as JSON" not in first or damage in ("an empty manifest", "a binary manifest")
+    assert first.count(f"{tmp_path}/step_000040/") == 1 or "directory" in damage.replace("a directory", "")
+    assert ("as JSON" in first) == (damage in ("an empty manifest", "a binary manifest"))
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(st.data())
+def test_any_truncated_or_flipped_byte_is_an_error_that_names_the_file(tmp_path_factory, data):
+    store = saved(tmp_path_factory.mktemp("store"), 1)
+    path = store.path(1) / data.draw(st.sampled_from(names(store.path(1))))
+    contents = bytearray(path.read_bytes())
+    at = data.draw(st.integers(0, len(contents) - 1))
+    contents[at] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(contents if data.draw(st.booleans()) else contents[:at])
+    with pytest.raises(CheckpointError, match=f"{path.name}'"):
+        store.open(1)
 
 
 def test_unreadable_file_error_names_it_once_with_the_reason(tmp_path):
@@ -300,42 +301,27 @@ def test_unreadable_file_error_names_it_once_with_the_reason(tmp_path):
 
 
 def test_link_in_place_of_a_checkpoint_is_an_error_and_is_not_pruned(tmp_path):
-    elsewhere = CheckpointStore(tmp_path / "elsewhere")
-    save(elsewhere, 40)
-    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
-    save(store, 20)
+    elsewhere, store = saved(tmp_path / "elsewhere", 40), saved(tmp_path / "checkpoints", 20, keep=1)
     (tmp_path / "checkpoints" / "step_000040").symlink_to(elsewhere.path(40))
-    with pytest.raises(
-        CheckpointError, match=r"step_000040' is a symbolic link, not a directory.*before it is '.*step_000020'"
-    ):
+    with pytest.raises(CheckpointError, match=r"a symbolic link, not a directory.*before it is '.*step_000020'"):
         store.latest()
     save(store, 50)
     assert names(tmp_path / "checkpoints") == ["step_000040", "step_000050"]
     assert value_of(elsewhere.latest()) == 40.0
 
 
-def test_moving_damaged_checkpoint_away_resumes_from_previous_one(tmp_path):
-    store = CheckpointStore(tmp_path / "checkpoints")
-    save(store, 20)
-    save(store, 40)
-    flip_a_bit(tmp_path / "checkpoints" / "step_000040" / "actor.safetensors")
-    (tmp_path / "checkpoints" / "step_000040").rename(tmp_path / "step_000040")
-    assert value_of(CheckpointStore(tmp_path / "checkpoints").latest()) == 20.0
-
-
 def test_error_skips_other_damaged_checkpoints(tmp_path):
-    store = CheckpointStore(tmp_path, keep=3)
-    for step in (1, 2, 3):
-        save(store, step)
-    flip_a_bit(tmp_path / "step_000003" / "data.json")
-    flip_a_bit(tmp_path / "step_000002" / "data.json")
+    saved(tmp_path / "c", 1, 2, 3)
+    for step in (3, 2):
+        flip_a_bit(tmp_path / "c" / f"step_00000{step}" / "data.json")
     with pytest.raises(CheckpointError, match=r"newest valid checkpoint before it is '.*step_000001'"):
-        CheckpointStore(tmp_path).latest()
-    flip_a_bit(tmp_path / "step_000001" / "data.json")
-    with pytest.raises(
-        CheckpointError, match=r"No earlier checkpoint is valid; start again in an empty trainer\.run_dir"
-    ):
-        CheckpointStore(tmp_path).latest()
+        CheckpointStore(tmp_path / "c").latest()
+    for step in (3, 2):  # moving damaged ones away resumes from the one before
+        (tmp_path / "c" / f"step_00000{step}").rename(tmp_path / str(step))
+    assert value_of(CheckpointStore(tmp_path / "c").latest()) == 1.0
+    flip_a_bit(tmp_path / "c" / "step_000001" / "data.json")
+    with pytest.raises(CheckpointError, match=r"No earlier checkpoint is valid; start again in an empty trainer\.run"):
+        CheckpointStore(tmp_path / "c").latest()
 
 
 def list_in_manifest(directory: Path, **files: dict[str, object]) -> None:
@@ -352,17 +338,24 @@ def entry_of(path: Path) -> dict[str, object]:
     return {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
 
 
-@pytest.mark.parametrize("outside", ["../secret.json", "/etc/secret.json", "a/../../secret.json", "model.pt"])
-def test_manifest_cannot_refer_to_outside_files_or_code(tmp_path, outside):
-    save(CheckpointStore(tmp_path), 1)
-    list_in_manifest(tmp_path / "step_000001", **{outside: {"bytes": 1, "sha256": "0"}})
-    with pytest.raises(CheckpointError, match=f"lists '{outside}', which is not a file of a checkpoint"):
-        open_checkpoint(tmp_path / "step_000001")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        *((name, f"lists '{name}', which is not a file of a checkpoint")
+          for name in ("../secret.json", "/etc/secret.json", "a/../../secret.json", "model.pt")),
+        ("a\0.json", "cannot be read"),
+        ("\ud800.json", "cannot be read"),
+    ],
+)  # fmt: skip
+def test_manifest_cannot_refer_to_outside_files_or_code(tmp_path, name, message):
+    directory = saved(tmp_path, 1).path(1)
+    list_in_manifest(directory, **{name: {"bytes": 1, "sha256": "0"}})
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(directory)
 
 
 def test_listed_link_and_folder_of_a_link_are_not_followed(tmp_path):
-    save(CheckpointStore(tmp_path), 1)
-    directory, outside = tmp_path / "step_000001", tmp_path / "outside"
+    directory, outside = saved(tmp_path, 1).path(1), tmp_path / "outside"
     outside.mkdir()
     (directory / "data.json").rename(outside / "data.json")
     (directory / "data.json").symlink_to(outside / "data.json")
@@ -375,140 +368,84 @@ def test_listed_link_and_folder_of_a_link_are_not_followed(tmp_path):
         open_checkpoint(directory)
 
 
-@pytest.mark.parametrize("name", ["a\0.json", "\ud800.json"])
-def test_listed_name_that_no_file_can_have_is_an_error(tmp_path, name):
-    save(CheckpointStore(tmp_path), 1)
-    list_in_manifest(tmp_path / "step_000001", **{name: {"bytes": 1, "sha256": "0"}})
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        open_checkpoint(tmp_path / "step_000001")
-
-
-def test_moved_checkpoint_can_be_opened(tmp_path):
-    save(CheckpointStore(tmp_path / "checkpoints"), 7)
-    copy = (tmp_path / "checkpoints" / "step_000007").rename(tmp_path / "best")
-    assert value_of(open_checkpoint(copy)) == 7.0
-    with pytest.raises(CheckpointError, match=r"missing/checkpoint\.json' is missing, so"):
-        open_checkpoint(tmp_path / "missing")
-
-
-# --- pruning ----------------------------------------------------------------------------------------------------------
-
-
-def test_incomplete_checkpoints_are_neither_counted_nor_pruned(tmp_path):
-    store = CheckpointStore(tmp_path, keep=2)
-    for step in (1, 2):
-        save(store, step)
-    (tmp_path / "step_000002" / "data.json").unlink()
-    save(store, 3)
-    assert store.list() == (1, 2, 3)
-    save(store, 4)
-    assert store.list() == (2, 3, 4)
-
-
-def test_newest_valid_checkpoint_is_not_pruned(tmp_path):
-    for step in (1, 2, 3):
-        save(CheckpointStore(tmp_path, keep=9), step)
-    for step in (2, 3):
-        flip_a_bit(tmp_path / f"step_{step:06d}" / "data.json")
-    store = CheckpointStore(tmp_path, keep=1)
-    store.prune()
-    assert store.list() == (1, 3)
-    assert value_of(store.open(1)) == 1.0
-
-
-def test_save_below_damaged_newer_step_is_not_pruned(tmp_path):
-    save(CheckpointStore(tmp_path), 60)
-    flip_a_bit(tmp_path / "step_000060" / "actor.safetensors")
-    store = CheckpointStore(tmp_path, keep=1)
-    save(store, 40)
-    assert store.list() == (40, 60)
-    assert value_of(store.open(40)) == 40.0
-
-
 # --- files that other processes wrote ---------------------------------------------------------------------------------
 
 
 def test_files_that_ranks_report_are_not_read_again(tmp_path):
-    store, saved = CheckpointStore(tmp_path), []
-    with store.begin(10, saved=saved) as directory:
+    store, reported = CheckpointStore(tmp_path), []
+    with store.begin(10, saved=reported) as directory:
         files = save_state([1.0], directory / "actor")
         save_state([2.0], directory / "controller")
-        saved += [file._replace(sha256="0" * 64) for file in saved_files(directory, files)]
+        reported += [file._replace(sha256="0" * 64) for file in saved_files(directory, files)]
     manifest = json.loads((store.path(10) / "checkpoint.json").read_text())
     assert manifest["files"]["actor.json"]["sha256"] == "0" * 64
-    digest = hashlib.sha256((store.path(10) / "controller.json").read_bytes()).hexdigest()
-    assert manifest["files"]["controller.json"]["sha256"] == digest
+    assert manifest["files"]["controller.json"] == entry_of(store.path(10) / "controller.json")
     with pytest.raises(CheckpointError, match=r"actor\.json' is damaged: its SHA-256"):
         store.open(10)
 
 
-def save_and_change(
-    store: CheckpointStore, step: int, change: Callable[[Path], None], reported: str = "actor.json"
-) -> None:
-    """Save a checkpoint with a file that a rank reports, and change it afterwards."""
-    saved = []
-    with store.begin(step, saved=saved) as directory:
-        (directory / reported).write_text("a rank's")
-        saved += saved_files(directory, [directory / reported])
-        change(directory / reported)
+SHARED = r" on node .*on a file system that they share\. Earlier"
 
 
-@pytest.mark.parametrize(("change", "state"), [(Path.unlink, "is missing"), (shorten, "has 3 bytes")])
-def test_a_checkpoint_without_files_of_a_rank_is_not_published(tmp_path, change, state):
-    store = CheckpointStore(tmp_path, keep=1)
-    save(store, 10)
-    message = rf"step 20 was not saved: '.*/actor\.json' {state} on node .*on a file system that they share\. Earlier"
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("actor.json", Path.unlink, rf"step 20 was not saved: '.*/actor\.json' is missing{SHARED}"),
+        ("actor.json", lambda path: os.truncate(path, 3), rf"'.*/actor\.json' has 3 bytes{SHARED}"),
+        ("actor.pt", lambda path: None, r"actor\.pt' is not a plain \.safetensors or \.json file"),
+    ],
+)
+def test_a_checkpoint_without_files_of_a_rank_is_not_published(tmp_path, name, change, message):
+    store, reported = saved(tmp_path, 10, keep=1), []
+
+    def save_and_change():
+        with store.begin(20, saved=reported) as directory:
+            (directory / name).write_text("a rank's")
+            reported.extend(saved_files(directory, [directory / name]))
+            change(directory / name)
+
     with pytest.raises(CheckpointError, match=message):
-        save_and_change(store, 20, change)
+        save_and_change()
     assert names(tmp_path) == ["step_000010"]
     assert value_of(store.latest()) == 10.0
-
-
-def test_a_file_of_a_rank_that_could_hold_code_is_an_error(tmp_path):
-    with pytest.raises(CheckpointError, match=r"actor\.pt' is not a plain \.safetensors or \.json file"):
-        save_and_change(CheckpointStore(tmp_path), 20, lambda path: None, reported="actor.pt")
-    assert names(tmp_path) == []
 
 
 # --- full and read-only disks -----------------------------------------------------------------------------------------
 
 
-def save_large(store: CheckpointStore, step: int) -> None:
-    with store.begin(step) as directory:
-        save_state({"w": torch.zeros(100_000)}, directory / "actor")
-        save_state({"w": torch.zeros(1 << 19)}, directory / "critic")
+def save_large(directory: Path) -> None:
+    save_state({"w": torch.zeros(100_000)}, directory / "actor")
+    save_state({"w": torch.zeros(1 << 19)}, directory / "critic")
 
 
-def save_on_the_last_block(store: CheckpointStore, step: int) -> None:
-    """Fill the disk so that there is no room for the manifest."""
-    with store.begin(step) as directory:
-        save_state([1], directory / "actor")
-        with contextlib.suppress(OSError), open(directory / "filler.json", "wb", buffering=0) as file:
-            while True:
-                file.write(b"0" * 4096)
+def fill_the_disk(directory: Path) -> None:
+    """Leave no room for the manifest."""
+    save_state([1], directory / "actor")
+    with contextlib.suppress(OSError), open(directory / "filler.json", "wb", buffering=0) as file:
+        while True:
+            file.write(b"0" * 4096)
 
 
 FULL_DISKS = {
     save_large: r"cannot write '.*/critic' \(2\.0 MiB needed, [\d.]+ KiB free on .*No space left on device.*",
-    save_on_the_last_block: r".*No space left on device.* \([\d.]+ KiB were written, 0 bytes free on .*",
+    fill_the_disk: r".*No space left on device.* \([\d.]+ KiB were written, 0 bytes free on .*",
 }
 
 
-@pytest.mark.parametrize("save_too_much", FULL_DISKS)
-def test_full_disk_during_save_keeps_earlier_checkpoint(small_disk, save_too_much):
-    store = CheckpointStore(small_disk / "checkpoints")
-    save(store, 10)
+@pytest.mark.parametrize("write", FULL_DISKS)
+def test_full_disk_during_save_keeps_earlier_checkpoint(small_disk, write):
+    store = saved(small_disk / "checkpoints", 10)
     untouched = r"Earlier checkpoints are untouched, the newest is '.*step_000010'"
-    with pytest.raises(CheckpointError, match=rf"step 20 was not saved: {FULL_DISKS[save_too_much]}{untouched}"):
-        save_too_much(store, 20)
+    message = rf"step 20 was not saved: {FULL_DISKS[write]}{untouched}"
+    with pytest.raises(CheckpointError, match=message), store.begin(20) as directory:
+        write(directory)
     assert names(store.directory) == ["step_000010"]
-    assert value_of(store.latest()) == 10.0
     save(store, 20)  # there is room again
     assert store.list() == (10, 20)
 
 
 def test_read_only_disk_can_be_read_and_names_cause_when_written(small_disk):
-    save(CheckpointStore(small_disk), 10)
+    saved(small_disk, 10)
     (small_disk / ".tmp-step_000020-0123456789abcdef").mkdir()
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     store = CheckpointStore(small_disk)
@@ -526,10 +463,8 @@ store = CheckpointStore(sys.argv[1])
 if sys.argv[2] == "between components":
     with store.begin(2) as directory:
         save_state({"w": torch.ones(1000)}, directory / "actor")
-        print("inside", flush=True)
         time.sleep(1000)
 else:  # in the middle of one write after another, the same two steps again and again
-    print("inside", flush=True)
     number = 0
     while True:
         number += 1
@@ -539,56 +474,55 @@ else:  # in the middle of one write after another, the same two steps again and 
 """
 
 
-def start_writer(directory: Path, mode: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", KILLED_WRITER, str(directory), mode]
-    writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert writer.stdout is not None
-    assert writer.stdout.readline() == "inside\n"
-    return writer
+@pytest.fixture
+def killed_writer(fork_server):
+    """Return a context with a process that saves in a mode, and has written a file; it is killed at the end."""
+
+    @contextlib.contextmanager
+    def start(directory, mode, prefix):
+        writer = fork_server.start(["-c", KILLED_WRITER, directory, mode], environment=os.environ)
+        try:
+            deadline = time.monotonic() + 300
+            while not any(name.startswith(prefix) for path in directory.glob(".tmp-*") for name in listed(path)):
+                assert time.monotonic() < deadline, f"no {prefix}* in a partial directory of {directory}"
+                time.sleep(0.002)
+            yield
+            os.kill(writer.pid, signal.SIGKILL)
+            writer.communicate()
+            assert writer.returncode == -signal.SIGKILL
+        finally:
+            writer.discard()
+
+    def listed(path):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return ["", *os.listdir(path)]
+        return []
+
+    return start
 
 
-def kill(writer: subprocess.Popen[str]) -> None:
-    os.kill(writer.pid, signal.SIGKILL)
-    writer.communicate()
-    assert writer.returncode == -signal.SIGKILL
-
-
-def test_leftovers_are_removed_only_after_their_writer_is_dead(tmp_path):
-    save(CheckpointStore(tmp_path), 1)
-    writer = start_writer(tmp_path, "between components")
-    store = CheckpointStore(tmp_path)
-    assert len(names(tmp_path)) == 2, "the directory of a live writer must be kept"
-    save(store, 3)
-    assert len(names(tmp_path)) == 3
-    kill(writer)
+@pytest.mark.runs
+@pytest.mark.own_run("grpo: a writer that is killed")
+def test_leftovers_are_removed_only_after_their_writer_is_dead(tmp_path, killed_writer):
+    saved(tmp_path, 1)
+    with killed_writer(tmp_path, "between components", "actor.safetensors"):
+        saved(tmp_path, 3)
+        assert len(names(tmp_path)) == 3, "the directory of a live writer must be kept"
     assert len(names(tmp_path)) == 3
     assert value_of(CheckpointStore(tmp_path).open(1)) == 1.0
     assert names(tmp_path) == ["step_000001", "step_000003"]
 
 
-def wait_for_partial(directory: Path, prefix: str) -> None:
-    """Wait until a save has started and has written a file whose name starts with `prefix`; empty: no file needed."""
-    deadline = time.monotonic() + 100
-    while time.monotonic() < deadline:
-        for path in directory.glob(".tmp-*"):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                if not prefix or any(name.startswith(prefix) for name in os.listdir(path)):
-                    return
-    raise TimeoutError(f"no {prefix}* in a partial directory of {directory}")
-
-
-@pytest.mark.slow
-def test_writer_killed_in_any_phase_leaves_complete_checkpoints(tmp_path):
-    save(CheckpointStore(tmp_path), 1)
-    save(CheckpointStore(tmp_path), 2)
+@pytest.mark.exhaustive
+@pytest.mark.own_run("grpo: writers that are killed")
+def test_writer_killed_in_any_phase_leaves_complete_checkpoints(tmp_path, killed_writer):
+    saved(tmp_path, 1, 2)
     for phase in ("", "actor", "checkpoint"):
-        writer = start_writer(tmp_path, "endless")
-        wait_for_partial(tmp_path, phase)
-        kill(writer)
+        with killed_writer(tmp_path, "endless", phase):
+            pass
         store = CheckpointStore(tmp_path)
         assert names(tmp_path) == ["step_000001", "step_000002"]
-        for step in store.list():
-            checkpoint = store.open(step)
+        for checkpoint in map(store.open, store.list()):
             if "number" in checkpoint.info:
                 number = checkpoint.info["number"]
                 assert checkpoint.load("data") == {"number": number}
@@ -602,8 +536,3 @@ def test_opening_a_store_keeps_partial_directories_of_this_process(tmp_path):
         save_state([1], first / "a")
         save_state([2], second / "a")
     assert (store.open(1).load("a"), store.open(2).load("a")) == ([1], [2])
-
-
-def test_states_can_be_loaded_without_store(tmp_path):
-    save(CheckpointStore(tmp_path), 4)
-    assert load_state(tmp_path / "step_000004" / "data") == {"row": 16}
