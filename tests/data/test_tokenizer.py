@@ -1,4 +1,3 @@
-import json
 import logging
 
 import pytest
@@ -10,37 +9,29 @@ from hybridflow.data.tokenizer import require_tokenizer
 from hybridflow.errors import DataConfigError, DataError
 
 
-def test_saved_tokenizer_keeps_its_padding_token(char_tokenizer, tmp_path):
-    char_tokenizer().save_pretrained(tmp_path)
-    tokenizer = load_tokenizer(tmp_path)
-    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
-    assert tokenizer("ab")["input_ids"] == [4, 5]
-
-
-def test_eos_pads_without_a_padding_token_and_is_logged(char_tokenizer, tmp_path, caplog):
-    char_tokenizer(eos_token="<eos>").save_pretrained(tmp_path)
+def test_saved_tokenizer_keeps_its_padding_token_or_eos_pads(char_tokenizer, tmp_path, caplog):
+    char_tokenizer().save_pretrained(tmp_path / "padded")
+    tokenizer = load_tokenizer(tmp_path / "padded")
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer("ab")["input_ids"]) == (0, 1, [4, 5])
+    char_tokenizer(eos_token="<eos>").save_pretrained(tmp_path / "plain")
     with caplog.at_level(logging.INFO):
-        tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 1
+        assert load_tokenizer(tmp_path / "plain").pad_token_id == 1
     assert "has no padding token; EOS ('<eos>') pads instead" in caplog.text
 
 
-def test_tokenizer_without_eos_is_an_error_with_the_fix(char_tokenizer, tmp_path):
-    char_tokenizer(pad_token="<pad>").save_pretrained(tmp_path)
-    with pytest.raises(DataError, match=r'no EOS token.*"eos_token" in tokenizer_config.json'):
-        load_tokenizer(tmp_path)
-
-
-def test_directory_without_a_tokenizer_is_an_error(char_tokenizer, tmp_path):
-    with pytest.raises(DataError, match="is not a directory"):
-        load_tokenizer(tmp_path / "nowhere")
+def test_a_directory_without_a_usable_tokenizer_is_an_error_with_the_fix(char_tokenizer, tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"'.*empty' has no tokenizer: expected tokenizer\.json"):
-        load_tokenizer(tmp_path / "empty")
+    char_tokenizer(pad_token="<pad>").save_pretrained(tmp_path / "no_eos")
     char_tokenizer().save_pretrained(tmp_path / "broken")
     (tmp_path / "broken" / "tokenizer.json").write_text("{")
-    with pytest.raises(DataError, match="cannot be loaded"):
-        load_tokenizer(tmp_path / "broken")
+    for name, message in (
+        ("nowhere", "is not a directory"),
+        ("empty", r"'.*empty' has no tokenizer: expected tokenizer\.json"),
+        ("broken", "cannot be loaded"),
+        ("no_eos", r'no EOS token.*"eos_token" in tokenizer_config.json'),
+    ):
+        with pytest.raises(DataError, match=message):
+            load_tokenizer(tmp_path / name)
 
 
 def test_tokenizer_check_requires_a_vocabulary_and_names_the_key(tmp_path):
@@ -53,23 +44,22 @@ def test_tokenizer_check_requires_a_vocabulary_and_names_the_key(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "expected"), [({"eos_token_id": [9, 7]}, (1, 7, 9)), ({"eos_token_id": 5}, (1, 5)), ({}, (1,))]
+    ("generation", "model", "expected"),
+    [
+        ('{"eos_token_id": [9, 7]}', None, (1, 7, 9)),
+        ('{"eos_token_id": 5}', None, (1, 5)),
+        ("{}", None, (1,)),
+        (None, None, (1,)),
+        (None, '{"eos_token_id": [1, 5]}', (1, 5)),
+        ('{"eos_token_id": 7}', '{"eos_token_id": [1, 5]}', (1, 7)),
+    ],
 )
-def test_stop_ids_come_from_the_generation_config_and_the_tokenizer(char_tokenizer, tmp_path, settings, expected):
-    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+def test_stop_ids_come_from_the_configurations_and_the_tokenizer(char_tokenizer, tmp_path, generation, model, expected):
+    for name, text in (("generation_config.json", generation), ("config.json", model)):
+        if text:
+            (tmp_path / name).write_text(text)
     assert stop_token_ids(char_tokenizer(), tmp_path) == expected
-
-
-def test_stop_ids_without_a_generation_config_come_from_the_tokenizer(char_tokenizer, tmp_path):
-    assert stop_token_ids(char_tokenizer(), tmp_path) == (1,)
     assert stop_token_ids(char_tokenizer()) == (1,)
-
-
-def test_stop_ids_without_a_generation_config_come_from_the_model_config(char_tokenizer, tmp_path):
-    (tmp_path / "config.json").write_text('{"eos_token_id": [1, 5]}')
-    assert stop_token_ids(char_tokenizer(), tmp_path) == (1, 5)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
-    assert stop_token_ids(char_tokenizer(), tmp_path) == (1, 7)
 
 
 @pytest.mark.parametrize("content", ["{", '{"eos_token_id": "</s>"}', '{"eos_token_id": [true]}', "[[2]]"])

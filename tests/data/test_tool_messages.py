@@ -65,18 +65,15 @@ def read(char_tokenizer):
     return read
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
-@pytest.mark.parametrize("rows", [ROWS, TEXTS], ids=["objects", "texts"])
+@pytest.mark.parametrize(
+    ("suffix", "rows"),
+    [(".jsonl", ROWS), (".json", ROWS), (".jsonl", TEXTS), (".json", TEXTS), (".parquet", TEXTS)],
+)
 def test_json_objects_and_texts_are_the_same_conversations(read, tmp_path, suffix, rows):
     (messages, tools, place), second = read(write_rows(tmp_path / f"a{suffix}", rows))
     assert (messages, tools) == (ROWS[0]["messages"], ROWS[0]["tools"])
     assert second[:2] == (ROWS[1]["messages"], ROWS[1]["tools"])
     assert place == f"{tmp_path}/a{suffix}: " + ("line 1" if suffix == ".jsonl" else "row 0")
-
-
-def test_parquet_texts_keep_nulls(read, tmp_path):
-    first, _ = read(write_rows(tmp_path / "a.parquet", TEXTS))
-    assert first[:2] == (ROWS[0]["messages"], ROWS[0]["tools"])
 
 
 @pytest.mark.parametrize("form", [RowForm(), RowForm({"tools": "tools"})], ids=["plain", "named"])

@@ -14,6 +14,7 @@ from hybridflow.errors import CheckpointConfigError, CheckpointError
 from hybridflow.observability import read_jsonl
 from hybridflow.runtime import capture_random_state, restore_random_state
 
+pytestmark = [pytest.mark.runs, pytest.mark.own_run("grpo: its model and its prompts are on the hub")]
 NAMES = ("model.path=owner/model", "data.train_files=['hf://datasets/owner/rows/train.parquet']", "data.val_files=[]")
 
 
@@ -44,11 +45,29 @@ def losses(directory="run"):
     return [row["actor/loss"] for row in read_jsonl(Path(directory) / "metrics.jsonl") if row["step"] > 0]
 
 
-def test_a_run_of_the_hub_equals_one_of_local_files_and_keeps_its_revision(published, task):
+def check_commands(task, capsys):
+    """Generate, export and replay without a network."""
+    from huggingface_hub import constants
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(constants, "HF_HUB_OFFLINE", True)
+        assert main(["generate", "--run", "run", "--prompt", "3 4 7"]) == 0
+        assert "response" in capsys.readouterr().out
+        assert main(["export", "run", "exported"]) == 0
+        card = Path("exported/README.md").read_text("utf-8")
+        assert "base_model: owner/model\n" in card
+        assert "# owner/model, trained with hybridflow" in card
+        trained, initial = load_file("exported/model.safetensors"), load_file(task / "model/model.safetensors")
+        assert trained.keys() == initial.keys()
+        assert main(["replay", "run", "--step", "2"]) == 0
+
+
+def test_a_run_of_the_hub_equals_one_of_local_files_and_keeps_its_revision(published, task, capsys):
     hub, model, data = published
     assert train(task, "trainer.run_dir=local", "data.val_files=[]") == 0
     assert train(task, *NAMES) == 0
     assert losses() == losses("local")
+    check_commands(task, capsys)
     text = Path("run/config.toml").read_text("utf-8")
     assert f'path = "owner/model@{model}"' in text
     assert f'"hf://datasets/owner/rows@{data}/train.parquet"' in text
@@ -64,23 +83,7 @@ def test_a_run_of_the_hub_equals_one_of_local_files_and_keeps_its_revision(publi
     assert f'path = "owner/model@{model}"' in Path("run/config.toml").read_text("utf-8")
 
 
-@pytest.mark.usefixtures("published")
-def test_commands_on_a_run_of_the_hub_find_its_model(task, capsys, monkeypatch):
-    assert train(task, *NAMES) == 0
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert main(["generate", "--run", "run", "--prompt", "3 4 7"]) == 0
-    assert "response" in capsys.readouterr().out
-    assert main(["export", "run", "exported"]) == 0
-    card = Path("exported/README.md").read_text("utf-8")
-    assert "base_model: owner/model\n" in card
-    assert "# owner/model, trained with hybridflow" in card
-    trained, initial = load_file("exported/model.safetensors"), load_file(task / "model/model.safetensors")
-    assert trained.keys() == initial.keys()
-    assert main(["replay", "run", "--step", "2"]) == 0
-
-
+@pytest.mark.exhaustive
 def test_a_run_of_the_hub_starts_from_python(published, task):
     rows = "hf://datasets/owner/rows/train.parquet"
     settings = {"data.max_prompt_length": 16, "data.max_response_length": 12, "data.train_batch_size": 8}
@@ -108,10 +111,20 @@ def test_a_model_whose_repository_wants_to_run_code_runs_none(hub, task, capsys)
 
 
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # inside huggingface_hub
-def test_an_export_is_uploaded_with_its_card_to_a_repository_that_is_created(published, task, capsys, monkeypatch):
+def test_an_export_is_uploaded_or_fails_before_or_after_it(published, task, capsys, monkeypatch):
     hub, _, _ = published
-    assert train(task, *NAMES) == 0
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert train(task, *NAMES, "trainer.total_steps=1") == 0
+    for name, token, message in (
+        ("owner/trained", None, r"needs a token of the hub; log in with `hf auth login`, or set HF_TOKEN"),
+        ("owner/trained", "wrong", r"cannot be created .*the token has no right to write there"),
+        ("trained", TOKEN, r"'trained' is invalid: expected OWNER/NAME"),
+    ):
+        if token:
+            monkeypatch.setenv("HF_TOKEN", token)
+        with pytest.raises(CheckpointConfigError, match=message):
+            hybridflow.open_run("run").export("exported", push_to_hub=name)
+        assert not Path("exported").exists()
+
     assert main(["export", "run", "exported", "--push-to-hub", "owner/trained", "--private"]) == 0
     assert f"uploaded: {hub.url}/owner/trained" in capsys.readouterr().out
     repository = hub.repositories["models/owner/trained"]
@@ -121,35 +134,14 @@ def test_an_export_is_uploaded_with_its_card_to_a_repository_that_is_created(pub
     assert b"base_model: owner/model\n" in files["README.md"]
     assert train(task, "trainer.run_dir=again", "model.path=owner/trained", "trainer.total_steps=1") == 0
 
-
-@pytest.mark.parametrize(
-    ("name", "token", "message"),
-    [
-        ("owner/trained", None, r"needs a token of the hub; log in with `hf auth login`, or set HF_TOKEN"),
-        ("owner/trained", "wrong", r"cannot be created .*the token has no right to write there"),
-        ("trained", TOKEN, r"'trained' is invalid: expected OWNER/NAME"),
-    ],
-)
-def test_an_upload_that_cannot_work_fails_before_the_export(published, task, monkeypatch, name, token, message):
-    assert train(task, *NAMES, "trainer.total_steps=1") == 0
-    if token:
-        monkeypatch.setenv("HF_TOKEN", token)
-    with pytest.raises(CheckpointConfigError, match=message):
-        hybridflow.open_run("run").export("exported", push_to_hub=name)
-    assert not Path("exported").exists()
-
-
-def test_an_upload_that_fails_keeps_the_export_and_says_how_to_go_on(published, task, monkeypatch):
-    hub, _, _ = published
-    assert train(task, *NAMES, "trainer.total_steps=1") == 0
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr("hybridflow.api.run.require_upload", lambda *_, **__: None)  # as if the right was lost since
     hub.refuses_writes = True
-    with pytest.raises(CheckpointError, match=r"'exported' is complete, .*`hf upload owner/trained exported`"):
-        hybridflow.open_run("run").export("exported", push_to_hub="owner/trained")
-    assert Path("exported/model.safetensors").is_file()
+    with pytest.raises(CheckpointError, match=r"'kept' is complete, .*`hf upload owner/trained kept`"):
+        hybridflow.open_run("run").export("kept", push_to_hub="owner/trained")
+    assert Path("kept/model.safetensors").is_file()
 
 
+@pytest.mark.exhaustive
 def test_a_run_does_not_go_on_with_a_revision_of_other_weights(published, task, capsys):
     hub, _, _ = published
     assert train(task, *NAMES) == 0
