@@ -138,6 +138,7 @@ FILES = [
     ("a message of a number", rows({"prompt": [{"role": "user", "content": 3}]}), r"must be a text, got 3"),
     ("images", rows({"images": [b"PNG"]}), r"row 0: column 'images' holds data, but prompts with images"),
 ]
+TAKE_SECONDS = ("100 million nulls in a row", "10,001 columns", "the same in a message")
 
 PATHS = [
     # name, maker of the path, what the error says
@@ -194,7 +195,10 @@ def error_of(function, *arguments):
     return str(error.value)
 
 
-@pytest.mark.parametrize(("write", "message"), [case[1:] for case in FILES], ids=[case[0] for case in FILES])
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [pytest.param(*case[1:], id=case[0], marks=[pytest.mark.exhaustive] * (case[0] in TAKE_SECONDS)) for case in FILES],
+)
 def test_a_bad_parquet_file_is_one_error(read, tmp_path, write, message):
     file = tmp_path / "bad.parquet"
     write(file)
@@ -203,6 +207,7 @@ def test_a_bad_parquet_file_is_one_error(read, tmp_path, write, message):
     assert str(file) in error
 
 
+@pytest.mark.exhaustive
 def test_texts_that_repeat_their_prefix_are_counted_before_they_are_expanded(read, tmp_path, monkeypatch):
     monkeypatch.setattr("hybridflow.data.parquet_bounds.MAX_BYTES", 2**29)
     file = tmp_path / "bad.parquet"

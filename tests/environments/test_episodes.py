@@ -118,10 +118,6 @@ def test_a_group_of_episodes_of_one_turn_equals_a_group_without_episodes(model, 
         assert episode.rows[0].log_probs == completion.log_probs
 
 
-def test_no_episodes_are_none(model, loop):
-    assert play_episodes(EmbeddedRollout(model), [], SAMPLING, loop) == []
-
-
 def test_a_turn_that_the_engine_refuses_is_an_error_and_leaves_it_idle(model, loop):
     engine = EmbeddedRollout(model)
     hostile = player_of(Talk(0))
@@ -130,6 +126,7 @@ def test_a_turn_that_the_engine_refuses_is_an_error_and_leaves_it_idle(model, lo
         play_episodes(engine, starts, SAMPLING, loop)
     assert not engine.has_unfinished()
     assert len(play_episodes(engine, starts_of(lambda i: 0.0), SAMPLING, loop)) == 6
+    assert play_episodes(engine, [], SAMPLING, loop) == []
 
 
 def test_episodes_of_a_group_go_on_while_others_of_it_still_run(model, loop):

@@ -192,7 +192,7 @@ def conversation(texts):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=60, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_control_tokens_in_texts_stay_text(family, data):
     texts = data.draw(st.tuples(*[hostile(family)] * 6))
