@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hybridflow.config import Config, RolloutConfig, load_config
-from hybridflow.errors import WeightSyncError
+from hybridflow.errors import LostWeightSyncError, WeightSyncError
 from hybridflow.weight_sync import (
     TRANSPORTS,
     Broadcast,
@@ -133,6 +134,29 @@ def test_a_late_communicator_does_not_block_the_sender(tmp_path, monkeypatch):
     arrived = in_threads([partial(end.receive, sent) for end in ends[1:]])
     ends[0].finish()
     assert all(torch.equal(each.weights["q"], bucket.weights["q"]) for each in arrived)
+
+
+def test_a_broadcast_has_two_buckets_in_flight_and_waits_for_all_at_the_end(tmp_path):
+    transport, waited = Broadcast(configured(tmp_path)), []
+
+    def start(packed, options):
+        return SimpleNamespace(wait=lambda: waited.append(len(packed[0])))
+
+    transport._group = SimpleNamespace(broadcast=start)
+    for count in (1, 2, 3):
+        transport.send(Bucket({"w": torch.zeros(100 * count)}, {"w": 0}, 1))
+    assert len(waited) == 1
+    transport.finish()
+    assert waited == sorted(waited)
+    assert len(waited) == 3
+
+    def fail():
+        raise RuntimeError("no connection")
+
+    transport._group = SimpleNamespace(broadcast=lambda *_: SimpleNamespace(wait=fail))
+    transport.send(Bucket({"w": torch.zeros(1)}, {"w": 0}, 1))
+    with pytest.raises(LostWeightSyncError, match="the broadcast of a weight bucket failed: no connection"):
+        transport.finish()
 
 
 def test_files_are_removed_when_all_are_received_or_a_write_fails(tmp_path, monkeypatch):
