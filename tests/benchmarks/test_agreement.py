@@ -16,7 +16,7 @@ PLANTED = (
     *("no weight decay", "no clipping of gradients", "beta1 of 0.8", "beta2 of 0.9", "epsilon of 1e-8"),
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.runs
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +65,7 @@ def test_the_list_of_planted_errors_is_the_tested_one(recorded):
     assert tuple(recorded.planted) == PLANTED
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", PLANTED)
 def test_each_planted_error_is_noticed(recorded, name):
     error = recorded.planted[name]

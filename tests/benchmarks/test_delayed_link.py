@@ -34,7 +34,9 @@ def namespaces():
     return {line.split()[0] for line in done.stdout.splitlines()}
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.04])
+@pytest.mark.exhaustive
+@pytest.mark.own_run("grpo: programs at both ends of a link")
+@pytest.mark.parametrize("delay_s", [0.0, 0.2])
 def test_a_round_trip_takes_twice_the_delay(links, delay_s):
     with links.delayed_link(delay_s) as names:
         answer = names.command(names.far, [sys.executable, "-c", ANSWER, links.FAR, PORT])
@@ -43,6 +45,6 @@ def test_a_round_trip_takes_twice_the_delay(links, delay_s):
             ask = names.command(names.near, [sys.executable, "-c", ASK, links.FAR, PORT])
             done = subprocess.run(ask, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        assert 2 * delay_s <= float(done.stdout) < 2 * delay_s + 0.05
+        assert 2 * delay_s <= float(done.stdout) < 2 * delay_s + 0.3
         assert {names.near, names.far} <= namespaces()
     assert not {names.near, names.far} & namespaces()

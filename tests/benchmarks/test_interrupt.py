@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.exhaustive, pytest.mark.own_run("grpo: a benchmark is interrupted")]
 
 INTERRUPTED = 130
 

@@ -156,7 +156,8 @@ def test_duplicate_recipe_key_is_rejected(tmp_path, refuse):
 
 def test_read_only_run_directory_is_rejected(small_disk, refuse):
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    assert "run' cannot be written: [Errno 30] Read-only file system" in refuse(run_dir=small_disk / "run")
+    problem = refuse("reward.processes=0", run_dir=small_disk / "run")
+    assert "run' cannot be written: [Errno 30] Read-only file system" in problem
 
 
 @pytest.mark.runs

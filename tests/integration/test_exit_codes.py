@@ -127,7 +127,8 @@ def test_killed_then_terminated_then_finished_equals_uninterrupted(task, grpo_ru
     command.append(f"trainer.run_dir={run}")
 
     def last_step():
-        return read_jsonl(run / "metrics.jsonl")[-1]["step"] if (run / "metrics.jsonl").exists() else 0
+        rows = read_jsonl(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []
+        return rows[-1]["step"] if rows else 0
 
     killed = start(*command, SECONDS_FOR_EACH_REWARD="0.02")
     wait_until(lambda: last_step() > 1, killed)
