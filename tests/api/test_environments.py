@@ -1,6 +1,7 @@
 """Runs whose environments a Python program holds: those of files, without a file."""
 
 import asyncio
+import inspect
 import threading
 from pathlib import Path
 
@@ -36,12 +37,8 @@ class Other(Talk):
         return 0.5
 
 
-FILE = f"WORDS = {WORDS}\n" + "\n\n".join(
-    [
-        "from hybridflow.environments import Done, Environment, Episode, Reply, Turn",
-        __import__("inspect").getsource(Talk),
-    ]
-)
+IMPORTS = "from hybridflow.environments import Done, Environment, Episode, Reply, Turn"
+FILE = f"WORDS = {WORDS}\n{IMPORTS}\n\n{inspect.getsource(Talk)}"
 
 SETTINGS = {
     "data": {"train_batch_size": 4, "max_prompt_length": 700, "max_response_length": 120},
