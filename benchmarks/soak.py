@@ -71,6 +71,16 @@ def settled_descriptors(seconds):
     return counts[-1]
 
 
+def wait_for_descriptors(limits, seconds):
+    "Return the counts as soon as they are within the limits, or after some seconds: Ray closes sockets late."
+    deadline = time.monotonic() + seconds
+    while True:
+        counts = count_descriptors()
+        if all(count <= limit for count, limit in zip(counts, limits)) or time.monotonic() > deadline:
+            return counts
+        time.sleep(0.1)
+
+
 if sys.argv[1] == "killed":
     cycle()
 cycle()  # opens the descriptors that stay open for the life of the process
@@ -78,7 +88,8 @@ before = settled_descriptors(2)
 for index in range(int(sys.argv[2])):
     cycle()
     print("cycle", flush=True)
-print("descriptors", *before, *settled_descriptors(10), flush=True)
+limits = [count + int(growth) * int(sys.argv[2]) for count, growth in zip(before, sys.argv[3:])]
+print("descriptors", *before, *wait_for_descriptors(limits, 120), flush=True)
 """
 
 MAY_GROW_BY = {"sockets of driver": 2, "files of driver": 0}
@@ -163,7 +174,7 @@ def run_in_order(cycles: int) -> tuple[dict[str, int], dict[str, int]]:
     """Run cycles that end normally in one process; return its descriptors after the first and after the last."""
     if not cycles:
         return {}, {}
-    command = [sys.executable, "-c", DRIVER, "in order", str(cycles - 1)]
+    command = [sys.executable, "-c", DRIVER, "in order", str(cycles - 1), *map(str, MAY_GROW_BY.values())]
     with driver(command) as process:
         assert process.stdout is not None
         counts, done = [0, 0, 0, 0], 1

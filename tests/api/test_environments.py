@@ -1,13 +1,13 @@
 """Runs whose environments a Python program holds: those of files, without a file."""
 
 import asyncio
+import inspect
 import threading
 from pathlib import Path
 
 import pytest
 
 import hybridflow
-from fixtures.tiny_episodes import write_episode_task
 from hybridflow.api.given_environments import sources_of
 from hybridflow.environments import CallLimits, Done, Environment, EnvironmentPool, Episode, Reply, Turn
 from hybridflow.environments.answers import Begin, Finish
@@ -15,6 +15,7 @@ from hybridflow.errors import ConfigError, EnvironmentConfigError
 from hybridflow.rewards import closure
 
 WORDS = 5
+OWN = pytest.mark.own_run("episodes: its environment is a class of the program")
 
 
 class Talk(Environment):
@@ -36,12 +37,8 @@ class Other(Talk):
         return 0.5
 
 
-FILE = f"WORDS = {WORDS}\n" + "\n\n".join(
-    [
-        "from hybridflow.environments import Done, Environment, Episode, Reply, Turn",
-        __import__("inspect").getsource(Talk),
-    ]
-)
+IMPORTS = "from hybridflow.environments import Done, Environment, Episode, Reply, Turn"
+FILE = f"WORDS = {WORDS}\n{IMPORTS}\n\n{inspect.getsource(Talk)}"
 
 SETTINGS = {
     "data": {"train_batch_size": 4, "max_prompt_length": 700, "max_response_length": 120},
@@ -54,11 +51,8 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("environments")
-    write_episode_task(directory)
-    (directory / "talk.py").write_text(FILE)
-    return directory
+def task(episode_task):
+    return episode_task
 
 
 def train(task, run_dir, environments, **changes):
@@ -68,14 +62,18 @@ def train(task, run_dir, environments, **changes):
 
 @pytest.fixture(scope="module")
 def of_file(task, tmp_path_factory):
-    return train(task, tmp_path_factory.mktemp("file") / "run", f"{task}/talk.py:Talk").fit()
+    directory = tmp_path_factory.mktemp("file")
+    (directory / "talk.py").write_text(FILE)
+    return train(task, directory / "run", f"{directory}/talk.py:Talk").fit()
 
 
 def samples_of(run):
     return [(each["step"], each["messages"], each["score"]) for each in run.samples()]
 
 
-@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.runs
+@OWN
+@pytest.mark.parametrize("processes", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_class_of_the_program_equals_the_same_class_in_a_file(task, tmp_path, of_file, processes):
     run = train(task, tmp_path / "run", Talk, **{"reward.processes": processes}).fit()
     assert list(run.config.environment.classes) == ["talk"]
@@ -85,6 +83,8 @@ def test_a_class_of_the_program_equals_the_same_class_in_a_file(task, tmp_path, 
     assert [run.metrics[-1][name] for name in names] == [of_file.metrics[-1][name] for name in names]
 
 
+@pytest.mark.runs
+@OWN
 def test_a_run_goes_on_with_its_class_and_with_no_other(task, tmp_path, monkeypatch):
     run = train(task, tmp_path / "run", {"talk": Talk}, **{"reward.processes": 0}).fit(stop_after=1)
     stored = (Path(run.path) / "config.toml").read_text()
@@ -102,12 +102,16 @@ def test_a_run_goes_on_with_its_class_and_with_no_other(task, tmp_path, monkeypa
     assert again.evaluate(task / "test.parquet")["val/score/mean"] >= 0
 
 
+@pytest.mark.runs
+@OWN
 def test_environments_of_a_file_are_stored(of_file):
     with pytest.raises(EnvironmentConfigError, match="which is stored; leave environments out"):
         hybridflow.open_run(of_file.path, environments=Talk)
 
 
 @pytest.mark.ray
+@pytest.mark.exhaustive
+@OWN
 def test_a_class_of_the_program_reaches_the_workers_of_a_cluster(task, tmp_path, of_file):
     run = train(task, tmp_path / "run", Talk, **{"controller.backend": "ray"}).fit()
     assert samples_of(run) == samples_of(of_file)
@@ -131,6 +135,8 @@ def scoring(value):
     return Scoring
 
 
+@pytest.mark.runs
+@OWN
 def test_classes_of_one_function_are_different_ones():
     sources, closures = sources_of({"a": scoring(1), "b": scoring(2)})
     assert sources["b"] == f"{sources['a']}#1"
@@ -144,6 +150,8 @@ def test_classes_of_one_function_are_different_ones():
         pool.close()
 
 
+@pytest.mark.runs
+@OWN
 def test_types_that_only_annotations_name_travel():
     scope = {}
     code = (

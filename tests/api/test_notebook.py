@@ -8,7 +8,8 @@ import pytest
 PAGE = Path(__file__).parents[2] / "docs/python.md"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.own_run("python: in a notebook")
 @pytest.mark.filterwarnings("ignore")  # of the packages of notebooks
 def test_the_page_runs_as_a_notebook_and_shows_its_progress(tmp_path):
     import nbformat  # not at the top: the environment of vLLM, which imports all tests, has no notebooks

@@ -1,6 +1,6 @@
 """Runs from Python: their files and bits are those of the commands."""
 
-import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -35,16 +35,14 @@ def score(completion: str, answer, index: int, **_) -> float:
     return (7 * len(words) + len(completion) + len(str(answer)) + index) % 11 / 10
 
 
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return tiny_run.write_task(tmp_path_factory.mktemp("api") / "task")
+OWN = pytest.mark.own_run("python: its function is given again")
 
 
 @pytest.fixture(scope="module")
 def rows(task):
     """Return the prompts of the task with another name for the prompt."""
     return [
-        {"question": row["prompt"][0]["content"], "answer": json.dumps(row["reward_model"]["ground_truth"])}
+        {"question": row["prompt"][0]["content"], "answer": str(row["reward_model"]["ground_truth"])}
         for row in read_table(task / "train.parquet").to_pylist()
     ]
 
@@ -59,7 +57,9 @@ def finished(task, rows, tmp_path_factory):
     return start(task, rows, tmp_path_factory.mktemp("finished") / "run", val_prompts=rows[:6]).fit()
 
 
-def test_a_run_shows_its_state_metrics_and_samples(finished):
+@pytest.mark.runs
+def test_a_run_shows_its_state_metrics_and_samples(python_run, tmp_path):
+    finished = hybridflow.open_run(shutil.copytree(python_run, tmp_path / "run"))
     assert repr(finished) == f"<hybridflow train in '{finished.path}': step 3 of 3, finished>"
     assert [row["step"] for row in finished.metrics] == [0, 1, 2, 3]
     assert list(finished.metrics.to_pandas()["step"]) == [0, 1, 2, 3]
@@ -68,7 +68,10 @@ def test_a_run_shows_its_state_metrics_and_samples(finished):
     assert finished.report().read_text("utf-8").startswith("<!doctype html>")
 
 
-def test_a_run_with_a_reward_of_the_program_is_replayed(finished):
+@pytest.mark.runs
+@OWN
+def test_a_run_equals_that_of_another_process_and_is_replayed(finished, python_run):
+    assert tiny_run.differing(finished.path, python_run, 3, names=tiny_run.WEIGHTS) == set()
     replayed = hybridflow.open_run(finished.path, reward=score).replay(2, **{"actor.optimizer.lr": 1e-2})
     assert replayed.differs == {}
     assert replayed.is_recorded
@@ -79,6 +82,8 @@ def test_a_run_with_a_reward_of_the_program_is_replayed(finished):
     assert not list(finished.path.glob("replay-*"))
 
 
+@pytest.mark.runs
+@OWN
 def test_a_run_generates_evaluates_and_exports(finished, rows, tmp_path):
     text = finished.generate("1 2 3")
     assert isinstance(text, str)
@@ -91,6 +96,8 @@ def test_a_run_generates_evaluates_and_exports(finished, rows, tmp_path):
     assert load_file(tmp_path / "out/model.safetensors")
 
 
+@pytest.mark.runs
+@OWN
 def test_the_same_run_by_command_has_the_same_bits(task, rows, tmp_path, finished):
     (tmp_path / "reward.py").write_text(
         "def score(completion, answer, index, **_):\n"
@@ -99,11 +106,11 @@ def test_the_same_run_by_command_has_the_same_bits(task, rows, tmp_path, finishe
     )
     changes = [f"reward.function={tmp_path}/reward.py:score", f"trainer.run_dir={tmp_path}/command"]
     assert main(["train", str(finished.path / "config.toml"), *changes]) == 0
-    ours, theirs = (tiny_run.results_of(path, 3) for path in (finished.path, tmp_path / "command"))
-    assert {name for name in ours if ours[name] != theirs[name]} == set()
+    assert tiny_run.differing(finished.path, tmp_path / "command", 3) == set()
 
 
-@pytest.mark.slow
+@pytest.mark.runs
+@OWN
 def test_a_run_is_resumed_with_its_function_and_with_no_other(task, rows, tmp_path):
     def score(completion: str, answer, index: int, mark="a mark of this function", **_) -> float:
         return len(completion + mark) % 7 / 10
@@ -130,7 +137,8 @@ def test_a_run_is_resumed_with_its_function_and_with_no_other(task, rows, tmp_pa
     assert run.fit(**{"trainer.total_steps": 4}).metrics[-1]["step"] == 4
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
+@OWN
 def test_a_cell_that_is_run_twice_goes_on_or_says_that_the_data_differ(task, rows, tmp_path):
     for steps in (1, 2):
         run = start(task, rows, tmp_path / "run", **{"trainer.total_steps": steps}).fit()
@@ -142,6 +150,8 @@ def test_a_cell_that_is_run_twice_goes_on_or_says_that_the_data_differ(task, row
     assert start(task, rows, tmp_path / "run", **{"trainer.total_steps": 3}).fit().metrics[-1]["step"] == 3
 
 
+@pytest.mark.runs
+@OWN
 def test_supervised_training_preferences_and_reward_models_run(task, tmp_path):
     few = {"trainer.total_steps": 1, "controller.threads": 1, "offline.batch_size": 4}
     lengths = {"data.max_prompt_length": 16, "data.max_response_length": 12}
@@ -185,7 +195,8 @@ def test_a_prompt_that_is_neither_text_nor_chat_is_an_error(prompts, problem):
         _prompts(prompts)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
+@OWN
 def test_resume_never_takes_a_directory_with_data_only(task, rows, tmp_path):
     changes = {"trainer.resume": "never", "trainer.total_steps": 1}
     start(task, rows, tmp_path / "run", **changes).fit()
@@ -194,7 +205,8 @@ def test_resume_never_takes_a_directory_with_data_only(task, rows, tmp_path):
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.exhaustive
+@OWN
 def test_a_closure_reaches_the_workers_of_a_cluster(task, rows, tmp_path, finished):
     run = start(task, rows, tmp_path / "run", val_prompts=rows[:6], **{"controller.backend": "ray"}).fit()
     for name in ("critic/score/mean", "actor/grad_norm", "val/score/mean"):

@@ -8,15 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-PLANTED = (
-    *("advantages negated", "advantages of two rows swapped", "mask of one row shifted by one"),
-    *("aggregation seq-mean-token-mean", "aggregation seq-mean-token-sum", "aggregation seq-mean-token-sum-norm"),
-    *("no clipping", "no upper clipping", "no lower clipping", "no dual clip", "on-policy: ratio 1"),
-    *("no KL", "KL by k2", "no temperature", "learning rate times 100", "learning rate times 1.5"),
-    *("no weight decay", "no clipping of gradients", "beta1 of 0.8", "beta2 of 0.9", "epsilon of 1e-8"),
-)
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.runs
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +35,7 @@ def recorded(tmp_path_factory):
         inputs=inputs,
         record=record_hybridflow,
         peer=load_file(directory / "peer.safetensors"),
-        planted={error.name: error for error in planted_errors.PLANTED_ERRORS},
+        planted=planted_errors.PLANTED_ERRORS,
     )
 
 
@@ -61,15 +54,12 @@ def test_another_split_into_micro_batches_agrees(recorded):
     recorded.comparison.require_agreement(compare(recorded, ["memory.max_tokens_per_micro_batch=400"]))
 
 
-def test_the_list_of_planted_errors_is_the_tested_one(recorded):
-    assert tuple(recorded.planted) == PLANTED
-
-
-@pytest.mark.parametrize("name", PLANTED)
-def test_each_planted_error_is_noticed(recorded, name):
-    error = recorded.planted[name]
+def test_each_planted_error_is_noticed(recorded):
+    found = {e.name: compare(recorded, e.overrides, e.change(recorded.inputs)) for e in recorded.planted}
+    assert len(found) > 20
+    assert [name for name, comparisons in found.items() if all(each.agrees for each in comparisons)] == []
     with pytest.raises(recorded.agreement.BenchmarkError, match="hybridflow and TRL differ on identical samples"):
-        recorded.comparison.require_agreement(compare(recorded, error.overrides, error.change(recorded.inputs)))
+        recorded.comparison.require_agreement(found["no KL"])
 
 
 def test_clipping_acts_on_some_tokens_and_both_signs(recorded):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.exhaustive, pytest.mark.own_run("grpo: a benchmark is interrupted")]
 
 INTERRUPTED = 130
 
@@ -66,16 +66,3 @@ def test_an_interrupt_ends_the_sides_and_their_ranks(command):
             benchmark.kill()
     assert benchmark.returncode == INTERRUPTED
     wait_until(lambda: not any(map(is_alive, started)))
-
-
-def test_an_interrupt_ends_a_benchmark_of_several_runs(command, tmp_path):
-    with start(command("learn", "--only", "grpo", "--seeds", "2"), TMPDIR=str(tmp_path)) as benchmark:
-        try:
-            wait_until(lambda: any(file.read_text() for file in tmp_path.glob("*/grpo_0/metrics.jsonl")))
-            benchmark.send_signal(signal.SIGINT)
-            out, _ = benchmark.communicate(timeout=300)
-        finally:
-            benchmark.kill()
-    assert benchmark.returncode == INTERRUPTED
-    assert out == ""
-    assert not list(tmp_path.glob("*/task.toml"))  # the temporary directory is removed

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import random
 import subprocess
 from pathlib import Path
 
@@ -11,19 +12,35 @@ import pytest
 SCRIPTS = sorted(path.stem for path in (Path(__file__).parents[2] / "benchmarks").glob("*.py"))
 BARE_MACHINE = str(Path(__file__).parents[1] / "fixtures/bare_machine")
 ON_RAY = {"chaos", "lag_kills", "overlap", "recovery", "slow_link", "soak", "transport", "uneven", "weight_sync"}
+QUICK = ("balance", "report", "rewards", "rollout", "snapshot_size", "trace_share")
+"""Benchmarks whose smoke run takes less than 20 seconds; three of them are in a sample."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Mark all benchmarks as exhaustive but for the sample of `--sample`."""
+    seed = metafunc.config.option.sample
+    drawn = QUICK if seed == "all" else random.Random(seed).sample(QUICK, 3)
+    if "name" in metafunc.fixturenames:
+        cases = [
+            pytest.param(
+                name,
+                marks=[
+                    pytest.mark.xdist_group(f"smoke_{name}"),  # any process of the tests may run it
+                    *[pytest.mark.ray] * (name in ON_RAY),
+                    *[pytest.mark.exhaustive] * (name not in drawn),
+                ],
+            )
+            for name in SCRIPTS
+        ]
+        metafunc.parametrize("name", cases)
 
 
 def is_figure(value):
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def marks_of(name):
-    """Return the marks of a benchmark: each is a group of its own, which any process of the tests may run."""
-    return [pytest.mark.xdist_group(f"smoke_{name}"), *[pytest.mark.ray] * (name in ON_RAY)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in SCRIPTS])
+@pytest.mark.runs
+@pytest.mark.own_run("grpo: it is a benchmark")
 def test_a_smoke_run_ends_with_one_json_object(command, tmp_path, name, request):
     if name == "slow_link":
         request.getfixturevalue("links")  # skips on a machine that cannot have one

@@ -31,6 +31,8 @@ def test_the_environments_of_peers_are_the_folders_of_the_makefile(monkeypatch):
     assert sorted(folders) == sorted({*ENVIRONMENTS.values(), ".triton"})  # the last is of a test
 
 
+@pytest.mark.runs
+@pytest.mark.own_run("grpo: it asks make for its plan")
 def test_a_smoke_run_builds_no_environment_of_a_peer():
     targets = [target for target, _ in TARGET.findall(MAKEFILE)]
     plan = subprocess.run(["make", "-n", *targets, "ARGS=--smoke"], cwd=ROOT, capture_output=True, text=True)
@@ -53,6 +55,7 @@ def test_arguments_after_smoke_override_it(monkeypatch, arguments):
     assert parser.parse_args([*arguments, "--repeats", "3"]).repeats == 3
 
 
+@pytest.mark.runs
 def test_a_commit_is_described_with_uncommitted_changes(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from support import commit

@@ -40,14 +40,11 @@ def test_trl_gets_our_loss_and_optimizer(settings_of):
     }
 
 
-def test_trl_weights_the_kl_as_we_do(settings_of):
-    weighted = settings_of("algorithm.kl_in_loss=true", "algorithm.kl_importance_weight=true")
-    assert weighted["use_bias_correction_kl"] is True
-
-
-def test_beta_is_zero_without_a_kl_in_the_loss(settings_of):
+def test_trl_has_a_kl_only_in_the_loss_and_weights_it_as_we_do(settings_of):
     settings = settings_of("algorithm.kl_coef=0.05")
     assert (settings["beta"], settings["loss_type"], settings["delta"]) == (0.0, "dapo", 3.0)
+    weighted = settings_of("algorithm.kl_in_loss=true", "algorithm.kl_importance_weight=true")
+    assert weighted["use_bias_correction_kl"] is True
 
 
 @pytest.mark.parametrize(

@@ -114,8 +114,8 @@ from hybridflow.controller.ray.local_cluster import LocalCluster
 commands, own_cluster, program = json.loads(sys.argv[1])
 exec(program)
 with LocalCluster(16, object_store_bytes=512 * 2**20) if own_cluster else contextlib.nullcontext():
-    statuses = [main(arguments) for arguments in commands]
-print(json.dumps(statuses))
+    status = max(main(arguments) for arguments in commands)
+sys.exit(status)
 """
 
 
@@ -125,7 +125,7 @@ def run_in_turn(fork_server: "ForkServer", request: pytest.FixtureRequest) -> Ca
 
     It returns what they wrote to stderr. With `shares_cluster=True` they use the cluster of the session; with
     `forks_workers=False` one of their own, whose workers no fork server starts; otherwise each run on Ray has its own.
-    `program`: Python that runs before. `statuses`: of the commands.
+    `program`: Python that runs before.
     """
 
     def run(
@@ -133,8 +133,6 @@ def run_in_turn(fork_server: "ForkServer", request: pytest.FixtureRequest) -> Ca
         shares_cluster: bool = False,
         forks_workers: bool = True,
         program: str = "",
-        statuses: Sequence[int] = (),
-        **environment: str,
     ) -> str:
         lists = [[str(part) for part in command] for command in commands]
         if shares_cluster and forks_workers:
@@ -144,12 +142,10 @@ def run_in_turn(fork_server: "ForkServer", request: pytest.FixtureRequest) -> Ca
             address = f"controller.address={ray.get_runtime_context().gcs_address}"
             for arguments in lists:
                 arguments += [address] if "controller.backend=ray" in arguments else []
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         arguments = json.dumps([lists, shares_cluster and not forks_workers, program])
         done = fork_server.run(["-c", SEQUENTIAL, arguments], environment=environment)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-        expected = list(statuses) or [0] * len(lists)
-        assert json.loads(done.stdout.splitlines()[-1]) == expected, done.stderr[-4000:]
         return done.stderr
 
     return run

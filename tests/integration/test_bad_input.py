@@ -1,8 +1,6 @@
 """Invalid input and failing disks: an error message on stderr, an exit status, and no traceback."""
 
-import json
 import os
-import re
 import shutil
 import subprocess
 
@@ -30,15 +28,11 @@ IN_FLIGHT = (*LAG, "rollout.on_new_weights=retract")
 
 INCONSISTENT = [
     (["algorithm.advantage=grop"], "algorithm.advantage='grop' is invalid: expected one of 'gae', 'grpo', 'rloo', "),
-    (["actor.mini_batch_size=3"], "actor.mini_batch_size=3 does not divide data.train_batch_size=8"),
-    (["rollout.group_size=1"], "rollout.group_size=1 makes every advantage of algorithm.advantage='grpo' 0"),
     (["controller.num_workers=2"], "controller.num_workers=2 with controller.backend='local' runs ranks one after"),
     (["model.path="], "model.path must be set"),
-    (["model.path=", "data.train_files=[]"], "model.path and data.train_files must be set"),
     (["model.path=absent"], "model.path='absent' is not a model directory: config.json not found"),
     (["algorithm.advantage=gae", "critic.model_path=absent"], "critic.model_path='absent' is not a model directory"),
     (["algorithm.kl_in_loss=true", "reference.model_path=absent"], "reference.model_path='absent' is not a model"),
-    (["algorithm.advantage=gae", "critic.warmup_steps=6"], "leaves the actor no step of the 6"),
     (["data.train_files=['missing.parquet']"], "missing.parquet: no such file."),
     (["data.val_files=['missing.parquet']"], "missing.parquet: no such file."),
     (["data.max_prompt_length=5"], "all 24 prompts are longer than max_prompt_length=5"),
@@ -119,19 +113,6 @@ def test_missing_vllm_is_reported_with_the_install_command(refuse, monkeypatch):
     assert "rollout.backend='vllm' needs vLLM, which is not installed: `pip install 'vllm==0.32.*'`" in problem
 
 
-def test_models_without_eos_token_or_tokenizer_are_rejected(task, tmp_path, refuse):
-    model = shutil.copytree(task / "model", tmp_path / "model")
-    settings = json.loads((model / "tokenizer_config.json").read_text())
-    del settings["eos_token"]
-    (model / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert "has no EOS token, so no response could end" in refuse(f"model.path={model}", status=1)
-    for file in model.glob("tokenizer*"):
-        file.unlink()
-    assert f"model.path='{model}' has no tokenizer" in refuse(f"model.path={model}")
-    teacher = (f"teacher.model_path={model}", "teacher.loss=reverse_kl")
-    assert f"teacher.model_path='{model}' has no tokenizer" in refuse(*teacher)
-
-
 @pytest.mark.parametrize(
     ("function", "problem"),
     [
@@ -156,7 +137,8 @@ def test_duplicate_recipe_key_is_rejected(tmp_path, refuse):
 
 def test_read_only_run_directory_is_rejected(small_disk, refuse):
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    assert "run' cannot be written: [Errno 30] Read-only file system" in refuse(run_dir=small_disk / "run")
+    problem = refuse("reward.processes=0", run_dir=small_disk / "run")
+    assert "run' cannot be written: [Errno 30] Read-only file system" in problem
 
 
 @pytest.mark.runs
@@ -187,13 +169,3 @@ def test_full_disk_during_a_checkpoint_keeps_the_earlier_one(task, tiny, small_d
     subprocess.run(["mount", "-o", "remount,size=16m", small_disk], check=True)
     run(*changes, f"trainer.run_dir={small_disk}/run")
     assert [row["step"] for row in read_jsonl(small_disk / "run" / "metrics.jsonl")] == [1, 2, 3]
-
-
-@pytest.mark.exhaustive
-def test_full_disk_during_a_metrics_write_is_reported(small_disk, refuse):
-    with open(small_disk / "others", "wb") as file:
-        file.write(bytes(984 * 1024))  # 40 KiB remain; 30 steps need 45 KiB
-    changes = ["data.val_files=[]", "trainer.total_steps=30", "trainer.log_samples=0", "reward.processes=0"]
-    problem = refuse(*changes, run_dir=small_disk / "run", status=75)
-    assert re.search(r"/(metrics|trace/calls)\.jsonl: \d+ characters could not be written: .*No space left", problem)
-    assert problem.endswith("\nThe same command starts again: there is no checkpoint yet.\n")

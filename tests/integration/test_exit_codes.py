@@ -1,10 +1,6 @@
 """Exit statuses of the command in a separate process, also after signals. test_ray_runs.py covers a killed rank."""
 
-import errno
-import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -28,19 +24,6 @@ if "wait" in __file__:
     time.sleep(600)
 """
 
-FULL_DISK = """
-import os, sys
-from hybridflow.checkpoint import state_files
-from hybridflow.cli.main import main
-
-def save_file(tensors, path, metadata, *, save_file=state_files.save_file):
-    if "step_000002" in str(path):
-        raise OSError(int(sys.argv[1]), os.strerror(int(sys.argv[1])), str(path))
-    save_file(tensors, path, metadata)
-
-state_files.save_file = save_file
-sys.exit(main(sys.argv[2:]))
-"""
 EXHAUSTIVE = pytest.mark.exhaustive
 ROWS = '{"question": "1 + 1?", "answer": "two"}\n'
 RAISING = "reward.function={directory}/rewards.py:raising"
@@ -70,21 +53,6 @@ def test_exit_1_for_failures_and_2_for_errors_of_usage(status, arguments, proble
     assert errors.count("Traceback") == 0
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, pytest.param(errno.EDQUOT, marks=EXHAUSTIVE)])
-def test_exit_75_for_a_full_disk_and_0_for_the_same_command(number, task, tmp_path, start, fork_server):
-    command = ["train", task / "rl.toml", f"trainer.run_dir={tmp_path}/run", "data.val_files=[]"]
-    command += ["trainer.save_every=1", "trainer.total_steps=3"]
-    failed = fork_server.run(["-c", FULL_DISK, number, *command])
-    assert failed.returncode == 75
-    assert f"error: the checkpoint of step 2 was not saved: cannot write '{tmp_path}/run/" in failed.stderr
-    assert os.strerror(number) in failed.stderr
-    assert failed.stderr.endswith("\nThe same command continues from the last checkpoint, that of step 1.\n")
-    process = start(*command)
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
-    assert "after step 1" in errors
-
-
 def test_exit_75_for_a_run_directory_in_use_by_another_process(task, tmp_path, start):
     run = ["train", task / "rl.toml", f"trainer.run_dir={tmp_path}/run", "data.val_files=[]"]
     first = start(*run, SECONDS_FOR_EACH_REWARD="600", FILE_OF_FIRST_REWARD=str(tmp_path / "begun"))
@@ -94,17 +62,6 @@ def test_exit_75_for_a_run_directory_in_use_by_another_process(task, tmp_path, s
     assert second.returncode == 75
     assert "another process is running in trainer.run_dir" in errors
     assert errors.endswith("\nThe same command starts again: there is no checkpoint yet.\n")
-
-
-@pytest.mark.exhaustive
-def test_exit_75_of_prepare_gives_no_resume_advice(small_disk):
-    with open(small_disk / "others", "wb") as file:
-        file.write(bytes(1024 * 1024))
-    command = [sys.executable, "-m", "hybridflow", "prepare", "countdown", "--output-dir", small_disk / "data"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 75
-    assert "No space left on device" in done.stderr
-    assert "same command" not in done.stderr
 
 
 @pytest.mark.exhaustive
@@ -127,7 +84,8 @@ def test_killed_then_terminated_then_finished_equals_uninterrupted(task, grpo_ru
     command.append(f"trainer.run_dir={run}")
 
     def last_step():
-        return read_jsonl(run / "metrics.jsonl")[-1]["step"] if (run / "metrics.jsonl").exists() else 0
+        rows = read_jsonl(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []
+        return rows[-1]["step"] if rows else 0
 
     killed = start(*command, SECONDS_FOR_EACH_REWARD="0.02")
     wait_until(lambda: last_step() > 1, killed)

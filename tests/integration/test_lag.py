@@ -1,9 +1,5 @@
 """Runs with `trainer.lag`: weights of each batch, resume in the middle of the pipeline, equality with Ray."""
 
-import os
-import signal
-import time
-
 import pytest
 
 from fixtures.tiny_run import WEIGHTS, differing, metrics_differ, spans
@@ -190,81 +186,3 @@ def test_sequences_go_on_with_new_weights_and_a_replay_gives_the_same_bits(task,
     outcome = hybridflow(*replayed, *changes, "trainer.val_before_train=false", "reward.timeout_s=0.3")
     assert outcome.status == 1
     assert "took longer than reward.timeout_s=0.3" in outcome.err
-
-
-ATTACKED = """
-import os, signal, sys, time
-from pathlib import Path
-import hybridflow.trainers.role_classes as role_classes
-from hybridflow.cli.main import main
-from hybridflow.controller import Dispatch, register
-from hybridflow.weight_sync import WeightReceiver
-
-class Attacked(role_classes.InFlightRolloutWorker):
-    def between_steps(self):
-        groups = self._begun._groups._running.values()
-        if self.rollout.version > 2 and any(0 < len(group.done) < group.group_size for group in groups):
-            if "KILL" in os.environ:
-                os.kill(os.getpid(), signal.SIGKILL)
-        super().between_steps()
-
-    @register(Dispatch.ONE_TO_ALL)
-    def receive_weights(self, step, *args):
-        result = super().receive_weights(step, *args)
-        if step is WeightReceiver.start and args[0].version > 1 and "SYNC" in os.environ:
-            Path(os.environ["SYNC"]).touch()
-            time.sleep(3)
-        return result
-
-role_classes.InFlightRolloutWorker = Attacked
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.exhaustive
-@pytest.mark.ray
-@pytest.mark.own_run("lag: it is killed")
-def test_attacked_runs_with_updates_in_flight_resume_with_each_prompt_once(task, lag_run, fork_server, tmp_path):
-    run, processes = tmp_path / "run", []
-    command = ["train", task / "rl.toml", f"trainer.run_dir={run}", "trainer.save_every=1", "trainer.log_samples=24"]
-    command += [*LAG, "rollout.on_new_weights=retract", "trainer.val_before_train=false", *POOLS]
-    command += ["recovery.max_restarts=0"]
-
-    def start(**environment):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-        processes.append(fork_server.start(["-c", ATTACKED, *map(str, command)], environment=environment))
-        return processes[-1]
-
-    def signalled_in_a_sync(number):
-        in_sync = tmp_path / f"sync_{number}"
-        process = start(SYNC=str(in_sync))
-        while not in_sync.exists():
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.02)
-        process.send_signal(number)
-        return process
-
-    try:
-        assert signalled_in_a_sync(signal.SIGKILL).wait(300) == -signal.SIGKILL
-        steps = [row["step"] for row in read_jsonl(run / "metrics.jsonl")]
-        died = start(KILL="1")  # the engine dies when half of a group is generated
-        _, err = died.communicate(300)
-        assert died.returncode == 75, err
-        assert "rollout/0" in err
-        assert f"continuing '{run}' after step {steps[-1]}" in err
-        terminated = signalled_in_a_sync(signal.SIGTERM)
-        _, err = terminated.communicate(300)
-        assert terminated.returncode == 0, err
-        assert "SIGTERM: this step will be finished, then a checkpoint is saved" in err
-        finished = start()
-        _, err = finished.communicate(300)
-        assert finished.returncode == 0, err
-    finally:
-        for process in processes:
-            process.discard()
-    wanted, found = (
-        [(row["step"], prompt) for row in read_jsonl(each / "rollouts.jsonl") for prompt in row["prompt_id"]]
-        for each in (lag_run, run)
-    )
-    assert found == wanted
-    assert len(wanted) == 6 * 24

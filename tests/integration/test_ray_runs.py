@@ -78,14 +78,14 @@ def test_two_workers_balance_their_rows_and_share_few_bytes_with_the_controller(
 
 @pytest.fixture(scope="module")
 def runs(task, tmp_path_factory, run_in_turn):
-    """Return `runs(*commands)`: directories of float64 runs by name; each command has a name and arguments."""
+    """Return a function that runs commands, (name, arguments), once each, and returns their directories."""
     directory = tmp_path_factory.mktemp("ray_runs")
 
-    def run(commands, **environment):
+    def run(commands):
         commands = {name: [str(each).replace("{task}", str(task)) for each in command] for name, command in commands}
         new = [name for name in commands if not (directory / name).exists()]
         given = [[*commands[name], f"trainer.run_dir={directory}/{name}"] for name in new]
-        run_in_turn(*given, shares_cluster=True, **environment)
+        run_in_turn(*given, shares_cluster=True)
         return [directory / name for name in commands]
 
     return run
@@ -133,8 +133,9 @@ def events_of(run):
 @pytest.mark.own_run("ray: in one pool and in four")
 def test_stages_overlap_on_separate_pools_and_have_the_planned_dataflow(runs):
     command = ["train", "{task}/rl.toml", *PPO, *ON_RAY, "critic.warmup_steps=0", "trainer.total_steps=2"]
+    command.append("reward.function={task}/reward.py:slow_score")
     commands = [("separate_pools", [*command, *SEPARATE_POOLS]), ("one_pool", command)]
-    separate, one = runs(commands, SECONDS_FOR_EACH_REWARD="0.02")
+    separate, one = runs(commands)
     for step in (1, 2):
         calls = {e.method: e for s, e in events_of(separate) if s == step and e.kind == "call"}
         for method in ("compute_ref_log_probs", "compute_values", "compute_log_probs"):

@@ -56,7 +56,7 @@ def plan(*faults):
 
 
 def require_same_results(disturbed, undisturbed, step):
-    """New processes get the weights again, which its metrics show."""
+    """Compare all results but the metrics of weights that new processes get."""
     assert differing(disturbed, undisturbed, step) <= {"metrics"}
     metrics = [
         [{n: v for n, v in row.items() if "weight_sync/" not in n} for row in results_of(run, step)["metrics"]]

@@ -82,6 +82,7 @@ def rarely(solution_str, **_):
 """
 
 
+@pytest.mark.runs
 def test_failed_rewards_of_parts_count_for_the_whole_batch(run, tmp_path):
     (tmp_path / "reward.py").write_text(REWARD_THAT_FAILS)
     function = f"reward.function={tmp_path}/reward.py"

@@ -1,0 +1,84 @@
+"""The demos with fewer steps: one of each kind in `make test-runs`, enough to learn in `make test-all`."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridflow.observability import read_jsonl
+
+ROOT = Path(__file__).parents[2]
+ALL = pytest.mark.exhaustive
+FEW = ("trainer.val_every=0", "controller.threads=1")
+
+pytestmark = [pytest.mark.runs, pytest.mark.own_run("grpo: a demo")]
+
+
+def run_demo(directory, name, *arguments, **changes):
+    """Run a demo with arguments and, for each option of `changes`, its settings; return what it prints."""
+    given = [part for option, settings in changes.items() for each in settings for part in (f"--{option}", each)]
+    program = [sys.executable, str(ROOT / "examples" / f"{name}.py"), *map(str, arguments), *given]
+    done = subprocess.run(program, cwd=directory, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def is_image(file):
+    return file.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("steps", [1, pytest.param(30, marks=ALL)])
+def test_the_demo_and_its_control_run_from_the_same_warm_start(tmp_path, steps):
+    settings = {
+        "sft": [f"trainer.total_steps={steps}", "offline.batch_size=32", "controller.threads=1"],
+        "grpo": ["trainer.total_steps=2", "data.train_batch_size=8", "validation.max_samples=40", *FEW],
+    }
+    output = run_demo(tmp_path, "countdown_demo", **settings)
+    runs = tmp_path / "runs" / "countdown"
+    summary = json.loads((runs / "summary.json").read_text())
+    result = f"demo: accuracy {summary['before']:.3f} -> {summary['after']:.3f} on 40 held-out problems in "
+    assert result in output
+    assert is_image(runs / "reward_curve.png")
+    assert [row["step"] for row in read_jsonl(runs / "grpo" / "metrics.jsonl")] == [1, 2]
+    if steps > 1:
+        losses = [row["sft/loss"] for row in read_jsonl(runs / "sft" / "metrics.jsonl")]
+        assert losses[-1] < 0.5 * losses[0]
+        output = run_demo(tmp_path, "countdown_demo", "--control", **settings)
+        more = int(re.search(r"control: (\d+) more supervised steps", output)[1])
+        assert more > 0
+        assert len(read_jsonl(runs / "control" / "metrics.jsonl")) == steps + more
+        assert f"control: accuracy {summary['before']:.3f} -> " in output
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("steps", [(1, 1, 1, 1), pytest.param((40, 80, 12, 60), marks=ALL)], ids=sum)
+def test_a_reward_model_is_learned_from_pairs_and_policies_improve(tmp_path, steps):
+    stages = dict(zip(("sft", "reward_model", "ppo", "dpo"), steps, strict=True))
+    changes = [f"{stage}.trainer.total_steps={count}" for stage, count in stages.items()]
+    changes += ["ppo.trainer.val_every=0", "ppo.trainer.val_before_train=false"]
+    run_demo(tmp_path, "rlhf", *(f"--set={change}" for change in changes))
+    accuracies = json.loads((tmp_path / "runs" / "rlhf" / "summary.json").read_text())
+    rewards = [row["critic/score/mean"] for row in read_jsonl(tmp_path / "runs" / "rlhf" / "ppo" / "metrics.jsonl")]
+    assert {"sft", "dpo", "reward_model"} <= accuracies.keys()
+    if stages["ppo"] > 1:
+        assert accuracies["reward_model"] > 0.9
+        assert rewards[-1] > rewards[0] + 2
+        assert accuracies["dpo"] > 2 * accuracies["sft"]
+
+
+@pytest.mark.parametrize("steps", [1, pytest.param(4, marks=ALL)])
+def test_the_demo_of_tools_runs_to_its_last_line(tmp_path, steps):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    grpo = [f"trainer.total_steps={min(steps, 2)}", "data.train_batch_size=2", "validation.max_samples=8", *FEW]
+    sft = ["controller.threads=1", f"trainer.total_steps={steps}", "offline.batch_size=8"]
+    output = run_demo(tmp_path, "tools_demo", "--conversations", 64, sft=sft, grpo=grpo)
+    last = output.strip().splitlines()[-1]
+    assert re.fullmatch(r"demo-tools: accuracy \d\.\d{3} -> \d\.\d{3} on 8 held-out problems in \d+ s", last)
+    runs = tmp_path / "runs" / "tools"
+    assert all(is_image(runs / f"{name}.png") for name in ("calculator", "single", "maze"))
+    if steps > 1:
+        turns = [each for row in read_jsonl(runs / "maze" / "rollouts.jsonl") for each in row["turns"]]
+        assert max(turns) > 1
