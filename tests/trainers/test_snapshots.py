@@ -92,21 +92,15 @@ def test_with_a_lag_a_snapshot_waits_for_the_batches_that_have_begun(snapshots):
     assert complete == [(), (), (), (0,), (0,), (0,), (3,), (3,)]
 
 
-def test_a_snapshot_survives_the_ranks_that_have_written_it(snapshots):
-    taken = snapshots(Group(lost=True))
+@pytest.mark.parametrize(("reports", "steps"), [(1, (4,)), (0, ())])
+def test_a_snapshot_survives_the_ranks_that_have_written_it(snapshots, reports, steps):
+    taken = snapshots(Group(reports=reports, lost=True))
     take(taken, 4)
     taken.rescue()
-    assert taken.store.list() == (4,)
+    assert taken.store.list() == steps
     names = ["actor.json", "checkpoint.json", "controller.json", "controller.safetensors"]
-    assert sorted(path.name for path in taken.store.path(4).iterdir()) == names
-
-
-def test_a_snapshot_that_was_being_written_is_lost_with_its_ranks(snapshots):
-    taken = snapshots(Group(reports=0, lost=True))
-    take(taken, 4)
-    taken.rescue()
-    assert taken.store.list() == ()
-    assert [path.name for path in taken.store.directory.iterdir()] == []
+    assert [sorted(path.name for path in taken.store.path(step).iterdir()) for step in steps] == [names] * len(steps)
+    assert len(list(taken.store.directory.iterdir())) == len(steps)
 
 
 def test_a_snapshot_that_cannot_be_written_is_one_warning(snapshots, caplog):

@@ -17,13 +17,16 @@ from hybridflow.weight_sync import Disk, WeightReceiver, WeightSender
 from hybridflow.workers import ActorWorker, InFlightRolloutWorker, RolloutWorker
 
 LONG_S = 240
-PROMPTS = {"prompts": [[5, 6, 7]], "prompt_mask": [[True] * 3], "group_ids": [0]}
+
+
+def prompts():
+    columns = {"prompts": [[5, 6, 7]], "prompt_mask": [[True] * 3], "group_ids": [0]}
+    tensors = {name: torch.tensor(rows) for name, rows in columns.items()}
+    return DataProto.from_dict(tensors, meta_info={"noise_key": [0, 0, 0]})
 
 
 @pytest.fixture
-def pools(tiny_model, tmp_path):
-    threads = torch.get_num_threads()
-
+def pools(tiny_model, tmp_path, restores_the_process):
     def build(transport):
         overrides = [f"model.path={tiny_model()}", "controller.threads=1", "rollout.sync_bucket_bytes=2000"]
         overrides += ["data.max_response_length=6", "memory.max_tokens_per_micro_batch=1024"]
@@ -34,8 +37,7 @@ def pools(tiny_model, tmp_path):
         generate = WorkerGroup(ResourcePool([2]), ClassWithInitArgs(RolloutWorker, config=config), meshes=meshes)
         return learn, generate
 
-    yield build
-    torch.set_num_threads(threads)
+    return build
 
 
 @pytest.mark.parametrize("transport", ["object_store", "disk", "ipc"])
@@ -47,32 +49,27 @@ def test_a_version_is_sent_once_and_log_probs_agree(pools, transport, tmp_path):
     assert metrics["weight_sync/probe_diff_max"] < 1e-5
     assert sync() == {}
     assert not (tmp_path / "weight_sync").exists()
-    prompts = DataProto.from_dict({name: torch.tensor(rows) for name, rows in PROMPTS.items()})
-    prompts.meta_info["noise_key"] = [0, 0, 0]
-    rollouts = generate.generate_greedy_sequences(prompts)
+    rollouts = generate.generate_greedy_sequences(prompts())
     computed = learn.compute_log_probs(rollouts).batch["old_log_probs"]
     torch.testing.assert_close(computed, rollouts.batch["rollout_log_probs"], atol=1e-5, rtol=0)
 
 
 def test_a_failed_sync_is_repeated(pools, monkeypatch):
-    sync, receive = BetweenPools(*pools("disk")), Disk.receive
-
     def failing(self, sent):
         raise WeightSyncError("the disk is gone")
 
-    monkeypatch.setattr(Disk, "receive", failing)
-    with pytest.raises(WeightSyncError, match="the disk is gone"):
-        sync()
-    monkeypatch.setattr(Disk, "receive", receive)
+    sync = BetweenPools(*pools("disk"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Disk, "receive", failing)
+        with pytest.raises(WeightSyncError, match="the disk is gone"):
+            sync()
     assert sync()["weight_sync/bytes"] > 0
 
 
 def test_a_sync_that_is_not_waited_for_gives_the_same_weights(pools):
-    learn, generate = pools("object_store")
-    sync = BetweenPools(learn, generate, num_ahead=2)
+    sync = BetweenPools(*pools("object_store"), num_ahead=2)
     assert sorted(sync()) == ["timing_s/weight_sync", "weight_sync/bytes"]  # the first one is waited for
-    assert sync() == {}
-    assert sync.finish() == {}
+    assert sync() == sync.finish() == {}
 
 
 class Learner(ActorWorker):
@@ -139,11 +136,9 @@ def test_a_process_that_dies_in_a_sync_in_flight_ends_the_run_with_its_error(tin
     generate = WorkerGroup(ResourcePool([1]), classes, ray_backend, "generate", mesh)
     with learn, generate:
         BetweenPools(learn, generate)()
-        prompts = DataProto.from_dict({name: torch.tensor(rows) for name, rows in PROMPTS.items()})
-        prompts.meta_info["noise_key"] = [0, 0, 0]
         announced = learn.send_weights(WeightSender.announce)[0]
         generate.receive_weights(WeightReceiver.start, announced)  # the engine takes no step from here on
-        waiting = generate.execute_all_async("begin_sequences", prompts)
+        waiting = generate.execute_all_async("begin_sequences", prompts())
         {"learn": learn, "generate": generate}[dying].execute_all_async("die")
 
         def send_all():

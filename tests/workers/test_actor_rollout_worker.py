@@ -191,6 +191,14 @@ def test_a_saved_policy_generates_the_same_on_two_ranks(actors, learnable, with_
     assert_same_rows(other.generate_sequences(FOUR), actor.generate_sequences(FOUR))
 
 
+def test_an_engine_with_weights_of_its_own_frees_them_between_batches(actors):
+    actor = actors("lora.rank=2")  # the base model is not the one to generate with
+    expected = actor.generate_sequences(FOUR)
+    rollout = actor.workers[0].instance.rollout
+    assert sum(parameter.untyped_storage().nbytes() for parameter in rollout.model.parameters()) < 1000
+    assert_same_rows(actor.generate_sequences(FOUR), expected)
+
+
 OFFLOAD = ("memory.offload={actor_rollout='idle'}",)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForSequenceClassification
 
-from hybridflow.config import Config
+from hybridflow.config import Config, check
 from hybridflow.errors import ConfigError, ModelError, RewardError
 from hybridflow.protocol import DataProto
 from hybridflow.workers import RewardModelWorker
@@ -47,17 +47,14 @@ def stock_scores(path, texts):
         return [float(model(torch.tensor([tokenizer(text)["input_ids"]])).logits) for text in texts]
 
 
-PROMPTS = [
-    [{"role": "user", "content": "w3 w4"}],
-    [{"role": "user", "content": "w7"}],
-    [{"role": "user", "content": "w5 w6"}],
-]
+WORDS = ("w3 w4", "w7", "w5 w6")
+PROMPTS = [[{"role": "user", "content": words}] for words in WORDS]
 RESPONSES = ["w8 w9 w10", "", "w11"]
 
 
 def test_scores_equal_those_of_the_transformers_classifier(reward_model):
     result = RewardModelWorker(config_of(reward_model)).score(batch_of(PROMPTS, RESPONSES))
-    texts = [f"{prompt[0]['content']}\n{response}" for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
+    texts = [f"{words}\n{response}" for words, response in zip(WORDS, RESPONSES, strict=True)]
     assert result.batch["scores"].tolist() == pytest.approx(stock_scores(reward_model, texts), rel=1e-4)
     assert not result.batch["reward_failed"].any()
     assert result.non_tensor_batch["reward_extras"].tolist() == [{}, {}, {}]
@@ -67,32 +64,21 @@ def test_text_is_rendered_by_its_chat_template_without_generation_prompt(reward_
     file = reward_model / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": TEMPLATE}))
     result = RewardModelWorker(config_of(reward_model)).score_validation(batch_of(PROMPTS, RESPONSES))
-    texts = [
-        f"user {prompt[0]['content']} <eos> assistant {response} <eos>"
-        for prompt, response in zip(PROMPTS, RESPONSES, strict=True)
-    ]
+    texts = [f"user {words} <eos> assistant {reply} <eos>" for words, reply in zip(WORDS, RESPONSES, strict=True)]
     assert result.batch["scores"].tolist() == pytest.approx(stock_scores(reward_model, texts), rel=1e-4)
 
 
-def test_error_for_a_too_long_conversation_names_both_lengths(reward_model):
+def test_a_conversation_that_is_too_long_is_an_error_with_both_lengths(reward_model):
     long = batch_of([PROMPTS[0]], [" ".join(["w3"] * 80)])
     with pytest.raises(RewardError, match=r"response 0 and its prompt have 82 tokens.* 64 positions"):
         RewardModelWorker(config_of(reward_model)).score(long)
 
 
-def test_a_reward_model_requires_a_head(tiny_model):
+def test_a_reward_model_requires_a_head_of_one_label_and_no_function(tiny_model, tmp_path):
     with pytest.raises(ModelError, match=r"has no weights of a head \(score\.weight\)"):
         RewardModelWorker(config_of(tiny_model("llama")))
-
-
-def test_a_reward_model_requires_one_label(tiny_model, tmp_path):
     LlamaForSequenceClassification.from_pretrained(tiny_model("llama"), num_labels=2).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="has a head of 2 labels; use a sequence classifier with one label"):
         RewardModelWorker(config_of(tmp_path))
-
-
-def test_reward_function_and_reward_model_exclude_each_other(reward_model):
-    from hybridflow.config import check
-
     with pytest.raises(ConfigError, match=r"reward\.model_path=.* and reward\.function=.* both give the score"):
-        check(Config(reward={"model_path": str(reward_model), "function": "a.py:b"}))
+        check(Config(reward={"model_path": str(tmp_path), "function": "a.py:b"}))

@@ -54,19 +54,18 @@ def test_mini_batches_have_the_rows_and_counts_of_their_row_ids(row_ids, mini_ba
     assert memberships(batch(row_ids, mini_batches), engine()) == expected
 
 
-@pytest.mark.parametrize("mini_batches", [None, []])
-def test_a_batch_without_mini_batches_is_an_error(mini_batches):
-    with pytest.raises(BatchError, match=r"needs meta_info\['mini_batches'\]"):
-        memberships(batch([3], mini_batches), OneRank())
-
-
 @pytest.mark.parametrize(
-    ("row_ids", "members", "message"),
-    [([3, 5], [3, 6], "lists 2 rows, but 1 rows of the batch"), ([3, 3], [3], "lists 1 rows, but 2 rows of the batch")],
+    ("row_ids", "mini_batches", "message"),
+    [
+        ([3], None, r"needs meta_info\['mini_batches'\]"),
+        ([3], [], r"needs meta_info\['mini_batches'\]"),
+        ([3, 5], [[3, 6]], "lists 2 rows, but 1 rows of the batch"),
+        ([3, 3], [[3]], "lists 1 rows, but 2 rows of the batch"),
+    ],
 )
-def test_a_missing_or_repeated_row_is_an_error(row_ids, members, message):
+def test_a_batch_without_mini_batches_or_with_other_rows_is_an_error(row_ids, mini_batches, message):
     with pytest.raises(BatchError, match=message):
-        memberships(batch(row_ids, [members]), OneRank())
+        memberships(batch(row_ids, mini_batches), OneRank())
 
 
 def test_metrics_are_averaged_and_the_last_lr_is_reported():
