@@ -23,7 +23,7 @@ WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 360, "height": 740}
 TABS = ("overview", "curves", "rollouts", "timeline", "configuration", "events")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def browser():
     from playwright.sync_api import sync_playwright
 
@@ -42,7 +42,7 @@ def pages(tmp_path_factory):
     first = write_run(directory / "first", steps=40)
     second = write_run(directory / "second", steps=30, seed=1)
     (first / "recoveries.jsonl").write_text('{"step": 3, "action": "restart", "error": "a worker died"}\n')
-    hostile = write_run(directory / "<i>hostile", texts=list(HOSTILE.values()))
+    hostile = write_run(directory / "<i>hostile", steps=3, texts=list(HOSTILE.values()))
     files = {}
     for name, runs in {"one": [first], "two": [first, second], "hostile": [hostile]}.items():
         files[name] = directory / f"{name}.html"
@@ -98,21 +98,29 @@ def wait_until(page, expression):
     pytest.fail(f"{expression} is not true after 30 s")
 
 
-def test_every_part_opens(open_page, pages):
-    page = open_page(pages["one"])
-    assert page.inner_text("h1") == "first"
+@pytest.mark.parametrize("name", ["grpo", "episodes"])
+def test_every_part_of_a_trained_run_opens(name, open_page, request, tmp_path):
+    run = request.getfixturevalue(f"{name}_run")
+    write_report([RunFiles(run)], tmp_path / "page.html")
+    page = open_page(tmp_path / "page.html")
+    assert page.inner_text("h1") == run.name
     for tab in TABS:
         show(page, tab)
         assert page.locator("main").inner_text().strip()
-    assert "a worker died" in page.inner_text("main")
     show(page, "curves")
     page.wait_for_selector(".chart canvas")
     page.fill("input[type=search]", "timing_s/step")
     expect(page.locator(".chart")).to_have_count(1)
+    show(page, "rollouts")
+    page.locator("#responses td.response .link").first.click()
+    page.locator(".side.own .token").nth(1).click()
+    assert "token 2, id" in page.locator(".side.own [role=status]").inner_text()
 
 
 def test_responses_are_filtered_and_sorted(open_page, pages):
     page = open_page(pages["one"])
+    show(page, "events")
+    assert "a worker died" in page.inner_text("main")
     show(page, "rollouts")
     assert page.inner_text("#count") == "320 of 320 responses"
     page.get_by_label("steps, as 10 or 10-20").fill("3-4")
@@ -131,6 +139,12 @@ def test_responses_are_filtered_and_sorted(open_page, pages):
     page.click("text=clear")
     page.click("#next")
     assert "page 2 of 7" in page.inner_text(".pager")
+    prompt = rows_of(page)[0][5]  # a prompt is followed over the steps
+    page.locator("#responses tbody td:not(.response) .link").first.click()
+    expect(page.locator("#count")).not_to_contain_text("320 of")
+    rows = rows_of(page)
+    assert {row[5] for row in rows} == {prompt}
+    assert [int(row[0]) for row in rows] == sorted(int(row[0]) for row in rows)
 
 
 def test_a_response_opens_token_by_token(open_page, pages):
@@ -151,17 +165,6 @@ def test_a_response_opens_token_by_token(open_page, pages):
     assert page.locator(".side").count() > 1
     page.keyboard.press("Escape")
     page.wait_for_selector("#responses")
-
-
-def test_a_prompt_is_followed_over_the_steps(open_page, pages):
-    page = open_page(pages["one"])
-    show(page, "rollouts")
-    prompt = rows_of(page)[0][5]
-    page.locator("#responses tbody td:not(.response) .link").first.click()
-    expect(page.locator("#count")).not_to_contain_text("320 of")
-    rows = rows_of(page)
-    assert {row[5] for row in rows} == {prompt}
-    assert [int(row[0]) for row in rows] == sorted(int(row[0]) for row in rows)
 
 
 def test_the_address_names_what_is_shown(open_page, pages):
@@ -226,9 +229,8 @@ def test_the_keyboard_suffices(open_page, pages):
     page.wait_for_selector("#responses")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_narrow_screen_scrolls_in_one_direction_only(open_page, pages, scheme):
-    page = open_page(pages["two"], NARROW, scheme)
+def test_a_narrow_screen_scrolls_in_one_direction_only(open_page, pages):
+    page = open_page(pages["two"], NARROW, "dark")
     for tab in TABS:
         show(page, tab)
         assert page.evaluate("document.documentElement.scrollWidth") <= NARROW["width"], tab
@@ -255,7 +257,7 @@ def test_hostile_texts_are_shown_as_texts(open_page, pages):
     assert page.locator("main img, main script, main i:not(.scale i)").count() == 0
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.exhaustive)])
 def test_axe_finds_nothing_serious(open_page, pages, scheme):
     from axe_playwright_python.sync_playwright import Axe
 
@@ -324,44 +326,51 @@ def test_axes_have_round_numbers_and_a_constant_is_in_the_middle(open_page, page
     assert page.evaluate("[0.30000000000000004, 1000000, 1e-7].map(formatNumber)") == ["0.3", "1000000", "1.00e-7"]
 
 
-def test_an_error_of_drawing_does_not_end_a_live_page(open_page, tmp_path):
+@pytest.fixture
+def live(tmp_path):
+    """Return a run of three steps and a server of its page."""
     run = write_run(tmp_path / "run", steps=3)
     with LiveServer([run], 0) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        page = open_page(server.address)
-        expect(page.locator("#state")).to_have_text("live: step 3, finished")
-        page.evaluate(
-            "() => { window.addEventListener('unhandledrejection', (event) => event.preventDefault());"
-            "  const draw = show; show = () => { show = draw; throw new Error('drawing'); }; }"
-        )
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield run, server
+        server.shutdown()
+        thread.join()
+
+
+def test_an_error_of_drawing_does_not_end_a_live_page(open_page, live):
+    run, server = live
+    page = open_page(server.address)
+    expect(page.locator("#state")).to_have_text("live: step 3, finished")
+    page.evaluate(
+        "() => { window.addEventListener('unhandledrejection', (event) => event.preventDefault());"
+        "  const draw = show; show = () => { show = draw; throw new Error('drawing'); }; }"
+    )
+    append_step(run, 4)
+    wait_until(page, "runs[0].curves.steps.at(-1) === 4")
+    append_step(run, 5)
+    expect(page.locator("#state")).to_have_text("live: step 5, finished")
+    page.close()
+
+
+def test_a_step_between_the_page_and_its_first_data_is_shown(open_page, live):
+    run, server = live
+    make = server.page
+
+    def page_before_a_step():
+        page = make()
         append_step(run, 4)
-        wait_until(page, "runs[0].curves.steps.at(-1) === 4")
-        append_step(run, 5)
-        expect(page.locator("#state")).to_have_text("live: step 5, finished")
-        page.close()
-        server.shutdown()
+        return page
+
+    server.page = page_before_a_step
+    page = open_page(server.address)
+    expect(page.locator("#state")).to_have_text("live: step 4, finished")
+    show(page, "rollouts")
+    expect(page.locator("#count")).to_have_text("26 of 26 responses")
+    page.close()
 
 
-def test_a_step_between_the_page_and_its_first_data_is_shown(open_page, tmp_path):
-    run = write_run(tmp_path / "run", steps=3)
-    with LiveServer([run], 0) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        make = server.page
-
-        def page_before_a_step():
-            page = make()
-            append_step(run, 4)
-            return page
-
-        server.page = page_before_a_step
-        page = open_page(server.address)
-        expect(page.locator("#state")).to_have_text("live: step 4, finished")
-        show(page, "rollouts")
-        expect(page.locator("#count")).to_have_text("26 of 26 responses")
-        page.close()
-        server.shutdown()
-
-
+@pytest.mark.own_run("grpo: starts `hybridflow watch`")
 def test_a_live_page_follows_the_run(open_page, tmp_path):
     run = write_run(tmp_path / "run", steps=3)
     command = [sys.executable, "-m", "hybridflow", "watch", str(run)]

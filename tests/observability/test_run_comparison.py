@@ -85,8 +85,7 @@ def test_a_metric_is_compared_at_the_steps_at_which_both_rows_have_it(pair):
 
 
 @pytest.mark.runs
-@pytest.mark.ray
-def test_trained_runs_differ_where_their_settings_do(grpo_run, lora_run, ray_two_run):
+def test_trained_runs_differ_where_their_settings_do(grpo_run, lora_run):
     found = compared(grpo_run, lora_run)
     assert {name for name in found.config if not name.startswith("lora.")} == {"trainer.run_dir"}
     assert found.config["lora.rank"] == (0, 4)
@@ -96,9 +95,6 @@ def test_trained_runs_differ_where_their_settings_do(grpo_run, lora_run, ray_two
     assert curves["actor/entropy"].first_step == 2  # the weights of the first step are the same
     assert "training/epoch" not in curves
     assert "timing_s/step" in {each.name for each in found.times}
-    found = compared(grpo_run, ray_two_run)
-    assert {"controller.backend", "controller.num_workers"} <= found.config.keys()
-    assert (found.data, found.first_other_prompts) == ({}, None)
     start = RunFiles(grpo_run).starts[-1]
     assert (start["data"]["train_rows"], start["data"]["val_rows"]) == (24, 10)
     assert start["data"]["train_fingerprint"] != start["data"]["val_fingerprint"]

@@ -20,6 +20,7 @@ from hybridflow.observability import (
     guarded_tracker,
     read_jsonl,
 )
+from hybridflow.observability.mlflow_tracker import metric_name
 
 METRIC = "critic/score/mean"
 
@@ -119,14 +120,21 @@ def test_a_guarded_tracker_keeps_what_it_can_and_tells_what_is_lost(monkeypatch,
     assert "tracker 'mine' lacks 2 steps, from step 1 on" in caplog.text
 
 
-@pytest.mark.runs
+NAMES = {"val/pass@4": "val/pass_4", "val/my source (é)/maj@2": "val/my source ___/maj_2"}
+
+
+def test_names_of_metrics_have_only_signs_that_mlflow_takes():
+    assert {name: metric_name(name) for name in NAMES} == NAMES
+
+
+@pytest.mark.exhaustive
 @pytest.mark.own_run("grpo: MLflow looks up the commit of the program")
 @pytest.mark.filterwarnings("ignore")  # of MLflow
 def test_mlflow_takes_every_name_of_a_metric(tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     tracker = MLflowTracker(tmp_path, "id", "run", {})
-    tracker.log(1, {"val/pass@4": 0.5, "val/my source (é)/maj@2": 0.25})
+    tracker.log(1, dict.fromkeys(NAMES, 0.5))
     run = tracker._client.get_run(tracker._id)
     tracker.close()
-    assert run.data.metrics == {"val/pass_4": 0.5, "val/my source ___/maj_2": 0.25}
+    assert run.data.metrics == dict.fromkeys(NAMES.values(), 0.5)

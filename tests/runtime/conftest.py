@@ -14,7 +14,7 @@ import pytest
 from hybridflow.runtime.process_address import ProcessAddress
 
 HEADER = """
-import ctypes, os, pickle, re, signal, socket, sys, threading, time
+import ctypes, os, pickle, re, signal, sys, threading, time
 from hybridflow.runtime.process_address import allow_observers, own_address
 
 allow_observers()

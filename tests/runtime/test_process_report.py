@@ -228,19 +228,6 @@ def test_report_names_c_code_that_computes_with_the_interpreter_lock(observe):
 
 @pytest.mark.exhaustive
 @OWN_RUN
-def test_report_names_c_code_that_waits_with_the_interpreter_lock(observe, waits_with_the_interpreter_lock):
-    observed = observe(waits_with_the_interpreter_lock)
-    observed.wait_until_it_sleeps()
-    report = report_process(observed.address, timeout_s=100)
-    assert report.state == "blocked"
-    assert " in read_with_the_lock" in report.stacks
-    assert report.findings == [WAITS]
-    observed.write_line()
-    assert observed.read_line() == "done"
-
-
-@pytest.mark.exhaustive
-@OWN_RUN
 def test_process_that_dies_during_the_report_is_reported_as_zombie(observe, waits_for_a_lock, monkeypatch):
     observed = observe(waits_for_a_lock)
     observed.wait_until_it_sleeps()
@@ -254,50 +241,3 @@ def test_process_that_dies_during_the_report_is_reported_as_zombie(observe, wait
     monkeypatch.setattr(process_report_module, "read_stacks", kill_and_read)
     report = report_process(observed.address, timeout_s=100)
     assert (report.state, report.stacks, report.unseen) == ("zombie", "", [EXITED])
-
-
-ALL_REDUCE = """
-import torch
-import torch.distributed as dist
-
-def reduce_with_the_others(rank):
-    total = torch.ones(3)
-    print("ready", flush=True)
-    if rank == 1:
-        sys.stdin.readline()
-    dist.all_reduce(total)
-    print(total.tolist(), flush=True)
-
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store", rank=rank, world_size=2)
-reduce_with_the_others(rank)
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.exhaustive
-@OWN_RUN
-def test_report_of_a_blocked_all_reduce_does_not_disturb_it(observe):
-    ranks = [observe(ALL_REDUCE, str(rank)) for rank in range(2)]
-    assert [rank.read_line() for rank in ranks] == ["ready", "ready"]
-    while " in all_reduce\n" not in report_process(ranks[0].address, timeout_s=100).stacks:
-        pass
-    report = report_process(ranks[0].address, timeout_s=100)
-    assert (report.state, report.findings) == ("blocked", [])
-    assert ", line 17 in reduce_with_the_others\n" in report.stacks
-    ranks[1].write_line()
-    assert [rank.read_line() for rank in ranks] == ["[2.0, 2.0, 2.0]"] * 2
-    assert [rank.process.wait() for rank in ranks] == [0, 0]
-
-
-@pytest.mark.exhaustive
-@OWN_RUN
-def test_a_process_can_report_on_itself(observe):
-    observed = observe("""
-        from hybridflow.runtime.process_report import report_process
-        def look():
-            report = report_process(own_address(), timeout_s=100)
-            print(report.state in ("running", "blocked"), " in look" in report.stacks, flush=True)
-        look()
-        """)
-    assert observed.read_line() == "True True"

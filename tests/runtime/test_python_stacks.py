@@ -76,32 +76,6 @@ def test_stacks_name_the_holder_of_the_interpreter_lock_in_c_code(observe, waits
     assert observed.process.wait() == 0
 
 
-@pytest.mark.exhaustive
-@OWN_RUN
-def test_system_calls_in_progress_are_not_interrupted(observe):
-    observed = observe("""
-        mine, other = socket.socketpair()
-        lock = threading.Lock()
-        lock.acquire()
-        threading.Timer(1.0, lambda: other.send(b"data")).start()
-        threading.Timer(1.6, lock.release).start()
-        start = time.monotonic()
-        print("ready", flush=True)
-        time.sleep(0.5)
-        print(time.monotonic() - start > 0.5, mine.recv(4), lock.acquire(), flush=True)
-        """)
-    observed.read_line()
-    num_read = 0
-    while observed.process.poll() is None:
-        try:
-            num_read += bool(read_stacks(observed.process.pid, timeout_s=100))
-        except StacksError:
-            continue  # a thread or the process has ended meanwhile
-    assert num_read > 0
-    assert observed.read_line() == "True b'data' True"
-    assert observed.process.wait() == 0
-
-
 def test_missing_permission_names_the_setting(monkeypatch):
     said = "Permission Denied: Try running again with elevated permissions by going 'sudo env \"PATH=$PATH\" !!'\n"
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 1, "", said))

@@ -94,27 +94,6 @@ def test_consecutive_keys_give_independent_uniform_numbers(position, start):
         assert abs(chi_squared - 255) < 5 * np.sqrt(2 * 255)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("first", "second"), [(0, 1), (1, 2), (0, 2)])
-def test_neighboring_streams_are_not_correlated(first, second):
-    tokens = np.arange(N)
-    keys = [[0, 0, 0], [0, 0, 0]]
-    keys[1][first], keys[1][second] = 1, 1
-    streams = [uniform(*stream, tokens) for stream in (*keys, [1, 0, 0])]
-    for a, b in [(0, 1), (0, 2), (1, 2)]:
-        assert abs(np.corrcoef(streams[a], streams[b])[0, 1]) < 5 / np.sqrt(N)
-
-
-@pytest.mark.exhaustive
-def test_flipping_any_key_bit_flips_half_of_the_result_bits():
-    base = np.arange(2000, dtype=np.uint64)
-    before = (uniform(3, base, 4) * 2**53).astype(np.uint64)
-    for bit in range(64):
-        after = (uniform(3, base ^ (np.uint64(1) << np.uint64(bit)), 4) * 2**53).astype(np.uint64)
-        flipped = np.array([(before ^ after) >> np.uint64(i) & np.uint64(1) for i in range(53)]).mean(axis=1)
-        assert np.abs(flipped - 0.5).max() < 5 * 0.5 / np.sqrt(2000)
-
-
 def test_numbers_and_seeds_do_not_collide():
     # Among a million numbers of 53 bits, 0.00006 equal pairs are expected.
     cube = uniform(np.arange(100).reshape(100, 1, 1), np.arange(100).reshape(100, 1), np.arange(100))
