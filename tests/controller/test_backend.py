@@ -90,11 +90,11 @@ def started():
     """Return two recorders of a backend that several tests share, and their constructor argument."""
     running = {}
 
-    def of(backend):
+    def of(backend, *, may_be_stopped=False):
         if backend not in running:
             start = {"sizes": [1]}
             running[backend] = spawn_anew(backend, [2], start), start
-        return running[backend]
+        return running.pop(backend) if may_be_stopped else running[backend]
 
     return of
 
@@ -178,7 +178,7 @@ def test_running_calls_have_the_time_of_their_start(ray_backend, started, tmp_pa
 
 
 def test_calling_a_stopped_worker_raises(backend, started):
-    (first, second), _ = started(backend)  # the last test of these workers
+    (first, second), _ = started(backend, may_be_stopped=True)
     assert backend.is_alive(first)
     backend.shutdown([first])
     backend.shutdown([first])

@@ -69,7 +69,7 @@ def test_a_copied_future_has_its_own_contents_and_meta_info():
     assert (len(copied), copied.columns) == (2, ("x",))
 
 
-def test_objects_of_columns_are_copied_tensors_detached_and_functions_shared():
+def test_objects_are_copied_tensors_detached_and_functions_shared():
     rows = np.empty(2, dtype=object)
     rows[0], rows[1] = [1, 2], {"t": torch.ones(2, requires_grad=True)}
     copied = private_copy(rows, "rows")

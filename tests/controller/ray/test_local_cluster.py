@@ -214,7 +214,7 @@ def test_a_cluster_starts_and_stops_without_a_trace(two_cycles):
 
 
 @CLUSTER
-def test_all_processes_of_a_cluster_have_the_token_and_the_priority_of_the_driver(two_cycles):
+def test_all_processes_have_the_token_and_the_priority_of_the_driver(two_cycles):
     assert two_cycles["actor"]
     assert two_cycles["child"]
     for part in ("gcs_server", "raylet", "log_monitor", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "sleep"):
@@ -232,7 +232,7 @@ def test_a_cluster_is_accessible_to_this_user_on_this_machine_only(two_cycles):
 
 
 @CLUSTER
-def test_starting_twice_or_too_large_is_an_error_after_which_a_start_is_possible(two_cycles):
+def test_starting_twice_or_too_large_is_an_error(two_cycles):
     assert "is already started; call stop()" in two_cycles["started again"]
     assert "Ray is already initialized in this process; call ray.shutdown()" in two_cycles["another started"]
     assert two_cycles["too large"].startswith("Ray failed to start: ")

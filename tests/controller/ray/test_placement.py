@@ -380,7 +380,7 @@ def test_groups_and_batches_span_nodes(unequal):
 
 
 @pytest.mark.exhaustive
-def test_a_pool_with_too_many_or_too_large_nodes_is_an_error_without_a_wait(unequal):
+def test_too_many_or_too_large_nodes_are_an_error_without_a_wait(unequal):
     text = "requested [1, 1, 1, 1] processes on 4 node(s), each with 1 CPU; the cluster has 3 node(s): "
     assert text in unequal["too many nodes"]
     assert re.search(r"127.0.0.1: .* of 1 CPU free; 127.0.0.2: .* of 2 CPU free; 127.0.0.10: ", unequal["too large"])
