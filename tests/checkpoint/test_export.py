@@ -76,110 +76,142 @@ def logits_of(model: Any) -> torch.Tensor:
         return model(TOKENS).logits
 
 
+@pytest.fixture
+def llama(tmp_path):
+    """Return the directory of a model, and other weights of it."""
+    return make_model_directory(tmp_path / "model", CONFIGS["llama"]), weights_of(make_model(CONFIGS["llama"], seed=2))
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_exported_checkpoint_loads_as_trained_model(tmp_path, family):
-    model_dir = make_model_directory(tmp_path / "model", CONFIGS[family])
+    model_dir = make_model_directory(tmp_path / "base-model", CONFIGS[family])
     trained = make_model(CONFIGS[family], seed=2)
-    with CheckpointStore(tmp_path / "checkpoints").begin(3) as directory:
+    info = {
+        "kind": "train",
+        "config": {"trainer.seed": 7, "algorithm.advantage": "grpo", "trainer.run_dir": "/home/someone"},
+        "models": {"model.path": "abc123"},
+    }
+    with CheckpointStore(tmp_path / "checkpoints").begin(3, info=info) as directory:
         save_state({"model": weights_of(trained), "optimizer": {"step": torch.tensor(3.0)}}, directory / "actor")
     export_model(tmp_path / "checkpoints" / "step_000003", model_dir, tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert loaded.dtype == torch.float32
     assert torch.equal(logits_of(loaded), logits_of(trained))
     assert loaded.generation_config.eos_token_id == [1, 3]
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    original = AutoTokenizer.from_pretrained(model_dir)
+    tokenizer, original = (AutoTokenizer.from_pretrained(directory) for directory in (tmp_path / "out", model_dir))
     assert type(tokenizer) is type(original)
     assert tokenizer("one two").input_ids == original("one two").input_ids
     assert tokenizer.get_vocab() == original.get_vocab()
     assert tokenizer.apply_chat_template([{"role": "user", "content": "two"}], tokenize=False) == "two"
-    assert not list((tmp_path / "out").glob("*.py"))
-    assert not list((tmp_path / "out").glob("*.bin"))
+    assert not [path for path in (tmp_path / "out").iterdir() if path.suffix in (".py", ".bin")]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\ntags:\n")
+    for words in ("after step 3 of reinforcement learning", "| `trainer.seed` | `7` |", "abc123"):
+        assert words in card
+    assert str(tmp_path) not in card
+    assert "someone" not in card
 
 
-def test_weights_are_stored_in_chosen_dtype(tmp_path):
-    model_dir = make_model_directory(tmp_path / "model", CONFIGS["llama, tied"])
-    trained = make_model(CONFIGS["llama, tied"], seed=2)
-    assert export_model(weights_of(trained), model_dir, tmp_path / "out", dtype="bfloat16") == "bfloat16"
-    stored = load_file(tmp_path / "out" / "model.safetensors")
-    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
-    assert "lm_head.weight" not in stored
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    assert loaded.dtype == torch.bfloat16
-    for name, weight in weights_of(trained).items():
-        assert torch.equal(loaded.get_parameter(name), weight.to(torch.bfloat16))
-    assert loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()
-
-
-@pytest.mark.parametrize("stated", ["bfloat16", "float32"])
-def test_default_dtype_of_an_export_is_the_one_of_config_json(tmp_path, stated):
-    model_dir = make_model_directory(tmp_path / "model", LlamaConfig(**SIZES))
+@pytest.mark.parametrize(
+    ("stated", "chosen", "stored"),
+    [
+        ("float32", "bfloat16", "bfloat16"),
+        ("bfloat16", None, "bfloat16"),
+        ("float32", None, "float32"),
+        (None, None, "float32"),
+    ],
+)
+def test_weights_are_stored_in_the_chosen_dtype_or_that_of_config_json(tmp_path, stated, chosen, stored):
+    config = LlamaConfig(**SIZES, tie_word_embeddings=True)
+    model_dir, trained = make_model_directory(tmp_path / "model", config), make_model(config, seed=2)
     write_dtype(model_dir, stated)
-    trained = make_model(CONFIGS["llama"], seed=2)
-    assert export_model(weights_of(trained), model_dir, tmp_path / "out") == stated
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == stated
-    stored = load_file(tmp_path / "out" / "model.safetensors")
-    assert {str(tensor.dtype) for tensor in stored.values()} == {f"torch.{stated}"}
-
-
-def test_export_has_the_trained_dtype_if_config_json_names_none(tmp_path):
-    model_dir = make_model_directory(tmp_path / "model", LlamaConfig(**SIZES))
-    write_dtype(model_dir, None)
-    trained = make_model(CONFIGS["llama"], seed=2)
-    assert export_model(weights_of(trained), model_dir, tmp_path / "out") == "float32"
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    assert loaded.dtype == torch.float32
-    assert torch.equal(logits_of(loaded), logits_of(trained))
-
-
-def test_full_state_dict_with_tied_names_is_accepted(tmp_path):
-    model_dir = make_model_directory(tmp_path / "model", CONFIGS["llama, tied"])
-    trained = make_model(CONFIGS["llama, tied"], seed=2)
-    export_model(trained.state_dict(), model_dir, tmp_path / "out")
-    assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()), logits_of(trained))
-
-
-def test_export_changes_neither_weights_nor_random_state(tmp_path):
-    model_dir = make_model_directory(tmp_path / "model", CONFIGS["llama"])
-    weights = weights_of(make_model(CONFIGS["llama"], seed=2))
+    weights = trained.state_dict() if chosen is None else weights_of(trained)  # with or without tied names
     before = {name: weight.clone() for name, weight in weights.items()}
     torch.manual_seed(5)
     expected = torch.rand(3).tolist()
     torch.manual_seed(5)
-    export_model(weights, model_dir, tmp_path / "out", dtype="float16")
+    assert export_model(weights, model_dir, tmp_path / "out", dtype=chosen) == stored
     assert torch.rand(3).tolist() == expected
     assert all(torch.equal(weights[name], before[name]) for name in before)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == stored
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert {str(tensor.dtype) for tensor in tensors.values()} == {f"torch.{stored}"}
+    assert "lm_head.weight" not in tensors
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    for name, weight in weights_of(trained).items():
+        assert torch.equal(loaded.get_parameter(name), weight.to(getattr(torch, stored)))
+    assert loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()
 
 
-def test_export_to_existing_directory_requires_it_to_be_empty(tmp_path):
-    model_dir = make_model_directory(tmp_path / "model", CONFIGS["llama"])
-    weights = weights_of(make_model(CONFIGS["llama"]))
+def test_large_model_is_written_as_several_files_with_index(tmp_path, monkeypatch):
+    monkeypatch.setattr("hybridflow.checkpoint.export.MAX_FILE_BYTES", 1000)
+    model_dir = make_model_directory(tmp_path / "model", CONFIGS["qwen2, tied"])
+    trained = make_model(CONFIGS["qwen2, tied"], seed=2)
+    export_model(weights_of(trained), model_dir, tmp_path / "out")
+    files = sorted(path.name for path in (tmp_path / "out").glob("model-*.safetensors"))
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(w.nbytes for w in weights_of(trained).values())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert torch.equal(logits_of(loaded), logits_of(trained))
+
+
+def test_export_to_existing_directory_requires_it_to_be_empty(llama, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (tmp_path / ".tmp-out-0123456789abcdef").mkdir()  # left by a killed export
-    export_model(weights, model_dir, out)
+    export_model(llama[1], llama[0], out)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
     files = sorted(path.name for path in out.iterdir())
     with pytest.raises(CheckpointError, match="out' exists and is not an empty directory; give a new directory"):
-        export_model(weights, model_dir, out)
+        export_model(llama[1], llama[0], out)
     with pytest.raises(CheckpointError, match=r"config\.json' exists and is not an empty directory"):
-        export_model(weights, model_dir, out / "config.json")
+        export_model(llama[1], llama[0], out / "config.json")
     assert sorted(path.name for path in out.iterdir()) == files
 
 
-def test_error_names_weights_that_do_not_fit(tmp_path):
-    model_dir = make_model_directory(tmp_path / "model", CONFIGS["llama"])
-    weights = weights_of(make_model(CONFIGS["llama"]))
-    del weights["model.norm.weight"]
-    weights["score.weight"] = torch.zeros(1, 8)
-    weights["lm_head.weight"] = torch.zeros(17, 8)
-    message = (
-        r"do not fit the LlamaForCausalLM .*1 missing \(model\.norm\.weight\); 1 unknown \(score\.weight\); "
-        r"1 of another shape \(lm_head\.weight \(17, 8\) instead of \(16, 8\)\)"
-    )
+@pytest.mark.parametrize(
+    ("changes", "stated", "message"),
+    [
+        (
+            {"model.norm.weight": None, "score.weight": torch.zeros(1, 8), "lm_head.weight": torch.zeros(17, 8)},
+            "float32",
+            r"do not fit the LlamaForCausalLM .*1 missing \(model\.norm\.weight\); 1 unknown \(score\.weight\); "
+            r"1 of another shape \(lm_head\.weight \(17, 8\) instead of \(16, 8\)\)",
+        ),
+        (
+            {"model.norm.weight": torch.full((8,), 1e6)},
+            "float16",
+            r"model.norm.weight has values up to 1e.06, but float16 ends at 65504; use --dtype",
+        ),
+        (
+            {"lm_head.weight": torch.zeros(16, 8, dtype=torch.int32)},
+            "float32",
+            r"'lm_head\.weight' .* is stored as torch.int32, but training saves floats",
+        ),
+        (
+            {"lm_head.weight": torch.zeros(16, 8, dtype=torch.bool)},
+            "float32",
+            r"'lm_head\.weight' .* is stored as torch.bool, but training saves floats",
+        ),
+    ],
+)
+def test_weights_that_cannot_be_exported_are_an_error(llama, tmp_path, changes, stated, message):
+    model_dir, weights = llama
+    write_dtype(model_dir, stated)
+    weights = {name: weight for name, weight in (weights | changes).items() if weight is not None}
+    with CheckpointStore(tmp_path / "checkpoints").begin(3) as directory:
+        save_state({"model": weights}, directory / "actor")
     with pytest.raises(CheckpointError, match=message):
-        export_model(weights, model_dir, tmp_path / "out")
+        export_model(tmp_path / "checkpoints" / "step_000003", model_dir, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_weights_beyond_the_range_of_a_chosen_dtype_are_an_error(llama, tmp_path):
+    weights = llama[1] | {"model.norm.weight": torch.full((8,), 1e6)}
+    with pytest.raises(CheckpointError, match="but float16 ends at 65504; use --dtype"):
+        export_model(weights, llama[0], tmp_path / "out", dtype="float16")
 
 
 @pytest.mark.parametrize(
@@ -200,85 +232,24 @@ def test_directory_without_causal_model_is_an_error(tmp_path, config, message):
         export_model({}, tmp_path, tmp_path / "out")
 
 
-@pytest.mark.parametrize("dtype", ["float16", None])
-def test_weights_beyond_the_range_of_float16_are_an_error(tmp_path, dtype):
-    model_dir = make_model_directory(tmp_path / "model", LlamaConfig(**SIZES))
-    write_dtype(model_dir, "float16")
-    weights = weights_of(make_model(CONFIGS["llama"], seed=2))
-    name = next(iter(weights))
-    weights[name] = weights[name].clone()
-    weights[name].view(-1)[0] = 1e6
-    with pytest.raises(CheckpointError, match=f"{name} has values up to 1e.06, but float16 ends at 65504; use --dtype"):
-        export_model(weights, model_dir, tmp_path / "out", dtype=dtype)
-    assert not (tmp_path / "out").exists()
-
-
-def test_unknown_dtype_error_lists_valid_dtypes(tmp_path):
+def test_arguments_that_cannot_be_exported_are_errors(llama, tmp_path):
     with pytest.raises(CheckpointError, match="dtype='bf16' is invalid: expected float32, bfloat16, float16, float64"):
         export_model({}, tmp_path, tmp_path / "out", dtype="bf16")
-
-
-def test_checkpoint_without_actor_is_an_error(tmp_path):
-    model_dir = make_model_directory(tmp_path / "model", CONFIGS["llama"])
+    with pytest.raises(CheckpointError, match=r"no adapters to export: it was trained without lora\.rank"):
+        export_model(llama[1], llama[0], tmp_path / "out", adapter=True)
     with CheckpointStore(tmp_path / "checkpoints").begin(3) as directory:
         save_state([1], directory / "data")
     with pytest.raises(CheckpointError, match="has no component 'actor'; it has data"):
-        export_model(tmp_path / "checkpoints" / "step_000003", model_dir, tmp_path / "out")
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.bool])
-def test_checkpoint_with_weights_that_are_not_floats_is_an_error(tmp_path, dtype):
-    model_dir = make_model_directory(tmp_path / "model", CONFIGS["llama"])
-    weights = weights_of(make_model(CONFIGS["llama"]))
-    weights["lm_head.weight"] = weights["lm_head.weight"].to(dtype)
-    with CheckpointStore(tmp_path / "checkpoints").begin(3) as directory:
-        save_state({"model": weights}, directory / "actor")
-    with pytest.raises(CheckpointError, match=rf"'lm_head\.weight' .* is stored as {dtype}, but training saves floats"):
-        export_model(tmp_path / "checkpoints" / "step_000003", model_dir, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+        export_model(tmp_path / "checkpoints" / "step_000003", llama[0], tmp_path / "out")
 
 
 def test_full_disk_leaves_no_partial_export(tmp_path, small_disk):
     large: dict[str, Any] = SIZES | {"vocab_size": 1 << 16}
     model_dir = make_model_directory(tmp_path / "model", LlamaConfig(**large))
-    with pytest.raises(
-        CheckpointError, match=r"small_disk/out' was not written \(4\.0 MiB of weights\): .*No space left on device"
-    ):
+    message = r"small_disk/out' was not written \(4\.0 MiB of weights\): .*No space left on device"
+    with pytest.raises(CheckpointError, match=message):
         export_model(weights_of(make_model(LlamaConfig(**large))), model_dir, small_disk / "out")
     assert list(small_disk.iterdir()) == []
-
-
-def test_large_model_is_written_as_several_files_with_index(tmp_path, monkeypatch):
-    monkeypatch.setattr("hybridflow.checkpoint.export.MAX_FILE_BYTES", 1000)
-    model_dir = make_model_directory(tmp_path / "model", CONFIGS["qwen2, tied"])
-    trained = make_model(CONFIGS["qwen2, tied"], seed=2)
-    export_model(weights_of(trained), model_dir, tmp_path / "out")
-    files = sorted(path.name for path in (tmp_path / "out").glob("model-*.safetensors"))
-    assert len(files) > 2
-    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == sum(w.nbytes for w in weights_of(trained).values())
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    assert torch.equal(logits_of(loaded), logits_of(trained))
-
-
-def test_card_names_base_model_and_training(tmp_path):
-    model_dir = make_model_directory(tmp_path / "base-model", CONFIGS["llama"])
-    info = {
-        "kind": "train",
-        "config": {"trainer.seed": 7, "algorithm.advantage": "grpo", "trainer.run_dir": "/home/someone"},
-        "models": {"model.path": "abc123"},
-    }
-    with CheckpointStore(tmp_path / "checkpoints").begin(30, info=info) as directory:
-        save_state({"model": weights_of(make_model(CONFIGS["llama"]))}, directory / "actor")
-    export_model(tmp_path / "checkpoints" / "step_000030", model_dir, tmp_path / "out")
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name: transformers\ntags:\n")
-    assert "after step 30 of reinforcement learning" in card
-    assert "| `trainer.seed` | `7` |" in card
-    assert "abc123" in card
-    assert str(tmp_path) not in card
-    assert "someone" not in card
 
 
 @pytest.fixture
@@ -335,9 +306,3 @@ def test_adapters_are_not_merged_into_another_model(adapted, tiny_model, tmp_pat
         with pytest.raises(CheckpointError, match="were trained on a different base model than"):
             export_model(adapted[0], tiny_model("llama", seed=1), tmp_path / "out", adapter=adapter)
     assert not (tmp_path / "out").exists()
-
-
-def test_checkpoint_without_adapters_has_no_adapters_to_export(tmp_path):
-    model_dir = make_model_directory(tmp_path / "model", CONFIGS["llama"])
-    with pytest.raises(CheckpointError, match=r"no adapters to export: it was trained without lora\.rank"):
-        export_model(weights_of(make_model(CONFIGS["llama"])), model_dir, tmp_path / "out", adapter=True)

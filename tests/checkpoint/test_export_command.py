@@ -76,22 +76,20 @@ def test_moved_checkpoint_requires_model_option(run_dir, tmp_path):
     assert exported_step(tmp_path / "out") == 10.0
 
 
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ("run/checkpoints", (), "is neither a checkpoint nor a run with checkpoints"),
+        ("run/checkpoints/step_000010", ("--step", 10), "--step 10 needs the directory of a run"),
+        ("run", ("--step", 15), r"no checkpoint of step 15 in .*; there are 10, 20"),
+    ],
+)
+def test_what_cannot_be_exported_is_an_error(run_dir, tmp_path, source, options, message):
+    with pytest.raises((CheckpointError, ConfigError), match=message):
+        run(tmp_path / source, tmp_path / "out", *options)
+
+
 def test_moved_model_is_an_error(run_dir, tmp_path):
     (tmp_path / "model").rename(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match=r"model\.path='.*model' of '.*' is not a directory here"):
         run(run_dir, tmp_path / "out")
-
-
-def test_directory_without_checkpoints_is_an_error(tmp_path):
-    with pytest.raises(CheckpointError, match="is neither a checkpoint nor a run with checkpoints"):
-        run(tmp_path, tmp_path / "out")
-
-
-def test_step_option_with_a_single_checkpoint_is_an_error(run_dir, tmp_path):
-    with pytest.raises(ConfigError, match="--step 10 needs the directory of a run"):
-        run(run_dir / "checkpoints" / "step_000010", tmp_path / "out", "--step", 10)
-
-
-def test_missing_step_error_lists_saved_steps(run_dir, tmp_path):
-    with pytest.raises(CheckpointError, match=r"no checkpoint of step 15 in .*; there are 10, 20"):
-        run(run_dir, tmp_path / "out", "--step", 15)

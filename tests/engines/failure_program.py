@@ -27,7 +27,7 @@ def main() -> None:
     rows = DataProto.load_from_disk(rows_path)
 
     def build(**options: Any) -> TorchEngine:
-        return layouts.build(layouts.Case("", model, rows_path, **options))
+        return layouts.build(layouts.Case(model, rows_path, **options))
 
     def attempt(scenario: str, call: Callable[[], Any], **more: Callable[[], Any]) -> None:
         raised, message = "", ""
@@ -51,12 +51,12 @@ def main() -> None:
     before = weights()
     poisoned = mine.select(deepcopy=True)
     if rank == 1:
-        poisoned.batch["advantages"][2, 0] = float("nan")
+        poisoned.batch["advantages"][3, 0] = float("nan")
     attempt("nan_loss", lambda: update(poisoned), unchanged=lambda: weights() == before)
 
     def poison_gradient(outputs: Any, part: DataProto) -> Any:
         total, metrics = loss(outputs, part)
-        if rank == 1 and 5 in part.batch["row_ids"].tolist():  # the square root's derivative at 0, times 0
+        if rank == 1 and 6 in part.batch["row_ids"].tolist():  # the square root's derivative at 0, times 0
             values = outputs["log_probs"]
             total = total + ((values - values.detach()) * 0.0).abs().sqrt().sum() * 0.0
         return total, metrics
@@ -68,7 +68,7 @@ def main() -> None:
     attempt("too_long", lambda: longer.update(mine, loss, with_entropy=True))
     unknown = mine.select(deepcopy=True)
     if rank == 1:
-        unknown.batch["input_ids"][2, -1] = 40
+        unknown.batch["input_ids"][3, -1] = 40
     attempt("unknown_token", lambda: update(unknown))
     attempt("mesh", lambda: build(tensor=2, sequence=2))
 

@@ -96,7 +96,10 @@ def live(engine, rows, directory):
     return [values.double() for values in numbers]
 
 
-@pytest.mark.parametrize("life", LIVES)
+IN_CI = ("a policy", "a critic", "adapters", "offload in bfloat16")
+
+
+@pytest.mark.parametrize("life", [x if x in IN_CI else pytest.param(x, marks=pytest.mark.exhaustive) for x in LIVES])
 def test_an_engine_lives_on_its_device(tiny_model, rows, life, device, tmp_path):
     options = LIVES[life]
     engine = build(tiny_model("qwen2"), **options)

@@ -4,63 +4,37 @@ In float64, to a relative error of 1e-10: several token budgets, packed or padde
 recomputed or kept, and compared with a plain loop over rows with the attention of transformers.
 """
 
-from dataclasses import dataclass
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from fixtures.flex_on_cpu import share_prompts_by_flex
-from hybridflow.config import Config
+from fixtures.layout_program import KL_COEF, OPTIMIZER, largest_errors, loss_of, rows_for_losses
 from hybridflow.engines import TorchEngine
 from hybridflow.protocol import DataProto
 from hybridflow.runtime import take_compilations
-from hybridflow.workers.losses import actor_loss, critic_loss
 
 TOLERANCE = 1e-10
 STEPS = 3
-KL_COEF = 0.05
-OPTIMIZER = {"lr": 0.01, "weight_decay": 0.1, "epsilon": 1e-6, "clip_grad_norm": 0.5}
 DIVIDED = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
 """Aggregations that divide by a count of the mini-batch."""
 AGGREGATIONS = ["token-sum", *DIVIDED]
 HEADS = ["policy", "value"]
-PROMPT_LENS = [3, 1, 5, 2, 4, 3, 1, 6, 2, 3]
-RESPONSE_LENS = [4, 6, 1, 3, 6, 0, 5, 4, 3, 1]  # one row has no response
 
 
-@dataclass(frozen=True)
-class Run:
-    """Losses, gradient norms and final parameters of three optimizer steps."""
-
-    losses: list[float]
-    grad_norms: list[float]
-    parameters: dict[str, Tensor]
+def in_ci(*chosen):
+    """Return the cases of heads and aggregations; those that are not chosen are exhaustive."""
+    cases = product(HEADS, AGGREGATIONS)
+    return [case if case in chosen else pytest.param(*case, marks=pytest.mark.exhaustive) for case in cases]
 
 
 @pytest.fixture(scope="module")
 def rows(rollout_rows) -> DataProto:
-    """Make rows with all columns that the losses read; ratios and values are on both sides of their clip ranges."""
-    batch = rollout_rows(PROMPT_LENS, RESPONSE_LENS, seed=1)
-    mask = batch.batch["response_mask"]
-    mask[4, 2] = False  # a response with a hole
-    mask[8] = False  # a response that does not count
-    generator = torch.Generator().manual_seed(2)
-
-    def noise(scale: float) -> Tensor:
-        return scale * torch.randn(mask.shape, generator=generator, dtype=torch.float64)
-
-    columns = {
-        "old_log_probs": -5 + noise(2.0),
-        "ref_log_probs": -5 + noise(2.0),
-        "rollout_log_probs": -5 + noise(2.0),
-        "advantages": noise(1.0),
-        "values": noise(0.5),
-        "returns": noise(1.0),
-    }
-    return batch.union(DataProto.from_dict(columns))
+    """Return ten rows with all columns that the losses read."""
+    return rows_for_losses(rollout_rows)
 
 
 @pytest.fixture(scope="module")
@@ -74,44 +48,24 @@ def groups(rows) -> DataProto:
     return DataProto.from_dict(dict(columns))
 
 
-def config_of(aggregation: str) -> Config:
-    return Config(
-        actor={"loss_aggregation": aggregation, "entropy_coef": 0.01, "epochs": 2},
-        critic={"loss_aggregation": aggregation},
-        algorithm={"kl_in_loss": True},
-        rollout={"temperature": 0.7},
-    )
-
-
-def loss_of(head: str, aggregation: str, counted: DataProto):
-    """Build the worker's loss with the token and sequence counts of `counted`."""
-    mask = counted.batch["response_mask"]
-    counts = int(mask.sum()), int(mask.any(1).sum())
-    config = config_of(aggregation)
-    return actor_loss(config, KL_COEF, *counts) if head == "policy" else critic_loss(config, *counts)
-
-
-def train(engine: TorchEngine, aggregation: str, rows: DataProto, *, bug: str = "") -> Run:
-    loss = loss_of(engine.head, aggregation, rows)
+def train(engine: TorchEngine, aggregation: str, rows: DataProto, *, bug: str = "") -> SimpleNamespace:
+    """Make three optimizer steps and return losses, gradient norms and parameters."""
+    loss = loss_of(engine.head, rows, aggregation)
     if bug == "local count":
 
         def loss(outputs, part):
-            return loss_of(engine.head, aggregation, part)(outputs, part)
+            return loss_of(engine.head, part, aggregation)(outputs, part)
 
     if bug == "dropped row":
         rows = rows.slice(0, len(rows) - 1)
     results = [engine.update(rows, loss, with_entropy=True, temperature=0.7) for _ in range(STEPS)]
-    parameters = {name: parameter.detach().clone() for name, parameter in engine.parameters.items()}
-    return Run([result.loss for result in results], [result.grad_norm for result in results], parameters)
+    weights = {name: parameter.detach().clone() for name, parameter in engine.parameters.items()}
+    losses, norms = [result.loss for result in results], [result.grad_norm for result in results]
+    return SimpleNamespace(losses=losses, grad_norms=norms, weights=weights)
 
 
-def relative_error(run: Run, reference: Run) -> float:
-    """Return the largest relative error of losses, gradient norms and parameters (each tensor as a vector)."""
-    assert run.parameters.keys() == reference.parameters.keys()
-    ours, theirs = run.losses + run.grad_norms, reference.losses + reference.grad_norms
-    errors = [abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True)]
-    errors += [float((run.parameters[n] - p).norm() / p.norm()) for n, p in reference.parameters.items()]
-    return max(errors)
+def relative_error(run: SimpleNamespace, reference: SimpleNamespace) -> float:
+    return max(largest_errors(run, reference).values())
 
 
 @pytest.fixture
@@ -127,26 +81,31 @@ def engine_of(tiny_model, build_engine, use_float64_throughout):
     return build
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.runs
+@pytest.mark.parametrize(("head", "aggregation"), in_ci(("policy", "token-mean"), ("value", "seq-mean-token-sum")))
 def test_all_splits_into_micro_batches_give_the_same_training(engine_of, rows, head, aggregation):
     whole = engine_of(head, packing=False)
     before = {name: parameter.detach().clone() for name, parameter in whole.parameters.items()}
     reference = train(whole, aggregation, rows)
-    moved = [float((p - before[name]).norm() / before[name].norm()) for name, p in reference.parameters.items()]
+    moved = [float((p - before[name]).norm() / before[name].norm()) for name, p in reference.weights.items()]
     assert min(moved) > 1000 * TOLERANCE
     assert min(reference.grad_norms) > OPTIMIZER["clip_grad_norm"]
-    for (max_tokens, checkpointing), packing in product(
-        [(10, False), (24, False), (1000, False), (24, True)], (True, False)
-    ):
+    splits = [(10, False), (24, False), (1000, False), (24, True)]
+    for (max_tokens, checkpointing), packing in product(splits, (True, False)):
         engine = engine_of(head, max_tokens=max_tokens, packing=packing, gradient_checkpointing=checkpointing)
         error = relative_error(train(engine, aggregation, rows), reference)
         assert error <= TOLERANCE, (max_tokens, packing, checkpointing)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.compile reads it
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("attention", ["sdpa", pytest.param("flex", marks=pytest.mark.slow)])
+@pytest.mark.runs
+@pytest.mark.parametrize(
+    ("head", "attention"),
+    [
+        ("policy", "sdpa"),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("value", "sdpa"), *product(HEADS, ["flex"]))),
+    ],
+)
 def test_shared_prompts_give_the_same_training(engine_of, groups, head, attention, monkeypatch):
     if attention == "flex":
         share_prompts_by_flex(monkeypatch)
@@ -157,23 +116,25 @@ def test_shared_prompts_give_the_same_training(engine_of, groups, head, attentio
             options = {"max_tokens": max_tokens, "gradient_checkpointing": checkpointing}
             engine = engine_of(head, share_prompts=share_prompts, **options)
             assert relative_error(train(engine, "token-mean", groups), reference) <= TOLERANCE, options
-    result = engine_of(head).update(groups, loss_of(head, "token-mean", groups), with_entropy=True)
+    result = engine_of(head).update(groups, loss_of(head, groups), with_entropy=True)
     assert result.saved_share > 0.1
     assert result.padding_share == 0
 
 
-@pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize(
-    ("bug", "aggregation"), [*product(["local count"], DIVIDED), *product(["dropped row"], AGGREGATIONS)]
+    ("head", "aggregation", "bug"),
+    [
+        *(("policy", aggregation, "local count") for aggregation in DIVIDED),
+        *(("value", aggregation, "dropped row") for aggregation in AGGREGATIONS),
+    ],
 )
 def test_planted_bug_is_detected(engine_of, rows, head, aggregation, bug):
     reference = train(engine_of(head, packing=False), aggregation, rows)
-    assert (
-        relative_error(train(engine_of(head, max_tokens=24), aggregation, rows, bug=bug), reference) > 1000 * TOLERANCE
-    )
+    found = train(engine_of(head, max_tokens=24), aggregation, rows, bug=bug)
+    assert relative_error(found, reference) > 1000 * TOLERANCE
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_training_equals_plain_loop_over_rows(tiny_model, build_engine, use_float64_throughout, rows, tied):
     """Compare with the attention of transformers, one row at a time, torch's AdamW, and the formulas written out."""
     path = tiny_model("qwen2", tie_word_embeddings=tied)
@@ -196,8 +157,9 @@ def test_training_equals_plain_loop_over_rows(tiny_model, build_engine, use_floa
         for r in range(len(rows)):
             tokens = columns["input_ids"][r][columns["attention_mask"][r].bool()]
             log_p = (model(tokens[None]).logits[0] / 0.7).log_softmax(-1)
+            prompt_len = int(columns["attention_mask"][r, : -columns["response_mask"].shape[1]].sum())
             for o in columns["response_mask"][r].nonzero().flatten().tolist():
-                at = PROMPT_LENS[r] + o
+                at = prompt_len + o
                 of_token = log_p[at - 1]
                 log_prob = of_token[tokens[at]]
                 advantage = columns["advantages"][r, o]
@@ -215,11 +177,11 @@ def test_training_equals_plain_loop_over_rows(tiny_model, build_engine, use_floa
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER["clip_grad_norm"])))
         optimizer.step()
         losses.append(loss.item())
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    assert relative_error(run, Run(losses, norms, parameters)) <= TOLERANCE
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    assert relative_error(run, SimpleNamespace(losses=losses, grad_norms=norms, weights=weights)) <= TOLERANCE
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")  # warnings of torch.compile
 def test_compiled_layers_give_the_same_training(engine_of, rows):
     """Compile once; micro-batches of other sizes do not recompile."""
@@ -229,11 +191,11 @@ def test_compiled_layers_give_the_same_training(engine_of, rows):
     assert relative_error(train(compiled, "token-mean", rows), reference) <= TOLERANCE
     with torch.compiler.set_stance("fail_on_recompile"):
         compiled.max_tokens = 40
-        loss = loss_of("policy", "token-mean", rows)
+        loss = loss_of("policy", rows)
         assert compiled.update(rows, loss, with_entropy=True, temperature=0.7).grad_norm > 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")  # warnings of torch.compile
 def test_all_layers_and_batches_share_the_compilations_of_the_first_step(tiny_model, build_engine, rollout_rows):
     """Two functions of a layer are compiled, each with and without gradient."""

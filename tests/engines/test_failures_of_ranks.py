@@ -4,11 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
-from hybridflow.protocol import DataProto
+from fixtures.layout_program import rows_for_losses
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.runs, pytest.mark.own_run("grpo: a rank that fails")]
 
 PROGRAM = Path(__file__).parent / "failure_program.py"
 
@@ -17,33 +16,20 @@ PROGRAM = Path(__file__).parent / "failure_program.py"
 def outcomes(rollout_rows, tiny_model, run_world, tmp_path_factory):
     """Run all scenarios, and return the record of each scenario and rank."""
     out = tmp_path_factory.mktemp("failures")
-    batch = rollout_rows([3, 1, 5, 2, 4, 3, 1, 6, 2, 3], [4, 6, 1, 3, 6, 2, 5, 4, 3, 1], seed=1)
-    names = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages", "values", "returns")
-    shape, generator = batch.batch["response_mask"].shape, torch.Generator().manual_seed(2)
-    columns = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name in names}
-    batch.union(DataProto.from_dict(columns)).save_to_disk(out / "rows")
+    rows_for_losses(rollout_rows).save_to_disk(out / "rows")
     run_world(PROGRAM, 2, tiny_model("qwen2"), out / "rows", out, returncodes=(0, 7))
     records = {path.stem.rpartition("_"): json.loads(path.read_text()) for path in out.glob("*_[01].json")}
     return {(scenario, int(rank)): record for (scenario, _, rank), record in records.items()}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_nan_on_one_rank_is_an_error_on_both_that_names_the_row(outcomes, rank):
-    outcome = outcomes["nan_loss", rank]
-    assert outcome["raised"] == "NonFiniteError"
-    assert "row 5: loss nan" in outcome["message"]  # the third row of the second rank
+@pytest.mark.parametrize(("scenario", "problem"), [("nan_loss", "row 6: loss nan"), ("nan_gradient", "not finite")])
+def test_a_step_that_is_not_finite_on_one_rank_is_an_error_on_both(outcomes, scenario, problem, rank):
+    outcome = outcomes[scenario, rank]
+    assert (outcome["raised"], outcome["unchanged"]) == ("NonFiniteError", True)
+    assert problem in outcome["message"]
+    assert "row 6: loss" in outcome["message"]  # the fourth row of the second rank
     assert outcome["message"].count("row ") == 1
-    assert outcome["unchanged"]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_non_finite_gradient_on_one_rank_names_its_row(outcomes, rank):
-    outcome = outcomes["nan_gradient", rank]
-    assert outcome["raised"] == "NonFiniteError"
-    assert "row 5: loss" in outcome["message"]
-    assert "gradient not finite" in outcome["message"]
-    assert outcome["message"].count("row ") == 1
-    assert outcome["unchanged"]
 
 
 def test_training_continues_after_a_rejected_step(outcomes):
@@ -52,19 +38,18 @@ def test_training_continues_after_a_rejected_step(outcomes):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_unknown_token_on_one_rank_is_an_error_on_both(outcomes, rank):
-    outcome = outcomes["unknown_token", rank]
+@pytest.mark.parametrize(
+    ("scenario", "words"),
+    [
+        ("unknown_token", "has a vocabulary of 40 entries, but the rows have token ids from 0 to 40"),
+        ("too_long", "memory.max_tokens_per_micro_batch=9"),
+    ],
+)
+def test_bad_rows_on_one_rank_are_an_error_on_both(outcomes, scenario, words, rank):
+    outcome = outcomes[scenario, rank]
     assert outcome["raised"] == "BatchError"
     assert "rank 1: " in outcome["message"]
-    assert "has a vocabulary of 40 entries, but the rows have token ids from 0 to 40" in outcome["message"]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_too_long_sequence_on_one_rank_is_an_error_on_both(outcomes, rank):
-    outcome = outcomes["too_long", rank]
-    assert outcome["raised"] == "BatchError"
-    assert "rank 1: row" in outcome["message"]
-    assert "memory.max_tokens_per_micro_batch=9" in outcome["message"]
+    assert words in outcome["message"]
 
 
 def test_axes_that_do_not_divide_ranks_are_an_error(outcomes):

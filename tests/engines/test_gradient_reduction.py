@@ -31,21 +31,19 @@ def a_gpu_of_80_gib(monkeypatch):
     monkeypatch.setattr(gradient_reduction.torch.cuda, "get_device_properties", lambda device: properties)
 
 
-@pytest.mark.parametrize(("num_bytes", "fits"), [(2**30, True), (10 * 2**30, True), (10 * 2**30 + 4, False)])
-def test_unsharded_gradients_fit_if_they_take_an_eighth_of_the_memory(num_bytes, fits):
-    assert fits_unsharded(parameters(num_bytes), TwoRanks(), GPU) is fits
-
-
-def test_all_ranks_decide_alike():
-    assert fits_unsharded(parameters(4), TwoRanks(other_fits=False), GPU) is False
-
-
-def test_tensor_parallel_ranks_have_a_part_of_the_gradients():
-    assert fits_unsharded(parameters(20 * 2**30), TwoRanks(tensor=2), GPU) is True
-
-
-def test_a_cpu_sums_after_each_micro_batch():
-    assert fits_unsharded(parameters(4), TwoRanks(), torch.device("cpu")) is False
+@pytest.mark.parametrize(
+    ("num_bytes", "ranks", "device", "fits"),
+    [
+        (2**30, TwoRanks(), GPU, True),
+        (10 * 2**30, TwoRanks(), GPU, True),  # an eighth of the memory
+        (10 * 2**30 + 4, TwoRanks(), GPU, False),
+        (4, TwoRanks(other_fits=False), GPU, False),  # all ranks decide alike
+        (20 * 2**30, TwoRanks(tensor=2), GPU, True),  # a rank has a part of the gradients
+        (4, TwoRanks(), torch.device("cpu"), False),
+    ],
+)
+def test_unsharded_gradients_fit_if_they_take_an_eighth_of_the_memory(num_bytes, ranks, device, fits):
+    assert fits_unsharded(parameters(num_bytes), ranks, device) is fits
 
 
 @pytest.mark.parametrize("is_once_per_update", [True, False])

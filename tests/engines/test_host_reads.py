@@ -62,14 +62,13 @@ def build_on_meta(tiny_model, monkeypatch):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"packing": False},
-        {"gradient_checkpointing": True},
-        {"dtype": "float32"},
-        {"lora": 2},
-        {"family": "mistral"},
+        {"gradient_checkpointing": True, "lora": 2},
+        {"packing": False, "head": "value"},
         {"family": "mistral", "gradient_checkpointing": True},
-        {"head": "value"},
+        *(
+            pytest.param(options, marks=pytest.mark.exhaustive)
+            for options in ({}, {"packing": False}, {"dtype": "float32"}, {"family": "mistral"}, {"head": "value"})
+        ),
     ],
     ids=str,
 )

@@ -62,27 +62,19 @@ def test_gradient_is_that_of_the_weight_times_the_other_factor(build, rows):
         torch.testing.assert_close(of_adapters[f"{layer}.lora_B.default.weight"], expected, rtol=1e-10, atol=1e-12)
 
 
-def test_merged_weights_equal_weights_with_adapters(build, rows):
-    adapted, plain = build(), build(None)
+def test_merged_weights_and_the_model_without_adapters_compute_what_they_should(build, rows):
+    adapted, plain, merged = build(), build(None), build(None)
     for _ in range(3):
         adapted.update(rows, loss)
     with torch.no_grad():
         for name, weight in adapted.weights():
-            plain.parameters[name].copy_(weight)
-    torch.testing.assert_close(
-        adapted.forward(rows)["log_probs"], plain.forward(rows)["log_probs"], rtol=1e-10, atol=1e-10
-    )
-
-
-def test_model_without_adapters_equals_base_model(build, rows):
-    adapted, plain = build(), build(None)
-    for _ in range(2):
-        adapted.update(rows, loss)
+            merged.parameters[name].copy_(weight)
+    found, expected = (engine.forward(rows)["log_probs"] for engine in (adapted, merged))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    base = plain.forward(rows)["log_probs"]
+    assert not torch.allclose(found, base)
     with adapted.without_adapters():
-        torch.testing.assert_close(
-            *(engine.forward(rows)["log_probs"] for engine in (adapted, plain)), rtol=0, atol=1e-12
-        )
-    assert not torch.allclose(adapted.forward(rows)["log_probs"], plain.forward(rows)["log_probs"])
+        torch.testing.assert_close(adapted.forward(rows)["log_probs"], base, rtol=0, atol=1e-12)
     with pytest.raises(ModelError, match=r"no adapters, .* set lora\.rank"):
         plain.without_adapters()
 
@@ -126,14 +118,6 @@ def test_checkpoint_has_only_adapters_and_resumes_them(build, rows):
         build(LoRAConfig(rank=3, alpha=7.0)).load_state_dict(state)
 
 
-def test_rank_larger_than_all_layers_is_an_error(build):
-    with pytest.raises(
-        ModelError, match=r"lora\.rank=33 exceeds the smaller dimension of every layer .* use at most 32"
-    ):
-        build(LoRAConfig(rank=33))
-    build(LoRAConfig(rank=32))  # although some layers are 32 x 16
-
-
 def test_tied_head_cannot_have_adapters(tiny_model):
     targets = LoRAConfig(rank=2, targets=("lm_head", "q_proj"))
     tied = load_causal_lm(tiny_model("llama", tie_word_embeddings=True))
@@ -142,8 +126,17 @@ def test_tied_head_cannot_have_adapters(tiny_model):
     add_adapters(load_causal_lm(tiny_model("llama")), targets, torch.float32)
 
 
-def test_missing_layers_are_named_in_error(build):
-    with pytest.raises(
-        ModelError, match=r"lora\.targets: the model has no linear layer named nowhere; valid names: .*up_proj"
-    ):
-        build(LoRAConfig(rank=2, targets=("q_proj", "nowhere")))
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        ({"rank": 33}, r"lora\.rank=33 exceeds the smaller dimension of every layer .* use at most 32"),
+        (
+            {"rank": 2, "targets": ("q_proj", "nowhere")},
+            r"lora\.targets: the model has no linear layer named nowhere; valid names: .*up_proj",
+        ),
+    ],
+)
+def test_adapters_that_fit_no_layer_are_an_error(build, lora, message):
+    with pytest.raises(ModelError, match=message):
+        build(LoRAConfig(**lora))
+    build(LoRAConfig(rank=32))  # although some layers are 32 x 16

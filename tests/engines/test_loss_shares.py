@@ -13,16 +13,10 @@ def test_losses_and_metrics_are_summed_and_maxima_combined():
     assert add_up(shares) == (3.0, {"actor/entropy": 0.75, "rollout/log_prob_mismatch_max": 2.0})
 
 
-def test_no_micro_batch_gives_loss_zero_without_metrics():
-    assert add_up([]) == (0.0, {})
-
-
 def test_sums_equal_those_of_python_numbers_to_the_bit():
     values = torch.randn(50, generator=torch.Generator().manual_seed(0))
-    summed = 0.0
-    for value in values:
-        summed += value.item()
-    assert add_up([LossShare(value, {}) for value in values])[0] == summed
+    assert add_up([LossShare(value, {}) for value in values])[0] == sum(value.item() for value in values)
+    assert add_up([]) == (0.0, {})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])

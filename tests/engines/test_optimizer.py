@@ -7,40 +7,28 @@ from hybridflow.config import OptimizerConfig
 from hybridflow.engines.optimizer import build_adamw, learning_rate
 
 
-def rates(steps: range, total_steps: int, **config) -> list[float]:
-    return [learning_rate(OptimizerConfig(lr=2.0, **config), step, total_steps) for step in steps]
-
-
-def test_constant_schedule_is_constant():
-    assert rates(range(3), 3) == [2.0, 2.0, 2.0]
-
-
-def test_warm_up_is_linear_and_ends_at_peak():
-    assert rates(range(6), 10, warmup_steps=4) == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
-
-
-def test_linear_schedule_decreases_in_equal_steps():
-    assert rates(range(6), 5, schedule="linear") == pytest.approx([2.0, 1.6, 1.2, 0.8, 0.4, 0.0])
-
-
-def test_linear_schedule_starts_after_warm_up_and_ends_at_minimum():
-    assert rates(range(8), 6, schedule="linear", warmup_steps=2, min_lr_ratio=0.5) == pytest.approx(
-        [1.0, 2.0, 2.0, 1.75, 1.5, 1.25, 1.0, 1.0]
-    )
-
-
-def test_cosine_schedule_is_halfway_in_the_middle():
-    # (1 + cos(pi * progress)) for progress 0, 1/4, 1/2, 3/4, 1
-    assert rates(range(5), 4, schedule="cosine") == pytest.approx([2.0, 1 + math.sqrt(0.5), 1.0, 1 - math.sqrt(0.5), 0])
-    assert rates(range(4, 5), 4, schedule="cosine", min_lr_ratio=0.1) == pytest.approx([0.2])
-
-
-def test_warm_up_longer_than_run_does_not_reach_peak():
-    assert rates(range(3), 3, warmup_steps=8, schedule="cosine") == [0.25, 0.5, 0.75]
-
-
-def test_steps_after_the_last_keep_the_final_rate():
-    assert rates(range(10, 12), 4, schedule="linear", min_lr_ratio=0.25) == [0.5, 0.5]
+@pytest.mark.parametrize(
+    ("steps", "total_steps", "config", "expected"),
+    [
+        (range(3), 3, {}, [2.0, 2.0, 2.0]),
+        (range(6), 10, {"warmup_steps": 4}, [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]),  # linear, to the peak
+        (range(6), 5, {"schedule": "linear"}, [2.0, 1.6, 1.2, 0.8, 0.4, 0.0]),
+        (
+            range(8),
+            6,
+            {"schedule": "linear", "warmup_steps": 2, "min_lr_ratio": 0.5},
+            [1.0, 2.0, 2.0, 1.75, 1.5, 1.25, 1.0, 1.0],
+        ),
+        # 1 + cos(pi * progress) for progress 0, 1/4, 1/2, 3/4, 1
+        (range(5), 4, {"schedule": "cosine"}, [2.0, 1 + math.sqrt(0.5), 1.0, 1 - math.sqrt(0.5), 0]),
+        (range(4, 5), 4, {"schedule": "cosine", "min_lr_ratio": 0.1}, [0.2]),
+        (range(3), 3, {"warmup_steps": 8, "schedule": "cosine"}, [0.25, 0.5, 0.75]),  # a run shorter than its warm-up
+        (range(10, 12), 4, {"schedule": "linear", "min_lr_ratio": 0.25}, [0.5, 0.5]),  # steps after the last
+    ],
+)
+def test_learning_rates_follow_the_schedule(steps, total_steps, config, expected):
+    rates = [learning_rate(OptimizerConfig(lr=2.0, **config), step, total_steps) for step in steps]
+    assert rates == pytest.approx(expected)
 
 
 def test_only_matrices_have_weight_decay():

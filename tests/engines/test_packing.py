@@ -44,31 +44,21 @@ def test_padded_rows_are_left_aligned():
     assert padded.positions.tolist() == [1, 2, 6]
     assert padded.labels.tolist() == [21, 22, 23]
     assert (padded.num_tokens, padded.num_computed_tokens) == (9, 12)
-
-
-def test_padded_width_is_that_of_the_longest_row():
-    rows = DataProto.from_dict(
-        {
-            "input_ids": torch.tensor([[1, 2, 3, 4, 0, 0], [0, 0, 5, 6, 7, 8]]),
-            "attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]]),
-            "response_mask": torch.tensor([[True, False, False], [True, True, True]]),
-        }
-    )
-    assert pad(rows).input_ids.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert sequence_lengths(ROWS).tolist() == [4, 4, 1]
 
 
 @pytest.mark.parametrize("arrange", [pack, pad])
-def test_response_mask_with_holes_selects_its_tokens(arrange):
-    arranged = arrange(with_masks([1, 1, 1, 1, 1, 1], [True, False, True]))
-    assert arranged.labels.tolist() == [21, 23]
-    assert arranged.input_ids.flatten()[arranged.positions].tolist() == [13, 22]
-
-
-@pytest.mark.parametrize("arrange", [pack, pad])
-def test_first_counted_token_may_come_later(arrange):
-    arranged = arrange(with_masks([0, 1, 1, 1, 1, 0], [False, True, False]))
-    assert arranged.labels.tolist() == [22]
-    assert arranged.input_ids.flatten()[arranged.positions].tolist() == [21]
+@pytest.mark.parametrize(
+    ("attention_mask", "response_mask", "labels", "predictors"),
+    [
+        ([1, 1, 1, 1, 1, 1], [True, False, True], [21, 23], [13, 22]),
+        ([0, 1, 1, 1, 1, 0], [False, True, False], [22], [21]),
+    ],
+)
+def test_counted_tokens_may_have_holes(arrange, attention_mask, response_mask, labels, predictors):
+    arranged = arrange(with_masks(attention_mask, response_mask))
+    assert arranged.labels.tolist() == labels
+    assert arranged.input_ids.flatten()[arranged.positions].tolist() == predictors
 
 
 def test_to_rows_scatters_values_and_is_differentiable():
@@ -79,10 +69,6 @@ def test_to_rows_scatters_values_and_is_differentiable():
     (rows * torch.tensor([[10.0, 20.0], [30.0, 40.0], [50.0, 60.0]])).sum().backward()
     assert values.grad is not None
     assert values.grad.tolist() == [10, 20, 30]
-
-
-def test_sequence_lengths_count_real_tokens():
-    assert sequence_lengths(ROWS).tolist() == [4, 4, 1]
 
 
 @pytest.mark.parametrize("arrange", [pack, pad])

@@ -1,21 +1,33 @@
 """Slices of weights, by real processes on gloo, equal the whole weights; planted bugs are errors on all ranks."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed.tensor import Shard
 
+from fixtures.layout_program import BY_ROWS, run_jobs
 from fixtures.published_models import MODELS
 from hybridflow.engines.resharding import plan_exchange
 from hybridflow.models import build_without_weights
 from hybridflow.models.tensor_parallel import placement_of
 from hybridflow.runtime.boxes import num_elements, whole_box
 
-PROGRAM = Path(__file__).parent / "resharding_program.py"
-LAYOUTS = ("data 4, 2", "data 4, 4", "bfloat16", "tensor 2", "tensor 2, engine 4", "tensor 4", "host")
-BY_ROWS = "model.layers.0.mlp.up_proj.weight"
+LAYOUTS = {
+    "data 4, 2": {},
+    "data 4, 4": {"engine_ranks": 4},
+    "bfloat16": {"dtype": "bfloat16"},
+    "tensor 2": {"tensor": 2},
+    "tensor 2, engine 4": {"tensor": 2, "engine_ranks": 4},
+    "tensor 4": {"tensor": 4},
+    "host": {"offload": "host"},
+}
+PLANTED = ("whole on one rank", "overlap", "gap", "bit", "rows")
+
+
+def on_four_ranks(test):
+    """Mark a test of slices that four processes exchange."""
+    return pytest.mark.runs(pytest.mark.own_run("grpo: four ranks, and planted bugs")(test))
 
 
 HELD = [((0, 2), (0, 6)), ((2, 4), (0, 6)), ((4, 6), (0, 6)), ((6, 8), (0, 6))]
@@ -69,69 +81,58 @@ def test_rank_of_a_7b_model_receives_a_quarter_of_the_bytes(tmp_path):
 
 @pytest.fixture(scope="module")
 def ranks(tiny_model, run_world, tmp_path_factory):
-    output = tmp_path_factory.mktemp("resharding")
-    run_world(PROGRAM, 4, tiny_model("qwen2", num_key_value_heads=4, intermediate_size=52, vocab_size=41), output)
-    return [json.loads((output / f"{rank}.json").read_text()) for rank in range(4)]
+    """Return by layout and planted bug the names of weights with wrong elements, bytes and error of each rank."""
+    model = tiny_model("qwen2", num_key_value_heads=4, intermediate_size=52, vocab_size=41)
+    options = LAYOUTS | {"adapters": {"lora": 2}} | {plant: {"plant": plant} for plant in PLANTED}
+    job = {"do": "reshard", "model": model, "dtype": "float32"}
+    jobs = [(4, {"name": name, **job, **more}) for name, more in options.items()]
+    done = run_jobs(run_world, tmp_path_factory.mktemp("resharding"), jobs)
+    return {name: result.ranks for name, result in done.items()}
 
 
-@pytest.mark.slow
+@on_four_ranks
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_slices_equal_the_parts_of_whole_weights(ranks, layout):
-    for rank in ranks:
-        result = rank[layout]
-        assert result["wrong"] == []
-        assert "error" not in result
-        names = {name.split(".")[-2] for name in result["sliced names"]}
+    for result in ranks[layout]:
+        assert (result["wrong"], result["error"]) == ([], "")
+        names = {name.split(".")[-2] for name in result["sliced_names"]}
         assert names == {"embed_tokens", "lm_head", "q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
-@pytest.mark.slow
+@on_four_ranks
 @pytest.mark.parametrize(
     ("layout", "share"),
     [("data 4, 2", 1 / 2), ("data 4, 4", 1 / 4), ("bfloat16", 1 / 2), ("host", 1 / 2), ("tensor 4", 1 / 2)],
 )
 def test_ranks_receive_less_than_whole_weights(ranks, layout, share):
-    whole, sliced = (sum(rank[layout][key] for rank in ranks) for key in ("whole", "sliced"))
+    whole, sliced = (sum(result[key] for result in ranks[layout]) for key in ("whole", "sliced"))
     assert sliced / whole == pytest.approx(share, abs=0.09)  # keys and norms are whole
+    # With equal tensor parallel a rank needs the other half of its slice, which one rank along the data axis holds.
+    assert all(result["sliced"] < 0.5 * result["whole"] for result in ranks["tensor 2"])
 
 
-@pytest.mark.slow
-def test_equal_tensor_parallel_of_trainer_and_engine_stays_in_its_group(ranks):
-    # A rank needs the other half of its slice, which one rank along the data axis holds. Norms and keys are whole.
-    for rank in ranks:
-        other = rank["tensor 2"]
-        assert other["sliced"] < 0.5 * other["whole"]
-
-
-@pytest.mark.slow
+@on_four_ranks
 def test_weights_without_a_slice_on_every_rank_are_whole(ranks):
-    for rank in ranks:
-        assert rank["whole on one rank"]["wrong"] == rank["adapters"]["wrong"] == []
-        assert BY_ROWS not in rank["whole on one rank"]["sliced names"]
-        assert rank["whole on one rank"]["sliced names"]
-        assert rank["adapters"]["sliced names"] == []
+    for whole, adapters in zip(ranks["whole on one rank"], ranks["adapters"], strict=True):
+        assert whole["wrong"] == adapters["wrong"] == adapters["sliced_names"] == []
+        assert BY_ROWS not in whole["sliced_names"]
+        assert whole["sliced_names"]
 
 
-@pytest.mark.slow
+@on_four_ranks
 def test_slices_that_are_not_the_whole_weight_are_errors(ranks):
-    for rank in ranks:
-        assert rank["overlap"]["error"] == (
+    for overlap, gap in zip(ranks["overlap"], ranks["gap"], strict=True):
+        assert overlap["error"] == (
             f"weight '{BY_ROWS}': the ranks of the rollout engines load 960 elements in different slices, but the "
             "weight has 1664."
         )
-        assert rank["overlap"]["sliced names"] == []
+        assert overlap["sliced_names"] == []
+        assert gap["wrong"] == []  # each slice has the elements that the rank wanted
+        assert f"1 weight(s), the first is '{BY_ROWS}', differ between" in gap["error"]
 
 
-@pytest.mark.slow
-def test_slices_that_overlap_and_leave_a_gap_are_an_error(ranks):
-    for rank in ranks:
-        assert rank["gap"]["wrong"] == []  # each slice has the elements that the rank wanted
-        assert f"1 weight(s), the first is '{BY_ROWS}', differ between" in rank["gap"]["error"]
-
-
-@pytest.mark.slow
+@on_four_ranks
 @pytest.mark.parametrize("bug", ["bit", "rows"])
 def test_elements_changed_on_one_rank_are_an_error_on_all(ranks, bug):
-    assert all("differ between the trainer and the slices" in rank[bug]["error"] for rank in ranks)
-    assert ranks[1][bug]["wrong"]
-    assert torch.tensor([len(rank[bug]["wrong"]) for rank in (ranks[0], *ranks[2:])]).sum() == 0
+    assert all("differ between the trainer and the slices" in result["error"] for result in ranks[bug])
+    assert [bool(result["wrong"]) for result in ranks[bug]] == [False, True, False, False]

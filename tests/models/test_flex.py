@@ -32,10 +32,13 @@ def from_scratch(on_flex):
     torch.compiler.reset()
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize(
-    "kv_heads", [2, pytest.param(6, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)]
+    "kv_heads", [2, pytest.param(6, marks=pytest.mark.exhaustive), pytest.param(1, marks=pytest.mark.exhaustive)]
 )
-@pytest.mark.parametrize("families", FAMILIES)
+@pytest.mark.parametrize(
+    "families", [FAMILIES[4], *(pytest.param(f, marks=pytest.mark.exhaustive) for f in FAMILIES[:4])]
+)
 def test_outputs_and_gradients_equal_dense_attention(on_flex, families, kv_heads):
     layer = random_layer(sum(map(sum, families)), 6, kv_heads, 16, torch.float64, value_dim=24)
     plan = SharedPromptPlan(families)
@@ -44,7 +47,8 @@ def test_outputs_and_gradients_equal_dense_attention(on_flex, families, kv_heads
     assert max(errors(ours, dense_results(families, layer, 0.3))) < 1e-13
 
 
-@pytest.mark.parametrize("filling", [1, 5])
+@pytest.mark.runs
+@pytest.mark.parametrize("filling", [5, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_filling_changes_no_other_token(on_flex, filling):
     families = FAMILIES[0]
     layer = random_layer(380 + filling, 6, 2, 16, torch.float64)
@@ -56,7 +60,7 @@ def test_filling_changes_no_other_token(on_flex, filling):
     torch.testing.assert_close(whole[:, :380], alone, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_all_micro_batches_share_one_compiled_graph(from_scratch):
     for families in (FAMILIES[0], FAMILIES[3], FAMILIES[4], ((1000, 300),), ((500, 1, 1, 1), (200,))):
         layer = random_layer(sum(map(sum, families)), 6, 2, 16, torch.float64)
@@ -67,7 +71,7 @@ def test_all_micro_batches_share_one_compiled_graph(from_scratch):
     assert not counters["graph_break"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_mask_is_built_once_for_all_layers(on_flex, monkeypatch):
     from hybridflow.models import shared_prompts
 
@@ -80,13 +84,13 @@ def test_mask_is_built_once_for_all_layers(on_flex, monkeypatch):
     assert plan == SharedPromptPlan(FAMILIES[0])  # equal by its families, not by what it holds
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_process_may_hold_more_compiled_variants_than_the_default(on_flex):
     SharedPromptPlan(FAMILIES[3]).attend(0, *random_layer(130, 2, 1, 16, torch.float64), 0.3)
     assert torch._dynamo.config.recompile_limit >= MAX_VARIANTS > 8
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")  # warnings of torch.compile
 def test_compiled_kernel_for_the_cpu_equals_dense_attention(from_scratch, monkeypatch):
     monkeypatch.setattr("hybridflow.models.flex.BACKEND", "inductor")

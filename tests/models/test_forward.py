@@ -62,7 +62,12 @@ def error(ours, exact):
     return float((ours.double() - exact.double()).norm() / exact.double().norm())
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+def in_ci(*names):
+    """Return all variants; those that are not named are exhaustive."""
+    return [name if name in names else pytest.param(name, marks=pytest.mark.exhaustive) for name in VARIANTS]
+
+
+@pytest.mark.parametrize("variant", in_ci("llama with biases", "qwen3", "tied", "yarn"))
 def test_fused_pass_equals_model_code(variant, kernels, tiny_model):
     family, config = VARIANTS[variant]
     model = load_causal_lm(tiny_model(family, **config))
@@ -74,7 +79,9 @@ def test_fused_pass_equals_model_code(variant, kernels, tiny_model):
         assert error(fused[name], value) < 2e-5, name
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("llama", "qwen2"))]
+)
 def test_bfloat16_fused_pass_is_as_close_to_float32_as_model_code(family, kernels, tiny_model):
     exact_model, model = (load_causal_lm(tiny_model(family), dtype) for dtype in (torch.float32, torch.bfloat16))
     inputs = packed_input()
@@ -85,9 +92,8 @@ def test_bfloat16_fused_pass_is_as_close_to_float32_as_model_code(family, kernel
         assert error(fused[name], value) < max(1.5 * error(own[name], value), 0.01), name
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_critic_values_equal_those_of_model_code(family, kernels, tiny_model):
-    model = load_value_model(tiny_model(family))
+def test_critic_values_equal_those_of_model_code(kernels, tiny_model):
+    model = load_value_model(tiny_model("qwen3"))
     with torch.no_grad():
         model.score.weight.normal_(generator=torch.Generator().manual_seed(0))
     inputs = packed_input()
@@ -163,9 +169,8 @@ def test_read_logits_returns_no_views(tiny_model):
     assert values._base is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_in_memory_are_limited(dtype, tiny_model):
-    model = load_causal_lm(tiny_model(vocab_size=20_000, hidden_size=8, intermediate_size=8), dtype)
+def test_logits_in_memory_are_limited(tiny_model):
+    model = load_causal_lm(tiny_model(vocab_size=20_000, hidden_size=8, intermediate_size=8), torch.bfloat16)
     inputs, positions = packed_input(), torch.arange(sum(LENGTHS))
     forward = FusedForward(model)
     largest = {}
@@ -187,9 +192,12 @@ def test_padded_rows_are_computed_in_one_call(tiny_model):
     torch.testing.assert_close(fused, OwnForward(model)(**inputs))
 
 
-def test_other_activation_uses_model_code(tiny_model):
-    model = load_causal_lm(tiny_model(hidden_act="gelu"))
-    assert isinstance(forward_of(model), OwnForward)
+def test_other_activations_and_length_dependent_angles_use_model_code(tiny_model):
+    assert isinstance(forward_of(load_causal_lm(tiny_model(hidden_act="gelu"))), OwnForward)
+    for kind in ("dynamic", "longrope"):
+        model = load_causal_lm(tiny_model())
+        model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": kind}
+        assert isinstance(forward_of(model), OwnForward)
 
 
 def test_rotary_table_grows_with_positions(tiny_model):
@@ -213,8 +221,8 @@ def decoded(forward, steps=3):
     return torch.cat(logits)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("variant", in_ci("llama with biases", "qwen3", "tied", "llama3"))
 def test_compiled_decoder_gives_logits_of_model_code(variant, dtype, tiny_model):
     family, config = VARIANTS[variant]
     exact_model, model = (load_causal_lm(tiny_model(family, **config), d) for d in (torch.float64, dtype))
@@ -260,40 +268,19 @@ def test_gradients_use_model_weights_while_weights_are_packed(tiny_model):
         assert torch.equal(value, expected[name]), name
 
 
-def test_linear_subclass_is_called_and_not_packed(tiny_model):
+@pytest.mark.parametrize("module", ["linear", "embedding"])
+def test_a_subclass_is_called_and_not_packed(module, tiny_model):
     model = load_causal_lm(tiny_model())
+    parent, name = (model.model.layers[0].self_attn, "o_proj") if module == "linear" else (model.model, "embed_tokens")
+    plain = getattr(parent, name)
 
-    class Adapter(torch.nn.Linear):
+    class Changed(type(plain)):
         def forward(self, x):
-            return super().forward(x) + 1
+            return 2 * super().forward(x) + 1
 
-    plain = model.model.layers[0].self_attn.o_proj
-    adapter = Adapter(plain.in_features, plain.out_features, bias=False)
-    adapter.weight = plain.weight
-    model.model.layers[0].self_attn.o_proj = adapter
-    forward = forward_of(model)
-    with torch.no_grad():
-        forward.pack_weights()
-        torch.testing.assert_close(decoded(forward), decoded(OwnForward(model)))
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_length_dependent_rotary_angles_use_model_code(kind, tiny_model):
-    model = load_causal_lm(tiny_model())
-    model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": kind}
-    assert isinstance(forward_of(model), OwnForward)
-
-
-def test_embedding_subclass_is_called_and_not_packed(tiny_model):
-    model = load_causal_lm(tiny_model())
-
-    class Scaled(torch.nn.Embedding):
-        def forward(self, x):
-            return 2 * super().forward(x)
-
-    scaled = Scaled(*model.model.embed_tokens.weight.shape)
-    scaled.weight = model.model.embed_tokens.weight
-    model.model.embed_tokens = scaled
+    changed = Changed(*reversed(plain.weight.shape), bias=False) if module == "linear" else Changed(*plain.weight.shape)
+    changed.weight = plain.weight
+    setattr(parent, name, changed)
     forward = forward_of(model)
     with torch.no_grad():
         forward.pack_weights()

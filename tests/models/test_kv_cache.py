@@ -38,19 +38,13 @@ def test_rows_of_group_share_prompt_and_later_rows_keep_earlier_ones():
     later, (_, later_key, _) = prefilled([3], seed=2)
     cache.append(later, torch.tensor([0]), capacity=6)
     assert cache.lengths.tolist() == [2, 2, 1, 3]
-    assert cache.keys[0].shape == (4, KV_HEADS, 6, DIM)
-    assert cache.values[0].shape == (4, KV_HEADS, 6, DIM)
+    assert cache.keys[0].shape == cache.values[0].shape == (4, KV_HEADS, 6, DIM)
     assert torch.equal(cache.keys[0][0, :, :2], key[0, :, :2])
     assert torch.equal(cache.keys[0][0], cache.keys[0][1])
     assert torch.equal(cache.values[0][2, :, :1], value[0, :, 2:])
     assert torch.equal(cache.keys[0][3, :, :3], later_key[0])
-
-
-def test_short_later_row_does_not_shrink_capacity():
-    cache = KVCache(torch.device("cpu"))
-    cache.append(prefilled([5], seed=1)[0], torch.tensor([0]), capacity=9)
     cache.append(prefilled([1], seed=2)[0], torch.tensor([0]), capacity=3)
-    assert cache.keys[0].shape[2] == cache.values[0].shape[2] == cache.capacity == 9
+    assert cache.keys[0].shape[2] == cache.values[0].shape[2] == cache.capacity == 6  # it does not shrink
 
 
 def test_keep_moves_rows_to_given_order():

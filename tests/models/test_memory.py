@@ -1,9 +1,7 @@
 """The memory formula against peaks measured on the CPU, and against hand counts."""
 
 import gc
-import json
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +17,6 @@ from hybridflow.models import (
     training_memory,
 )
 
-PROGRAM = Path(__file__).parents[1] / "fixtures/memory_of_rank.py"
 TOKENS, PROMPT_LEN = 1024, 8
 SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 8}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 1024, "tie_word_embeddings": True}
@@ -72,20 +69,23 @@ def check(estimate, bytes_measured):
     assert estimate.total == pytest.approx(bytes_measured, rel=0.15), asdict(estimate)
 
 
-@pytest.mark.slow
+@pytest.mark.runs
 @pytest.mark.parametrize(
     ("family", "dtype", "vocab_size", "recomputes", "length"),
     [
+        ("qwen3", "bfloat16", 512, True, 256),
         ("qwen2", "float32", 512, False, 256),
-        ("qwen2", "float32", 512, True, 256),
-        ("qwen2", "float32", 20000, False, 1024),
-        ("qwen2", "bfloat16", 512, False, 1024),
-        ("qwen2", "bfloat16", 512, True, 256),
-        ("qwen2", "bfloat16", 20000, True, 256),
-        ("qwen3", "float32", 512, False, 1024),
-        ("qwen3", "bfloat16", 512, False, 256),
-        ("qwen3", "bfloat16", 512, False, 1024),
-        ("qwen3", "bfloat16", 20000, False, 256),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (
+                ("qwen2", "float32", 512, True, 256),
+                ("qwen2", "float32", 20000, False, 1024),
+                ("qwen2", "bfloat16", 512, False, 1024),
+                ("qwen2", "bfloat16", 20000, True, 256),
+                ("qwen3", "float32", 512, False, 1024),
+                ("qwen3", "bfloat16", 20000, False, 256),
+            )
+        ),
     ],
 )
 def test_training_memory_is_within_15_percent(directory_of, family, dtype, length, vocab_size, recomputes):
@@ -95,7 +95,7 @@ def test_training_memory_is_within_15_percent(directory_of, family, dtype, lengt
     check(training_memory(model_sizes(directory), layout, TOKENS, responses(length)), peak)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("vocab_size", [512, 20000])
 def test_forward_memory_is_within_15_percent(directory_of, dtype, vocab_size):
@@ -106,7 +106,7 @@ def test_forward_memory_is_within_15_percent(directory_of, dtype, vocab_size):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_memory_of_logits_in_parts_is_within_15_percent(directory_of, monkeypatch):
     from hybridflow.models import forward
 
@@ -117,7 +117,7 @@ def test_memory_of_logits_in_parts_is_within_15_percent(directory_of, monkeypatc
     check(training_memory(model_sizes(directory), layout, TOKENS, responses(256)), peak)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory_of_adapters_is_within_15_percent(directory_of, dtype):
     pytest.importorskip("peft")
@@ -136,7 +136,7 @@ def without_kernels():
     use_kernels(True)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("without_kernels")
 @pytest.mark.filterwarnings("ignore")  # warnings of torch.compile
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
@@ -149,7 +149,7 @@ def test_memory_of_the_operations_of_a_gpu_is_within_15_percent(directory_of, fa
     check(training_memory(model_sizes(directory), layout, TOKENS, responses(256)), peak)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("without_kernels")
 def test_eager_norms_in_bfloat16_keep_a_float32_copy_of_their_input(directory_of):
     peak = measured(directory_of(), 256, dtype="bfloat16")
@@ -160,7 +160,8 @@ def test_eager_norms_in_bfloat16_keep_a_float32_copy_of_their_input(directory_of
     assert estimate.total + attention == pytest.approx(peak, rel=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.own_run("grpo: two ranks")
 @pytest.mark.parametrize(
     "layout",
     [
@@ -173,13 +174,19 @@ def test_eager_norms_in_bfloat16_keep_a_float32_copy_of_their_input(directory_of
     ids=lambda layout: "-".join(f"{name}_{value}" for name, value in layout.items()),
 )
 def test_memory_of_sharded_ranks_is_within_15_percent(directory_of, run_world, tmp_path, layout):
+    from fixtures.layout_program import run_jobs
+
     directory = directory_of(vocab_size=4000)
-    run_world(PROGRAM, 2, directory, tmp_path / "peak.json", json.dumps(layout))
+    axes = {"dtype": layout["dtype"], "checkpointing": layout.get("gradient_checkpointing", False)}
+    axes |= {axis: layout[axis] for axis in ("tensor", "sequence") if axis in layout}
+    job = {"name": "rank", "do": "measure", "model": directory, "max_tokens": TOKENS, **axes}
+    job |= {"num_rows": 2 * TOKENS * layout.get("sequence", 1) // 256, "lengths": [PROMPT_LEN, 256 - PROMPT_LEN]}
+    peak = run_jobs(run_world, tmp_path, [(2, job)])["rank"].peak
     estimate = training_memory(model_sizes(directory), MemoryLayout(kernels="cpu", **layout), TOKENS, responses(256))
-    check(estimate, json.loads((tmp_path / "peak.json").read_text()))
+    check(estimate, peak)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_generation_memory_is_within_15_percent(directory_of, dtype):
     from fixtures.peak_memory import peak_bytes

@@ -33,12 +33,17 @@ GPT2 = {
     ("family", "config"),
     [
         ("GPT2", GPT2),
-        ("GPTNeoX", SMALL),
-        ("Gemma", SMALL | {"head_dim": 8}),
         ("Mistral", SMALL | {"sliding_window": None}),
-        ("Olmo2", SMALL),
-        ("Cohere", SMALL),
-        ("Mixtral", SMALL | {"num_local_experts": 2}),
+        *(
+            pytest.param(family, SMALL | changes, marks=pytest.mark.exhaustive)
+            for family, changes in {
+                "GPTNeoX": {},
+                "Gemma": {"head_dim": 8},
+                "Olmo2": {},
+                "Cohere": {},
+                "Mixtral": {"num_local_experts": 2},
+            }.items()
+        ),
     ],
 )
 def test_other_families_with_full_attention_work(tmp_path, family, config):

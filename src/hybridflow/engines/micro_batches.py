@@ -104,10 +104,10 @@ def spread_micro_batches(
     partition = balanced_partition([sum(costs[row] for row in unit) for unit in members], count)
     parts = [[row for unit in part for row in members[unit]] for part in partition]
     if not packing or any(sum(tokens[unit] for unit in part) > max_tokens for part in partition):
-        parts = [micro_batch.tolist() for micro_batch in plan]
+        parts = [micro_batch.tolist() for micro_batch in plan] or [[]]
         while len(parts) < count:
             parts.sort(key=len)
-            longest = parts.pop() if parts else []
+            longest = parts.pop()
             parts += [longest[: len(longest) // 2], longest[len(longest) // 2 :]]
     parts.sort(key=lambda part: -sum(costs[row] for row in part))
     return [torch.tensor(part, dtype=torch.int64) for part in parts]
