@@ -219,7 +219,7 @@ def test_one_optimizer_step_per_batch_is_on_policy(overrides, is_on_policy):
     assert load_config(None, overrides.split()).is_on_policy is is_on_policy
 
 
-def test_a_config_built_in_python_can_be_checked_and_all_problems_are_reported():
+def test_a_config_of_python_is_checked_and_all_problems_are_reported():
     check(Config())
     with pytest.raises(ConfigError, match=r"1 problem\(s\) in the configuration:\n  memory.max_tokens_per_micro_batch"):
         check(Config(data=DataConfig(max_response_length=20000)))
