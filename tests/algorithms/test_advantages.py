@@ -48,7 +48,7 @@ def test_gae_of_three_tokens_with_gaps_by_hand(filler):
     assert returns.tolist() == [[0, 0.15625, 0, 0.375, 1.0, 0]]
 
 
-def test_lambda_one_gives_rewards_to_go_and_lambda_zero_the_next_difference():
+def test_lambda_one_gives_rewards_to_go_and_zero_the_next_difference():
     columns = ([[1.0, 2.0, 4.0]], [[8.0, 16.0, 32.0]], [[True, True, True]])
     advantages, returns = gae(*columns, gamma=1.0, lam=1.0)
     assert (advantages.tolist(), returns.tolist()) == ([[-1, -10, -28]], [[7, 6, 4]])

@@ -35,7 +35,7 @@ def test_log_probs_and_entropies_by_hand():
     assert entropies.item() == pytest.approx(-(0.8 * math.log(0.8) + 0.2 * math.log(0.2)), rel=1e-6)
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(deadline=None, derandomize=True, max_examples=100)
 @given(st.randoms(use_true_random=True))
 def test_values_and_gradients_equal_those_of_softmax(rng):
     rows, length, vocab = rng.randint(1, 3), rng.randint(0, 4), rng.randint(1, 19)
@@ -177,7 +177,7 @@ def test_a_repeated_candidate_gets_both_gradients():
     torch.testing.assert_close(logits.grad, wanted)
 
 
-def test_candidates_are_the_most_likely_and_can_be_limited_to_the_first_entries():
+def test_candidates_are_the_most_likely_of_the_first_entries():
     for below in (11, 5):
         ids, log_probs = top_log_probs_from_logits(LOGITS, 3, below=below)
         wanted = LOGITS.log_softmax(-1)[..., :below].topk(3)

@@ -83,7 +83,7 @@ def test_the_page_shows_the_declared_needs(key, table):
     assert shown in PAGE, f"put this into docs/algorithms.md:\n{shown}"
 
 
-def test_the_examples_of_the_page_run_as_one_script_and_all_names_are_there():
+def test_the_examples_of_the_page_run_and_all_names_are_there():
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
     assert len(blocks) >= 9
     exec(compile("\n".join(blocks), "algorithms.md", "exec"), {"__name__": "__main__"})

@@ -3,6 +3,7 @@ import pytest
 from hybridflow.algorithms.declarations import ESTIMATORS, LOSSES, Estimator, Loss
 from hybridflow.config import Config, DataConfig, check, load_config
 from hybridflow.config.checks import contradictions
+from hybridflow.config.environment import wrong_variable
 from hybridflow.errors import ConfigError
 
 VLLM, RAY, LOOSE = "rollout.backend=vllm", "controller.backend=ray", "trainer.deterministic=false"
@@ -13,7 +14,14 @@ LEND = f"placement.lend=true {LENT}"
 # Words in a row are separated by spaces; a value has none.
 POOLS = "controller.backend=ray placement.pools={a=[1],b=[1,2]} placement.roles.rollout=b"
 STREAM = "trainer.stream=true"
+ON_B = "placement.roles.rollout=b"
+EPISODES = "environment.classes={a='a.py:A'} environment.max_rows=2"
 CONTRADICTIONS = [
+    ("controller.address=x", "controller.address is set, but controller.backend='local' has one process"),
+    ("placement.pools={a=[1]}", "placement.pools is set, but controller.backend='local' has one process"),
+    ("recovery.slow_factor=1.4", "equal ranks differ by less; use at least 1.5, or 0"),
+    (f"{EPISODES} actor.loss_aggregation=seq-mean-token-sum", "would count the rows of an episode as sequences"),
+    (f"{EPISODES} algorithm.rollout_weights=sequence", "would weigh each row of an episode by itself"),
     ("data.train_batch_size=6 actor.mini_batch_size=4", "divide data.train_batch_size=6; use 1, 2, 3 or 6"),
     ("data.train_batch_size=1 critic.mini_batch_size=2", "not divide data.train_batch_size=1; use 1"),
     ("rollout.group_size=1", "makes every advantage of algorithm.advantage='grpo' 0; use a group_size of 2"),
@@ -199,6 +207,9 @@ def test_a_contradiction_of_a_feature_that_is_removed_is_named(overrides, proble
         f"{STREAM} {RAY} placement.pools={{learn=[2]}} parallel.sequence=2",
         f"{STREAM} {RAY} placement.pools={{learn=[2,2]}} parallel.sequence=2",
         "data.train_batch_size=100000000000",
+        f"{EPISODES} actor.loss_aggregation=token-mean algorithm.rollout_weights=token",
+        "recovery.slow_factor=1.5",
+        f"rollout.replay=x rollout.on_new_weights=retract {LAG} placement.pools={{a=[1],b=[1]}} {ON_B}",
     ],
 )
 def test_consistent_settings_pass(overrides):
@@ -219,7 +230,7 @@ def test_one_optimizer_step_per_batch_is_on_policy(overrides, is_on_policy):
     assert load_config(None, overrides.split()).is_on_policy is is_on_policy
 
 
-def test_a_config_built_in_python_can_be_checked_and_all_problems_are_reported():
+def test_a_config_of_python_is_checked_and_all_problems_are_reported():
     check(Config())
     with pytest.raises(ConfigError, match=r"1 problem\(s\) in the configuration:\n  memory.max_tokens_per_micro_batch"):
         check(Config(data=DataConfig(max_response_length=20000)))
@@ -244,3 +255,20 @@ def test_declared_columns_decide_the_models_of_a_run(monkeypatch):
     monkeypatch.setitem(ESTIMATORS, "grpo", Estimator("grpo:grpo_advantages", extra_columns=("values",)))
     monkeypatch.setitem(LOSSES, "ppo", Loss("ppo:ppo_policy_loss", extra_columns=("ref_log_probs",)))
     assert (Config().uses_critic, Config().uses_reference) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("environment", "problem"),
+    [
+        ({"A": "x"}, None),
+        ([1], "[1] is not a mapping from names of variables to texts"),
+        ({"A": 3}, "A=3 is not a text"),
+        ({"A": "x\0"}, "A='x\\x00' is not a text"),
+        ({"A": "\ud800"}, "A='\\ud800' is not a text"),
+        ({"1A": "x"}, "'1A' is not the name of a variable; expected letters, digits and _"),
+        ({3: "x"}, "3 is not the name of a variable; expected letters, digits and _"),
+        ({"A": "x", "RANK": "1"}, "RANK is set by the backend for each rank; leave it out"),
+    ],
+)
+def test_variables_of_worker_processes_are_named_texts(environment, problem):
+    assert wrong_variable(environment) == problem

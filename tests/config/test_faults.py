@@ -36,6 +36,10 @@ def test_an_entry_is_parsed_and_written_back():
     assert fault == Fault(12, "kill", "critic/3", "backward")
     assert str(fault) == "12: kill critic/3 in backward"
     assert Fault.of_text(str(fault)) == fault
+    empty, planned, drawn = (
+        load_config(None, given).faults for given in ([], [plan("1: kill driver in step")], ["faults.random=1"])
+    )
+    assert [faults.is_empty for faults in (empty, planned, drawn)] == [True, False, False]
 
 
 @pytest.mark.parametrize(

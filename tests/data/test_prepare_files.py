@@ -293,7 +293,7 @@ def test_gsm8k_truths_lose_commas_and_a_line_separator_is_no_line_end(tmp_path):
     assert [row["reward_model"]["ground_truth"] for row in (first, second)] == ["-3.5", "1450"]
 
 
-def test_the_column_answer_of_math_is_the_ground_truth_where_it_has_a_value(tmp_path):
+def test_the_column_answer_of_math_is_the_truth_where_it_has_a_value(tmp_path):
     rows = [
         {"problem": "a", "solution": r"\boxed{1}", "answer": "7", "subject": "Algebra", "level": 5},
         {"problem": "b", "solution": r"\boxed{2}", "answer": " ", "subject": "Geometry", "level": 3},

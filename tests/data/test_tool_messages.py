@@ -119,7 +119,7 @@ def test_only_conversations_with_tools_are_episodes(read, tmp_path):
     assert len(read(write_rows(tmp_path / "c.jsonl", [{"messages": episode("add", {}, None)}]))) == 1
 
 
-def test_a_template_that_changes_turns_makes_an_episode_of_a_plain_conversation(read, tmp_path):
+def test_a_template_that_changes_turns_makes_an_episode(read, tmp_path):
     forgetful = TEMPLATE.replace("{{ m.content }}", "{% if m.role == 'user' or loop.last %}{{ m.content }}{% endif %}")
     chat = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate("abcd")]
     ((messages, tools, _),) = read(write_rows(tmp_path / "a.jsonl", [{"messages": chat}]), template=forgetful)

@@ -175,7 +175,7 @@ def test_flags_of_openrlhf_0_11_become_the_same_recipe(converted):
     assert found.left_out == ["some.thing_else=3", f"{limits} limit each, here 1024 and 512"]
 
 
-def test_every_aggregation_of_verl_keeps_its_name_and_other_values_are_left_out(converted):
+def test_aggregations_of_verl_keep_their_names_other_values_are_left_out(converted):
     for mode in AGGREGATIONS:
         found, values = converted(f"x actor_rollout_ref.actor.loss_agg_mode={mode} algorithm.adv_estimator=gae")
         assert (values["actor.loss_aggregation"], found.left_out) == (mode, [])

@@ -76,7 +76,7 @@ def assert_equal(found: DataProto, expected: DataProto) -> None:
 
 TOKENS = st.lists(st.integers(1, 9), max_size=4)
 ROWS = st.lists(st.tuples(TOKENS, TOKENS), max_size=3)
-PROPERTY = settings(deadline=None, derandomize=True, max_examples=150)
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=100)
 
 
 @PROPERTY

@@ -296,7 +296,7 @@ def assert_rows(found: DataProto, rows: list[dict[str, Cell]], kinds: dict[str, 
     assert dtypes == {name: KINDS[kind] for name, kind in kinds.items()}
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(deadline=None, derandomize=True, max_examples=150)
 @given(st.randoms(use_true_random=True))
 def test_operations_on_futures_and_batches_equal_those_on_rows(rng):
     program = Program(rng)

@@ -230,7 +230,7 @@ def test_read_returns_private_columns_and_rows_of_the_batch(columns, rows, compr
 STORED = [arrived(PackedBatch.pack(everything(), pickle.dumps, compress)) for compress in (False, True)]
 
 
-def test_shared_reads_of_records_keep_their_dtype_and_of_objects_are_private():
+def test_shared_reads_of_records_keep_dtypes_and_of_objects_are_private():
     assert STORED[0].read(["aligned"], shared=True).non_tensor_batch["aligned"].dtype == ARRAYS["aligned"].dtype
     STORED[0].read(["objects"], shared=True).non_tensor_batch["objects"][0]["a"] = "written"
     assert STORED[0].read(["objects"], shared=True).non_tensor_batch["objects"][0] == {"a": 1}
@@ -276,7 +276,7 @@ def test_shared_read_returns_views_of_the_store():
     assert whole.batch["x"].sum().item() == 0 + 1 + 77 + 3 + 4 + 5
 
 
-def test_packing_copies_no_contiguous_column_and_sends_only_the_rows_of_a_view():
+def test_packing_copies_no_column_and_sends_only_the_rows_of_a_view():
     data = DataProto.from_dict({"x": torch.arange(1000), "wide": torch.zeros(1000, 10)}, {"n": np.arange(1000)})
     for value in (PackedBatch.pack(data, pickle.dumps), PackedBatch.pack(data), data):
         stream, buffers = out_of_band(value)
