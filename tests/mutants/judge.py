@@ -1,7 +1,189 @@
-import sys
-print("""NOTE FROM THE LEAD: the machine is overloaded (load 15 on 2 cores), so planted faults are postponed: I run them centrally later.
-Do not run judge.py again, and no long test runs: run only the single test files you change, once each, with -x.
-Time is short: write the smaller tests first, largest files first, commit every finished file at once (git add -A tests && git commit).
-By 23:50 (see `date`) everything you have must be committed and the marks of ALL test files of your packages must be set
-(no `slow` left; process starters with own_run + runs/exhaustive). If in doubt: `exhaustive`. Merging starts at 23:55. Then report.""")
-sys.exit(3)
+"""Plants faults in a copy of the project and tells which its tests catch.
+
+    python tests/mutants/judge.py try TREE --only protocol --run ".venv/bin/python -m pytest -x -q tests/protocol"
+    python tests/mutants/judge.py record TREE --seed 42 --out FOLDER --run "make test"
+    python tests/mutants/judge.py judge TREE --out FOLDER
+
+`try` plants one fault after another and runs commands on each. TREE is a clone of the project with its own .venv (and .venv-vllm). `record` marks the faults in its source and runs
+commands there, once each, to see which tests reach which fault. `judge` plants one fault after another and runs only
+the tests that reach it, the fast ones of its package first, until one fails: a test that never computes the faulty
+expression passes as before. It prints one line per fault and writes FOLDER/verdicts.json.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from faults import Fault, draw_faults
+
+SOURCE = Path("src/hybridflow")
+VLLM_TESTS = "vllm"
+
+
+def try_commands(tree: Path, faults: list[Fault], commands: list[str]) -> None:
+    """Plant each fault and run the commands until one fails; print what missed it."""
+    missed = 0
+    for number, fault in enumerate(faults):
+        path, start, caught_by = tree / SOURCE / fault.path, time.time(), ""
+        with replaced(path, fault.replace(path.read_text(), fault.after)):
+            for command in commands:
+                environment = os.environ | {"PYTHONPATH": str(tree / "src")}
+                ended = subprocess.run(
+                    command, shell=True, cwd=tree, env=environment, capture_output=True, text=True, check=False
+                )
+                if ended.returncode:
+                    lines = [line for line in ended.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+                    caught_by = lines[0] if lines else (ended.stdout + ended.stderr)[-200:]
+                    break
+        missed += not caught_by
+        print(
+            f"{number:3} {caught_by or 'MISSED':70.70} {time.time() - start:4.0f} s  "
+            f"{fault.path}:{fault.line} {fault.kind}: {fault.before!r} -> {fault.after!r}",
+            flush=True,
+        )
+    print(f"{missed} of {len(faults)} missed")
+
+
+@contextmanager
+def replaced(path: Path, text: str) -> Iterator[None]:
+    """Give a file another text inside the `with`."""
+    before = path.read_text()
+    path.write_text(text)
+    try:
+        yield
+    finally:
+        path.write_text(before)
+
+
+def record(tree: Path, out: Path, faults: list[Fault], commands: list[str]) -> None:
+    """Run the commands with every fault's expression marked; write FOLDER/record.jsonl."""
+    log = out / "record.jsonl"
+    recorder = (Path(__file__).parent / "recorder.py").read_text().replace("@RECORD@", str(log))
+    for packages in tree.glob(".venv*/lib/python3*/site-packages"):
+        (packages / "fault_recorder.py").write_text(recorder)
+    for number, fault in enumerate(faults):
+        path = tree / SOURCE / fault.path
+        if not fault.path.startswith("rewards/code_"):  # they run in a sandbox, which may not write
+            call = f'(__import__("fault_recorder").hit({number}), {fault.before})[1]'
+            path.write_text(fault.replace(path.read_text(), call))
+    for command in commands:
+        start = time.time()
+        environment = os.environ | {"PYTEST_ADDOPTS": "-p fault_recorder"}
+        ended = subprocess.run(command, shell=True, cwd=tree, env=environment, check=False)
+        print(f"{command}: exit status {ended.returncode} after {time.time() - start:.0f} s", flush=True)
+    subprocess.run(["git", "checkout", "--quiet", str(SOURCE)], cwd=tree, check=True)
+
+
+def read_record(log: Path) -> tuple[dict[int, set[str]], dict[str, float]]:
+    """Return the tests that reach each fault, and the seconds of each test that passed."""
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    tests, fixtures, hits = ([one for one in records if key in one] for key in ("test", "fixture", "hit"))
+    users = defaultdict(set)
+    for test in tests:
+        for name in test["fixtures"]:
+            users[name].add(test["test"])
+    reached: dict[int, set[str]] = defaultdict(set)
+    own = {one["pid"] for one in tests}
+    for one in hits:
+        for interval in fixtures + tests:
+            if interval["start"] <= one["time"] <= interval["end"] + 2 and (
+                interval["pid"] == one["pid"] or one["pid"] not in own
+            ):
+                reached[one["hit"]] |= users[interval["fixture"]] if "fixture" in interval else {interval["test"]}
+    failed = {one["of"].split("@")[0] for one in records if one.get("outcome") in ("failed", "skipped")}
+    seconds = {one["test"]: one["end"] - one["start"] for one in tests if one["test"] not in failed}
+    return {number: found & seconds.keys() for number, found in reached.items()}, seconds
+
+
+def judge(tree: Path, out: Path, faults: list[Fault], limit_s: float) -> list[dict[str, Any]]:
+    """Plant each fault and run the tests that reach it; return one verdict per fault."""
+    reached, seconds = read_record(out / "record.jsonl")
+    verdicts = []
+    for number, fault in enumerate(faults):
+        package = fault.path.split("/")[0].removesuffix(".py")
+        found = reached.get(number, set())
+        if fault.path.startswith("rewards/code_"):
+            found = {name for name in seconds if name.startswith(("tests/rewards/", "tests/attacks/test_programs"))}
+        order = sorted(found, key=lambda name: (not name.startswith(f"tests/{package}/"), seconds[name], name))
+        path = tree / SOURCE / fault.path
+        start = time.time()
+        with replaced(path, fault.replace(path.read_text(), fault.after)):
+            caught_by = _first_failure(tree, out, order, seconds, limit_s)
+        verdicts.append({"fault": number, "tests": len(order), "caught_by": caught_by, **fault.as_dict()})
+        print(
+            f"{number:3} {caught_by or 'MISSED':60.60} of {len(order):4} in {time.time() - start:4.0f} s  "
+            f"{fault.path}:{fault.line} {fault.kind}: {fault.before!r} -> {fault.after!r}",
+            flush=True,
+        )
+        (out / "verdicts.json").write_text(json.dumps(verdicts, indent=1))
+    return verdicts
+
+
+def _first_failure(tree: Path, out: Path, order: list[str], seconds: dict[str, float], limit_s: float) -> str | None:
+    """Run tests in growing parts; return the first that fails, or None."""
+    spent = 0.0
+    while order and spent < limit_s:
+        chosen = [name for i, name in enumerate(order) if i < 20 or sum(map(seconds.get, order[:i])) < max(20, spent)]  # type: ignore[arg-type]
+        order = order[len(chosen) :]
+        start = time.time()
+        for venv in (".venv", ".venv-vllm"):
+            part = [name for name in chosen if _needs_vllm(name) == (venv == ".venv-vllm")]
+            if part and (failure := _run(tree / venv, out, part)):
+                return failure
+        spent += time.time() - start
+    return f"(not run: {len(order)} tests)" if order else None
+
+
+def _needs_vllm(name: str) -> bool:
+    return VLLM_TESTS in name.split("::")[0]
+
+
+def _run(venv: Path, out: Path, part: list[str]) -> str | None:
+    (out / "tests.txt").write_text("\n".join(part))
+    long = len(part) > 60
+    command = [venv / "bin/python", "-m", "pytest", "-x", "-q", "-m", "", "--timeout=180", f"@{out / 'tests.txt'}"]
+    ended = subprocess.run(
+        command + (["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"] if long else ["-p", "no:xdist"]),
+        cwd=venv.parent, capture_output=True, text=True, check=False, timeout=3600,
+    )  # fmt: skip
+    if ended.returncode == 0:
+        return None
+    lines = [line for line in ended.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return lines[0] if lines else f"exit status {ended.returncode}: {(ended.stdout + ended.stderr)[-300:]}"
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=("draw", "try", "record", "judge"))
+    parser.add_argument("tree", type=Path, help="a clone of the project with its own environments")
+    parser.add_argument("--out", type=Path, default=Path("mutants"), help="folder of record and verdicts")
+    parser.add_argument("--seed", type=int, default=42, help="seed of the drawn faults (default: 42)")
+    parser.add_argument("--count", type=int, default=60, help="number of faults (default: 60)")
+    parser.add_argument("--only", action="append", default=[], metavar="PACKAGE", help="draw in this package only")
+    parser.add_argument("--limit", type=float, default=900, help="seconds of tests per fault (default: 900)")
+    parser.add_argument("--run", action="append", default=[], metavar="COMMAND", help="a command of `try` or `record`")
+    arguments = parser.parse_args()
+    tree, out = arguments.tree.resolve(), arguments.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    faults = draw_faults(tree / SOURCE, count=arguments.count, seed=arguments.seed, only=tuple(arguments.only))
+    if arguments.action == "draw":
+        for number, fault in enumerate(faults):
+            print(f"{number:3} {fault.path}:{fault.line} {fault.kind}: {fault.before!r} -> {fault.after!r}")
+    elif arguments.action == "try":
+        try_commands(tree, faults, arguments.run)
+    elif arguments.action == "record":
+        record(tree, out, faults, arguments.run)
+    else:
+        judge(tree, out, faults, arguments.limit)
+
+
+if __name__ == "__main__":
+    main()
