@@ -20,12 +20,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Mark all benchmarks as exhaustive but for the sample of `--sample`."""
     seed = metafunc.config.option.sample
     drawn = QUICK if seed == "all" else random.Random(seed).sample(QUICK, 3)
+    groups = metafunc.config.pluginmanager.hasplugin("xdist")
     if "name" in metafunc.fixturenames:
         cases = [
             pytest.param(
                 name,
                 marks=[
-                    pytest.mark.xdist_group(f"smoke_{name}"),  # any process of the tests may run it
+                    *[pytest.mark.xdist_group(f"smoke_{name}")] * groups,  # any process of the tests may run it
                     *[pytest.mark.ray] * (name in ON_RAY),
                     *[pytest.mark.exhaustive] * (name not in drawn),
                 ],

@@ -54,7 +54,7 @@ def test_the_demo_and_its_control_run_from_the_same_warm_start(tmp_path, steps):
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("steps", [(1, 1, 1, 1), pytest.param((40, 80, 12, 60), marks=ALL)], ids=sum)
+@pytest.mark.parametrize("steps", [(1, 1, 3, 1), pytest.param((40, 80, 12, 60), marks=ALL)], ids=sum)
 def test_a_reward_model_is_learned_from_pairs_and_policies_improve(tmp_path, steps):
     stages = dict(zip(("sft", "reward_model", "ppo", "dpo"), steps, strict=True))
     changes = [f"{stage}.trainer.total_steps={count}" for stage, count in stages.items()]
@@ -63,7 +63,7 @@ def test_a_reward_model_is_learned_from_pairs_and_policies_improve(tmp_path, ste
     accuracies = json.loads((tmp_path / "runs" / "rlhf" / "summary.json").read_text())
     rewards = [row["critic/score/mean"] for row in read_jsonl(tmp_path / "runs" / "rlhf" / "ppo" / "metrics.jsonl")]
     assert {"sft", "dpo", "reward_model"} <= accuracies.keys()
-    if stages["ppo"] > 1:
+    if stages["ppo"] > 3:
         assert accuracies["reward_model"] > 0.9
         assert rewards[-1] > rewards[0] + 2
         assert accuracies["dpo"] > 2 * accuracies["sft"]
