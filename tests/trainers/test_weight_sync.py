@@ -103,6 +103,7 @@ class Gated(RolloutWorker):
 
 
 @pytest.mark.ray
+@pytest.mark.own_run("ray: workers whose sync is late or fails")
 def test_training_does_not_wait_for_a_sync_whose_error_is_raised_later(tiny_model, tmp_path, ray_backend):
     overrides = [f"model.path={tiny_model()}", "controller.threads=1", f"trainer.run_dir={tmp_path}"]
     config = load_config(None, overrides)
@@ -126,6 +127,7 @@ def test_training_does_not_wait_for_a_sync_whose_error_is_raised_later(tiny_mode
 
 @pytest.mark.exhaustive
 @pytest.mark.ray
+@pytest.mark.own_run("ray: a worker that dies in a sync")
 @pytest.mark.parametrize("dying", ["learn", "generate"])
 def test_a_process_that_dies_in_a_sync_in_flight_ends_the_run_with_its_error(tiny_model, tmp_path, ray_backend, dying):
     overrides = [f"model.path={tiny_model()}", "controller.threads=1", f"trainer.run_dir={tmp_path}", "trainer.lag=1"]
