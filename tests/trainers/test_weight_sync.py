@@ -10,7 +10,7 @@ import torch
 
 from hybridflow.config import load_config
 from hybridflow.controller import ClassWithInitArgs, Dispatch, ResourcePool, WorkerGroup, register
-from hybridflow.errors import WeightSyncError, WorkerDiedError
+from hybridflow.errors import RolloutError, WeightSyncError, WorkerDiedError
 from hybridflow.protocol import DataProto
 from hybridflow.trainers.weight_sync import BetweenPools
 from hybridflow.weight_sync import Disk, WeightReceiver, WeightSender
@@ -58,7 +58,10 @@ def test_a_failed_sync_is_repeated(pools, monkeypatch):
     def failing(self, sent):
         raise WeightSyncError("the disk is gone")
 
-    sync = BetweenPools(*pools("disk"))
+    learn, generate = pools("disk")
+    with pytest.raises(RolloutError, match="the rollout engine has no weights yet; sync weights before generating"):
+        generate.generate_greedy_sequences(prompts())
+    sync = BetweenPools(learn, generate)
     with monkeypatch.context() as patch:
         patch.setattr(Disk, "receive", failing)
         with pytest.raises(WeightSyncError, match="the disk is gone"):
