@@ -10,7 +10,7 @@ import torch
 
 from hybridflow.config import load_config
 from hybridflow.controller import ClassWithInitArgs, Dispatch, ResourcePool, WorkerGroup, register
-from hybridflow.errors import WeightSyncError, WorkerDiedError
+from hybridflow.errors import RolloutError, WeightSyncError, WorkerDiedError
 from hybridflow.protocol import DataProto
 from hybridflow.trainers.weight_sync import BetweenPools
 from hybridflow.weight_sync import Disk, WeightReceiver, WeightSender
@@ -58,7 +58,10 @@ def test_a_failed_sync_is_repeated(pools, monkeypatch):
     def failing(self, sent):
         raise WeightSyncError("the disk is gone")
 
-    sync = BetweenPools(*pools("disk"))
+    learn, generate = pools("disk")
+    with pytest.raises(RolloutError, match="the rollout engine has no weights yet; sync weights before generating"):
+        generate.generate_greedy_sequences(prompts())
+    sync = BetweenPools(learn, generate)
     with monkeypatch.context() as patch:
         patch.setattr(Disk, "receive", failing)
         with pytest.raises(WeightSyncError, match="the disk is gone"):
@@ -103,6 +106,7 @@ class Gated(RolloutWorker):
 
 
 @pytest.mark.ray
+@pytest.mark.own_run("ray: workers whose sync is late or fails")
 def test_training_does_not_wait_for_a_sync_whose_error_is_raised_later(tiny_model, tmp_path, ray_backend):
     overrides = [f"model.path={tiny_model()}", "controller.threads=1", f"trainer.run_dir={tmp_path}"]
     config = load_config(None, overrides)
@@ -126,6 +130,7 @@ def test_training_does_not_wait_for_a_sync_whose_error_is_raised_later(tiny_mode
 
 @pytest.mark.exhaustive
 @pytest.mark.ray
+@pytest.mark.own_run("ray: a worker that dies in a sync")
 @pytest.mark.parametrize("dying", ["learn", "generate"])
 def test_a_process_that_dies_in_a_sync_in_flight_ends_the_run_with_its_error(tiny_model, tmp_path, ray_backend, dying):
     overrides = [f"model.path={tiny_model()}", "controller.threads=1", f"trainer.run_dir={tmp_path}", "trainer.lag=1"]

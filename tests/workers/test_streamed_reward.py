@@ -70,6 +70,7 @@ def test_parts_have_their_own_scores_in_any_order(group, settings, part_of, num_
 
 
 @pytest.mark.ray
+@pytest.mark.own_run("ray: its rewards are scored in one part")
 @pytest.mark.timeout(240)
 def test_parts_are_scored_at_the_same_time_on_ray(configure, ray_backend, settings, part_of):
     from hybridflow.controller.ray import RayResourcePool
