@@ -20,7 +20,7 @@ from hybridflow.observability import (
     guarded_tracker,
     read_jsonl,
 )
-from hybridflow.observability.mlflow_tracker import metric_name
+from hybridflow.observability.mlflow import metric_name
 
 METRIC = "critic/score/mean"
 
