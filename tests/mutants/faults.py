@@ -40,7 +40,9 @@ class Fault:
         head = b"\n".join([*lines[: self.line - 1], lines[self.line - 1][: self.column]])
         tail = b"\n".join([lines[self.end_line - 1][self.end_column :], *lines[self.end_line :]])
         if f"{head.decode()}{self.before}{tail.decode()}" != text:
-            raise ValueError(f"{self.path}:{self.line} is not {self.before!r}: the fault was drawn for another version.")
+            raise ValueError(
+                f"{self.path}:{self.line} is not {self.before!r}: the fault was drawn for another version."
+            )
         return f"{head.decode()}{expression}{tail.decode()}"
 
     def as_dict(self) -> dict[str, str | int]:
@@ -61,6 +63,7 @@ def draw_faults(source: Path, *, count: int, seed: int, only: tuple[str, ...] = 
             packages.setdefault(relative.parts[0], []).append(path)
     lines = [sum(len(path.read_text().splitlines()) for path in paths) for paths in packages.values()]
     faults: list[Fault] = []
+    limit, rejected = 1, 0  # faults of one file; more only if there are too few files
     possible: dict[str, dict[str, list[Fault]]] = {}
     while len(faults) < count:
         (name,) = draw.choices(list(packages), lines)
@@ -71,8 +74,12 @@ def draw_faults(source: Path, *, count: int, seed: int, only: tuple[str, ...] = 
                     kinds.setdefault(fault.kind, []).append(fault)
         if kinds := possible[name]:
             fault = draw.choice(kinds[draw.choice(sorted(kinds))])
-            if fault.path not in [one.path for one in faults]:  # one fault a file: spans stay valid
+            if [one.path for one in faults].count(fault.path) < limit and fault not in faults:
                 faults.append(fault)
+                rejected = 0
+            else:
+                rejected += 1
+                limit += rejected % 100 == 0
     return sorted(faults, key=lambda fault: (fault.path, fault.line))
 
 

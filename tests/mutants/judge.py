@@ -1,13 +1,13 @@
-"""Plants faults in a copy of the project and tells which its tests catch.
+"""Plants faults in a clone of the project and tells which its tests catch.
 
-    python tests/mutants/judge.py try TREE --only protocol --run ".venv/bin/python -m pytest -x -q tests/protocol"
-    python tests/mutants/judge.py record TREE --seed 42 --out FOLDER --run "make test"
-    python tests/mutants/judge.py judge TREE --out FOLDER
+python tests/mutants/judge.py try TREE --only protocol --run ".venv/bin/python -m pytest -x -q tests/protocol"
+python tests/mutants/judge.py record TREE --out FOLDER --run "make test" --run "make test-runs"
+python tests/mutants/judge.py judge TREE --out FOLDER
 
-`try` plants one fault after another and runs commands on each. TREE is a clone of the project with its own .venv (and .venv-vllm). `record` marks the faults in its source and runs
-commands there, once each, to see which tests reach which fault. `judge` plants one fault after another and runs only
-the tests that reach it, the fast ones of its package first, until one fails: a test that never computes the faulty
-expression passes as before. It prints one line per fault and writes FOLDER/verdicts.json.
+TREE is a clone with its own .venv (and .venv-vllm). `try` plants one fault after another and runs commands until one
+fails. `record` marks the faults in the source and runs the commands once each, to see which tests reach which fault;
+`judge` then plants each and runs only the tests that reach it, the fast ones of its package first, until one fails: a
+test that never computes the faulty expression passes as before. It writes FOLDER/verdicts.json.
 """
 
 import argparse
@@ -97,7 +97,7 @@ def read_record(log: Path) -> tuple[dict[int, set[str]], dict[str, float]]:
                 interval["pid"] == one["pid"] or one["pid"] not in own
             ):
                 reached[one["hit"]] |= users[interval["fixture"]] if "fixture" in interval else {interval["test"]}
-    failed = {one["of"].split("@")[0] for one in records if one.get("outcome") in ("failed", "skipped")}
+    failed = {one["of"] for one in records if one.get("outcome") in ("failed", "skipped")}
     seconds = {one["test"]: one["end"] - one["start"] for one in tests if one["test"] not in failed}
     return {number: found & seconds.keys() for number, found in reached.items()}, seconds
 
@@ -150,7 +150,7 @@ def _run(venv: Path, out: Path, part: list[str]) -> str | None:
     long = len(part) > 60
     command = [venv / "bin/python", "-m", "pytest", "-x", "-q", "-m", "", "--timeout=180", f"@{out / 'tests.txt'}"]
     ended = subprocess.run(
-        command + (["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"] if long else ["-p", "no:xdist"]),
+        command + (["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"] if long else ["-n", "0"]),
         cwd=venv.parent, capture_output=True, text=True, check=False, timeout=3600,
     )  # fmt: skip
     if ended.returncode == 0:
