@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # tests need no network; those of the hub have a stand-in on loopback
 
+# Threads do not speed up tiny tensors, and on a busy machine their synchronization makes them ten times slower; torch
+# reads this when the plugins below import it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 pytest_plugins = ["fixtures.canonical", "fixtures.lanes"]
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -61,8 +65,6 @@ def _has_beartype() -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Threads do not speed up tiny tensors, and on a busy machine their synchronization makes them ten times slower.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if config.option.markexpr == "gpu" and not config.getoption("--rehearse"):
         # A GPU machine has versions of packages, and warnings of torch.compile, that no other test meets.
         config.addinivalue_line("filterwarnings", "default")

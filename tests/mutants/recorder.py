@@ -64,7 +64,7 @@ else:
         return (yield from _during(name, {"fixture": name}))
 
     def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-        """Record the outcome; with xdist the process that distributes the tests hears of them as well."""
+        """Record the outcome; with xdist the process that distributes the tests receives them as well."""
         if report.when == "call" or report.outcome != "passed":
             _write({"outcome": report.outcome, "of": _without_group(report.nodeid)})
 

@@ -121,7 +121,7 @@ def test_scores_are_the_same_in_this_process_and_in_others(file, runner, name, b
         assert scorer.score(**COLUMNS).scores.tolist() == [111.0 + bonus, 220.0 + bonus]
 
 
-def test_a_wrong_name_is_an_error_of_the_sample_and_a_wrong_setting_one_at_the_start(file):
+def test_wrong_names_are_errors_of_samples_wrong_settings_of_the_start(file):
     with pytest.raises(RewardError, match="function wrong raised TypeError: its parameter 'nothing' names nothing"):
         RewardScorer(f"{file}:wrong").score(**COLUMNS)
     with pytest.raises(RewardConfigError, match=r"is one\(completion, answer, prompt, level, bonus=0.0\)"):

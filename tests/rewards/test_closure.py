@@ -24,7 +24,7 @@ def of_texts(function, texts, **settings):
 
 @pytest.mark.runs
 @pytest.mark.own_run("python: calls functions of many kinds")
-def test_functions_objects_and_batches_with_what_they_hold_are_called_in_processes():
+def test_functions_and_objects_are_called_with_what_they_hold():
     scale = 3
 
     def scaled(completion, **_):

@@ -117,7 +117,7 @@ def test_progress_counts_the_scored_responses(runner):
     assert progress() - before == 6
 
 
-def test_exceptions_do_not_replace_a_process_and_a_hanging_one_does_not_hold_up_the_other(runner):
+def test_exceptions_and_hangs_do_not_affect_the_other_process(runner):
     scores, known = runner(num_processes=2, timeout_s=2.0), []
     outcomes = scores.run(of_texts(*["fine", "raise", "fine"] * 40))
     assert [outcome.kind for outcome in outcomes] == [None, "raised", None] * 40

@@ -185,7 +185,9 @@ def test_a_directory_that_cannot_take_a_run_is_an_error(open_run, tmp_path, name
 
 @pytest.mark.parametrize("name", sorted(WRITTEN))
 @pytest.mark.parametrize(
-    ("kind", "make"), [("a symbolic link", link), ("a FIFO", fifo), ("a directory", Path.mkdir)], ids=str
+    ("kind", "make"),
+    [("a symbolic link", link), ("a FIFO", fifo), ("a directory", Path.mkdir)],
+    ids=["link", "FIFO", "directory"],
 )
 def test_a_run_does_not_write_through_links_and_fifos(open_run, run_dir, name, kind, make):
     path = run_dir / name

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def is_gone(pid: int) -> bool:
-    """Return whether a process has exited, also if nobody has waited for it."""
+    """Return whether a process has exited, also if no parent has waited for it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:

@@ -356,7 +356,7 @@ def test_a_service_that_is_gone_for_long_is_a_lost_cluster(watched, is_local, st
     text = rf"the control service of the Ray cluster \(GCS, 10.0.0.1:6379\) {says}: .* for {lost_at} s"
     with pytest.raises(LostClusterError, match=text):
         watching.require_cluster()
-    assert ended[0][0] == (91 if stops else 51)  # nobody has asked, so Ray's own code is what the process waits in
+    assert ended[0][0] == (91 if stops else 51)  # no call has asked, so Ray's own code is what the process waits in
 
 
 def test_a_service_that_answers_now_and_then_is_not_lost(watched):
