@@ -1,4 +1,4 @@
-"""The page of a run in a real browser. `make test-browser` runs these tests; they need Chromium."""
+"""The page of a run in a real browser. They need Chromium."""
 
 import fcntl
 import json
@@ -23,7 +23,7 @@ WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 360, "height": 740}
 TABS = ("overview", "curves", "rollouts", "timeline", "configuration", "events")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # while it is open, an event loop runs in this process
 def browser():
     from playwright.sync_api import sync_playwright
 

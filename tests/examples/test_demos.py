@@ -74,7 +74,7 @@ def test_the_demo_of_tools_runs_to_its_last_line(tmp_path, steps):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     grpo = [f"trainer.total_steps={min(steps, 2)}", "data.train_batch_size=2", "validation.max_samples=8", *FEW]
     sft = ["controller.threads=1", f"trainer.total_steps={steps}", "offline.batch_size=8"]
-    output = run_demo(tmp_path, "tools_demo", "--conversations", 64, sft=sft, grpo=grpo)
+    output = run_demo(tmp_path, "tools_demo", "--full", "--conversations", 64, sft=sft, grpo=grpo)
     last = output.strip().splitlines()[-1]
     assert re.fullmatch(r"demo-tools: accuracy \d\.\d{3} -> \d\.\d{3} on 8 held-out problems in \d+ s", last)
     runs = tmp_path / "runs" / "tools"

@@ -215,9 +215,10 @@ def test_many_long_runs_are_read_from_their_ends(tmp_path):
 @pytest.mark.runs
 def test_trained_runs_have_all_of_a_row(grpo_run, sft_run, dpo_run):
     rows = {row.path.name: row for row in list_runs(grpo_run.parent)}
-    for name, kind, run in (("grpo", "train", grpo_run), ("sft", "sft", sft_run), ("dpo", "dpo", dpo_run)):
+    of_runs = (("grpo", "train", grpo_run, 6), ("sft", "sft", sft_run, 12), ("dpo", "dpo", dpo_run, 12))
+    for name, kind, run, steps in of_runs:
         row = rows[name]
-        assert (row.kind, row.state, row.step, row.total_steps) == (kind, "finished", 6, 6)
+        assert (row.kind, row.state, row.step, row.total_steps) == (kind, "finished", steps, steps)
         last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
         assert row.value == last[row.figure]
         assert row.checkpoint_step == row.step
