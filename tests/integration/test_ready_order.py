@@ -17,7 +17,7 @@ READY = (
 @pytest.mark.exhaustive
 @pytest.mark.ray
 @pytest.mark.own_run("lag: in the order of ready groups")
-def test_each_prompt_is_used_once_in_each_epoch_and_a_replay_gives_the_same_bits(task, tmp_path, run_in_turn):
+def test_prompts_are_used_once_per_epoch_and_a_replay_gives_the_same_bits(task, tmp_path, run_in_turn):
     command = ["train", task / "rl.toml", *READY]
     recorded = [*command, "controller.backend=ray", "controller.cpus_per_worker=0.5", f"trainer.run_dir={tmp_path}/run"]
     replayed = [*command, f"trainer.run_dir={tmp_path}/replay", f"rollout.replay={tmp_path}/run"]
