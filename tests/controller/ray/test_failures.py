@@ -296,7 +296,7 @@ def test_a_death_in_a_call_raises_at_once_and_stops_the_group(start, wait_until_
     assert (error.role, error.rank, error.node) == ("actor", 1, "127.0.0.1")
     assert f"-{pids[1]}.err" in str(error)
     says = {
-        "segmentation fault": "Fatal Python error: Segmentation fault",
+        "segmentation fault": "Extension modules: ",
         "SIGKILL": "It exited without an error message; likely a signal",
         "SystemExit": "exit code 3",
     }
