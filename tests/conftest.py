@@ -94,7 +94,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("xdist_group"):
             continue
         is_control_plane = item.get_closest_marker("ray") and "integration" not in item.path.parts
-        group = "ray" if is_control_plane else str(item.path.relative_to(config.rootpath))
+        group = "ray" if is_control_plane else item.nodeid.partition("::")[0]
         item.add_marker(pytest.mark.xdist_group(group))
 
 
