@@ -182,6 +182,7 @@ def test_training_equals_plain_loop_over_rows(tiny_model, build_engine, use_floa
 
 
 @pytest.mark.exhaustive
+@pytest.mark.own_run("grpo: torch.compile starts a process")
 @pytest.mark.filterwarnings("ignore")  # warnings of torch.compile
 def test_compiled_layers_give_the_same_training(engine_of, rows):
     """Compile once; micro-batches of other sizes do not recompile."""
@@ -196,6 +197,7 @@ def test_compiled_layers_give_the_same_training(engine_of, rows):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.own_run("grpo: torch.compile starts a process")
 @pytest.mark.filterwarnings("ignore")  # warnings of torch.compile
 def test_all_layers_and_batches_share_the_compilations_of_the_first_step(tiny_model, build_engine, rollout_rows):
     """Two functions of a layer are compiled, each with and without gradient."""
