@@ -2,7 +2,7 @@
 
 import pytest
 
-from fixtures.tiny_run import differing
+from fixtures.tiny_run import differing, spans
 from hybridflow.observability import read_jsonl
 
 
@@ -27,3 +27,6 @@ def test_a_run_that_lends_has_the_samples_and_weights_of_one_that_does_not(task,
     )
     assert max(row["sampling/lent_groups"] for row in read_jsonl(lent / "metrics.jsonl")) > 0
     assert differing(alone, lent, 4, names=frozenset({"samples", "actor.safetensors"})) == set()
+    calls = [row for row in read_jsonl(lent / "trace/calls.jsonl") if row["kind"] == "call"]
+    generated = [row for row in calls if "LendingActorWorker.generate" in row["where"]]
+    assert 0 < len(generated) <= len(spans(lent, "generate_sequences"))

@@ -120,6 +120,9 @@ def test_of_a_large_log_only_the_end_is_read(tmp_path):
     assert report.log_tail == {str(log): "last but one\nlast"}
     assert report.unseen[0] == f"Its log {missing}: No such file or directory."
     assert report_process(address, log_lines=1).log_tail == {str(log): "last"}
+    log.write_text("before\nFatal Python error: Segmentation fault\nCurrent thread:\n  File 1\n  File 2\n")
+    crash = "Fatal Python error: Segmentation fault\n  File 2"
+    assert report_process(address, log_lines=1).log_tail == {str(log): crash}  # what happened, below a deep stack
 
 
 def test_the_text_has_every_part_in_its_place():

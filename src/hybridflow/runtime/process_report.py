@@ -22,6 +22,7 @@ _STATES: dict[str, State] = {"R": "running", "T": "stopped", "t": "stopped", "Z"
 _SAMPLE_EVERY_S = 0.1
 _MIN_SAMPLES, _MAX_SAMPLES = 3, 11
 _MAX_LOG_BYTES = 2**15
+CRASH = "Fatal Python error: "
 
 
 @dataclass(frozen=True)
@@ -265,7 +266,10 @@ def _read_log_tails(paths: tuple[str, ...], log_lines: int, unseen: list[str]) -
 
 
 def _read_tail(path: str, log_lines: int) -> str:
-    """Return the last lines of the last kilobytes; for an overwritten line (a progress bar) its final text."""
+    """Return the last lines of the last kilobytes; for an overwritten line (a progress bar) its final text.
+
+    The first line of Python's report of a crash is kept: it names the signal, and a deep stack follows it.
+    """
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _MAX_LOG_BYTES))
@@ -273,4 +277,5 @@ def _read_tail(path: str, log_lines: int) -> str:
     lines = text.rstrip().split("\n")
     if size > _MAX_LOG_BYTES and len(lines) > 1:
         del lines[0]  # incomplete
-    return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines[-log_lines:])
+    crash = [line for line in lines[:-log_lines] if line.startswith(CRASH)][-1:]
+    return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in [*crash, *lines[-log_lines:]])
