@@ -172,6 +172,12 @@ def main() -> None:
     parser.add_argument("--run", action="append", default=[], metavar="COMMAND", help="a command of `try` or `record`")
     arguments = parser.parse_args()
     tree, out = arguments.tree.resolve(), arguments.out.resolve()
+    if not (tree / SOURCE).is_dir():
+        parser.error(f"TREE={tree} is not a clone of the project: {SOURCE} not found")
+    if arguments.action == "judge" and not (out / "record.jsonl").exists():
+        parser.error(f"--out {out} has no record.jsonl: run `record` with this folder first")
+    if arguments.action in ("try", "record") and not arguments.run:
+        parser.error(f"`{arguments.action}` needs a command: --run COMMAND")
     out.mkdir(parents=True, exist_ok=True)
     faults = draw_faults(tree / SOURCE, count=arguments.count, seed=arguments.seed, only=tuple(arguments.only))
     if arguments.action == "draw":
