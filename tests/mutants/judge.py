@@ -105,6 +105,7 @@ def read_record(log: Path) -> tuple[dict[int, set[str]], dict[str, float]]:
 def judge(tree: Path, out: Path, faults: list[Fault], limit_s: float) -> list[dict[str, Any]]:
     """Plant each fault and run the tests that reach it; return one verdict per fault."""
     reached, seconds = read_record(out / "record.jsonl")
+    _check_names(tree, out, {name for found in reached.values() for name in found})
     verdicts = []
     for number, fault in enumerate(faults):
         package = fault.path.split("/")[0].removesuffix(".py")
@@ -126,6 +127,14 @@ def judge(tree: Path, out: Path, faults: list[Fault], limit_s: float) -> list[di
     return verdicts
 
 
+def _check_names(tree: Path, out: Path, names: set[str]) -> None:
+    """Raise if pytest does not find the tests without a fault: it would not find them with one either."""
+    for venv in (".venv", ".venv-vllm"):
+        part = sorted(name for name in names if _needs_vllm(name) == (venv == ".venv-vllm"))
+        if part and (failure := _run(tree / venv, out, part, "--collect-only")):
+            raise SystemExit(f"{out}: the tests of the record are not those of {tree}: {failure}")
+
+
 def _first_failure(tree: Path, out: Path, order: list[str], seconds: dict[str, float], limit_s: float) -> str | None:
     """Run tests in growing parts; return the first that fails, or None."""
     spent = 0.0
@@ -145,10 +154,11 @@ def _needs_vllm(name: str) -> bool:
     return VLLM_TESTS in name.split("::")[0]
 
 
-def _run(venv: Path, out: Path, part: list[str]) -> str | None:
+def _run(venv: Path, out: Path, part: list[str], *arguments: str) -> str | None:
     (out / "tests.txt").write_text("\n".join(part))
-    long = len(part) > 60
-    command = [venv / "bin/python", "-m", "pytest", "-x", "-q", "-m", "", "--timeout=180", f"@{out / 'tests.txt'}"]
+    long = len(part) > 60 and not arguments
+    tests = f"@{out / 'tests.txt'}"
+    command = [venv / "bin/python", "-m", "pytest", "-x", "-q", "-m", "", "--timeout=180", tests, *arguments]
     ended = subprocess.run(
         command + (["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"] if long else ["-n", "0"]),
         cwd=venv.parent, capture_output=True, text=True, check=False, timeout=3600,
