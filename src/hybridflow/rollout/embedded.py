@@ -337,7 +337,7 @@ class EmbeddedRollout:
         """
         self._unfinished = {key: progress for key, progress in self._unfinished.items() if not progress.is_complete()}
         self._waiting = deque(progress.request for progress in self._unfinished.values())
-        self._kept.clear()
+        self._kept.discard()
         self._free()
 
 

@@ -77,6 +77,11 @@ class KeptSequences(Generic[Storage]):
         while self.drop_oldest():
             pass
 
+    def discard(self) -> None:
+        """Forget all sequences without freeing them, because what holds their keys and values is dropped as a whole."""
+        self._kept.clear()
+        self._sorted.clear()
+
     def _pop(self, number: int) -> KeptSequence[Storage]:
         kept = self._kept.pop(number)
         del self._sorted[bisect_left(self._sorted, (kept.tokens, number))]
