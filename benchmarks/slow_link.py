@@ -27,6 +27,7 @@ from typing import Any
 from support.arguments import parser_of, positive
 from support.countdown import configured, write_task
 from support.delayed_link import ALSO_NEAR, FAR, NEAR, Namespaces, delayed_link
+from support.environments import RAY
 from support.errors import BenchmarkError
 from support.program import run
 from support.report import Row, print_rows
@@ -104,7 +105,7 @@ def cluster(namespaces: Namespaces) -> Iterator[dict[str, str]]:
     directory = Path(f"/tmp/hfl{os.getpid() % 10**6}")  # paths of sockets are short
     directory.mkdir()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment |= {"RAY_TMPDIR": str(directory), "RAY_USAGE_STATS_ENABLED": "0"}
+    environment |= RAY | {"RAY_TMPDIR": str(directory)}
     nodes = (
         (namespaces.near, [f"--node-ip-address={NEAR}", "--head", "--port=6379", "--include-dashboard=false"]),
         (namespaces.far, [f"--node-ip-address={FAR}", f"--address={NEAR}:6379"]),

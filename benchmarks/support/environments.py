@@ -24,14 +24,15 @@ _VLLM = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
+RAY = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),  # otherwise Ray writes one into the home directory
+}
 VARIABLES = {
     "vllm": _VLLM,
     "hybridflow_vllm": _VLLM,
-    "verl": {
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),  # otherwise Ray writes one into the home directory
-    },
+    "verl": RAY,
 }
 """Side -> environment variables that it requires."""
 
