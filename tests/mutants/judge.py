@@ -102,8 +102,13 @@ def read_record(log: Path) -> tuple[dict[int, set[str]], dict[str, float]]:
     return {number: found & seconds.keys() for number, found in reached.items()}, seconds
 
 
-def judge(tree: Path, out: Path, faults: list[Fault], limit_s: float) -> list[dict[str, Any]]:
-    """Plant each fault and run the tests that reach it; return one verdict per fault."""
+def judge(tree: Path, out: Path, faults: list[Fault], limit_s: float, first: Path | None) -> list[dict[str, Any]]:
+    """Plant each fault and run the tests that reach it; return one verdict per fault.
+
+    `first`: a folder with verdicts of other tests of the same faults; a test that caught one there runs first here.
+    """
+    others = json.loads((first / "verdicts.json").read_text()) if first else []
+    catching = {one["fault"]: (one["caught_by"] or "").removeprefix("FAILED ").split(" - ")[0] for one in others}
     reached, seconds = read_record(out / "record.jsonl")
     _check_names(tree, out, {name for found in reached.values() for name in found})
     verdicts = []
@@ -113,6 +118,8 @@ def judge(tree: Path, out: Path, faults: list[Fault], limit_s: float) -> list[di
         if fault.path.startswith("rewards/code_"):
             found = {name for name in seconds if name.startswith(("tests/rewards/", "tests/attacks/test_programs"))}
         order = sorted(found, key=lambda name: (not name.startswith(f"tests/{package}/"), seconds[name], name))
+        if catching.get(number) in order:
+            order = [catching[number], *order]
         path = tree / SOURCE / fault.path
         start = time.time()
         with replaced(path, fault.replace(path.read_text(), fault.after)):
@@ -179,6 +186,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=60, help="number of faults (default: 60)")
     parser.add_argument("--only", action="append", default=[], metavar="PACKAGE", help="draw in this package only")
     parser.add_argument("--limit", type=float, default=900, help="seconds of tests per fault (default: 900)")
+    parser.add_argument("--first", type=Path, metavar="FOLDER", help="run what caught a fault there first in `judge`")
     parser.add_argument("--run", action="append", default=[], metavar="COMMAND", help="a command of `try` or `record`")
     arguments = parser.parse_args()
     tree, out = arguments.tree.resolve(), arguments.out.resolve()
@@ -198,7 +206,7 @@ def main() -> None:
     elif arguments.action == "record":
         record(tree, out, faults, arguments.run)
     else:
-        judge(tree, out, faults, arguments.limit)
+        judge(tree, out, faults, arguments.limit, arguments.first)
 
 
 if __name__ == "__main__":
