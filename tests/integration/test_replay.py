@@ -60,7 +60,7 @@ def test_steps_of_runs_on_ray_are_learned_again_with_the_same_bits(tiny, task, t
 
 
 def test_a_changed_key_is_compared_on_the_same_samples(grpo_run, hybridflow):
-    shown = hybridflow("replay", grpo_run, "--step", 6, "actor.optimizer.lr=1e-2", "--samples", 3)
+    shown = hybridflow("replay", grpo_run, "--step", 6, "actor.optimizer.lr=1e-2", "--samples", 6)
     assert (shown.status, shown.err) == (0, "")
     metrics, _, samples = shown.out.partition("\n\nsamples that the change moved most")
     assert metrics.startswith("step 6, from the checkpoint of step 5\nall metrics are those of the run, bit for bit\n")
@@ -68,7 +68,10 @@ def test_a_changed_key_is_compared_on_the_same_samples(grpo_run, hybridflow):
     assert rows["metric"] == ["as", "in", "the", "run", "changed"]
     assert rows["actor/lr"] == ["0.001", "0.01"]
     assert not any(name.startswith("response_length") for name in rows)
-    assert len(samples.splitlines()) == 2 + 3
+    after, changed = zip(*(map(float, line.split()[5:7]) for line in samples.splitlines()[2:]), strict=True)
+    differences = [abs(one - other) for one, other in zip(after, changed, strict=True)]
+    assert len(differences) == 6
+    assert differences == pytest.approx(sorted(differences, reverse=True), abs=2e-4)
     learned = read_jsonl(grpo_run / "metrics.jsonl")[6]
     assert rows["actor/loss"][0] == f"{learned['actor/loss']:.6g}"
 
