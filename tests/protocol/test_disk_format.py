@@ -115,14 +115,6 @@ def test_loaded_batch_outlives_its_file_and_is_writable(tmp_path):
     assert loaded.batch["x"].tolist() == loaded.non_tensor_batch["n"].tolist() == [1, 2, 3]
 
 
-def test_saving_replaces_the_file_and_leaves_no_temporary_file(tmp_path):
-    path = tmp_path / "batch"
-    DataProto.from_dict({"x": torch.arange(3)}).save_to_disk(str(path))
-    saved_and_loaded(DataProto.from_dict({"y": torch.arange(2)}), path)
-    assert [file.name for file in tmp_path.iterdir()] == ["batch"]
-    assert list(DataProto.load_from_disk(str(path)).batch.keys()) == ["y"]
-
-
 class Unknown:
     pass
 
