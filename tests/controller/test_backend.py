@@ -13,7 +13,6 @@ import torch
 from hybridflow.controller import ClassWithInitArgs, LocalBackend, ResourcePool, Worker
 from hybridflow.controller.backend import NO_TERMS
 from hybridflow.errors import DispatchError, FieldError, HybridFlowError, WorkerError
-from hybridflow.protocol import DataProto
 
 SPMD_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -259,14 +258,6 @@ def test_values_without_handles_are_released():
         start(backend, worker, "divide_by_zero", (backend.put(1),))
     gc.collect()
     assert backend.num_objects == 0
-
-
-def test_a_slice_is_sent_without_the_rest_of_its_batch():
-    backend = LocalBackend()
-    (worker,) = spawn(backend, 1)
-    part = DataProto.from_dict(tensors={"x": torch.zeros(1000, 4)}).slice(0, 10)
-    (received,), _ = call(backend, worker, "echo", part)
-    assert received.batch["x"].untyped_storage().nbytes() == 10 * 4 * 4
 
 
 def test_memory_is_logged_around_each_call_at_debug_level(caplog, monkeypatch):

@@ -196,24 +196,25 @@ class Uneven(Worker):
     def __init__(self, config=None):
         self.received, self.clock = [], clock_of_this_process()
 
-    @register(Dispatch.DP_COMPUTE_PROTO, reads=("x",), writes=("y",), rows=2, parts=lambda config: config["parts"])
-    def double(self, batch):
+    def work(self, batch):
         self.received.append(len(batch))
         self.clock.now += len(batch) * (0.02 if self.rank == 1 else 0.004)
+
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=("x",), writes=("y",), rows=2, parts=lambda config: config["parts"])
+    def double(self, batch):
+        self.work(batch)
         return DataProto.from_dict({"y": batch.batch["x"].repeat_interleave(2) * 10})
 
     @register(
         Dispatch.DP_COMPUTE_PROTO, reads=("x", "group_ids"), writes=("y",), keep_groups="group_ids", parts="measured"
     )
     def in_groups(self, batch):
-        self.received.append(len(batch))
-        self.clock.now += len(batch) * (0.02 if self.rank == 1 else 0.004)
+        self.work(batch)
         return DataProto.from_dict({"y": batch.batch["group_ids"]})
 
     @register(Dispatch.MEGATRON_COMPUTE_PROTO, reads=("x",), writes=("y",), parts="measured")
     def on_mesh(self, batch):
-        self.received.append(len(batch))
-        self.clock.now += len(batch) * (0.02 if self.rank == 1 else 0.004)
+        self.work(batch)
         return DataProto.from_dict({"y": batch.batch["x"]})
 
     @register(Dispatch.ONE_TO_ALL)

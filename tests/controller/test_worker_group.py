@@ -122,14 +122,6 @@ def test_an_unreferenced_group_is_freed_with_its_workers():
         gc.enable()
 
 
-def test_meshes_are_looked_up_by_name():
-    group = make_group([4], meshes={"rollout": {"data": 2, "tensor": 2}})
-    assert group.mesh("rollout").axes == {"data": 2, "tensor": 2}
-    assert group.mesh().axes == {"data": 4}
-    with pytest.raises(DispatchError, match="has no mesh 'train'"):
-        group.mesh("train")
-
-
 def test_replicas_are_groups_of_the_workers_that_get_the_same_part():
     group = make_group([4], meshes={"rollout": {"data": 2, "tensor": 2}}, name="counter")
     first, second = group.replicas("rollout")

@@ -156,12 +156,14 @@ def test_the_text_has_every_part_in_its_place():
 
 @pytest.mark.runs
 @OWN_RUN
-def test_a_process_is_reported_as_blocked_stopped_zombie_and_dead(observe, waits_for_a_lock):
+def test_a_process_is_reported_as_blocked_stopped_zombie_and_dead(observe, waits_for_a_lock, monkeypatch):
     observed = observe(waits_for_a_lock)
     observed.wait_until_it_sleeps()
+    monkeypatch.setenv("PATH", "/nowhere")  # py-spy is next to the interpreter
     report = report_process(observed.address, timeout_s=100)
     assert (report.state, report.findings) == ("blocked", [])
-    assert ", line 13 in wait_for_the_lock" in report.stacks
+    assert report.stacks.startswith("Thread MainThread (idle):\n  File ")
+    assert 'observed_0.py", line 13 in wait_for_the_lock' in report.stacks
     assert report.cpu_share is not None
     assert report.cpu_share < 0.5
     assert report.memory_bytes is not None

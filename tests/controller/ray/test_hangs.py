@@ -3,19 +3,16 @@
 import ctypes
 import itertools
 import os
-import re
 import signal
 import sys
 import time
 from contextlib import contextmanager
 
 import pytest
-import torch
 
 from hybridflow.controller import ClassWithInitArgs, Dispatch, ResourcePool, Worker, WorkerGroup, register
 from hybridflow.controller.ray import RayBackend
 from hybridflow.errors import WorkerTimeoutError
-from hybridflow.protocol import DataProto
 from hybridflow.runtime import note_progress
 
 pytestmark = [
@@ -46,37 +43,14 @@ class Slow(Worker):
             os.kill(os.getpid(), signal.SIGSTOP)
 
     @register(Dispatch.ONE_TO_ALL)
-    def reduce_without_rank_1(self):
-        torch.distributed.init_process_group("gloo")
-        torch.distributed.barrier()
-        if self.rank == 0:
-            torch.distributed.all_reduce(torch.ones(3))
-
-    @register(Dispatch.ONE_TO_ALL)
     def hold_the_lock(self, seconds):
         ctypes.PyDLL(None).sleep(seconds)
         return "done"
 
     @register(Dispatch.ONE_TO_ALL)
-    def hold_the_lock_on_rank_1(self, how):
-        if self.rank == 1 and how == "computes":
-            re.match(r"(a+)+$", "a" * 60 + "b")
-        if self.rank == 1 and how == "waits":
-            ctypes.PyDLL(None).sleep(600)
-
-    @register(Dispatch.ONE_TO_ALL)
     def work_while_the_clock_jumps(self, seconds):
         with jumping_clock():
             return self.work(seconds)
-
-    @register(Dispatch.DP_COMPUTE_PROTO, writes=("y",))
-    def compute(self, batch, seconds):
-        time.sleep(seconds)
-        return DataProto.from_dict({"y": batch.batch["x"]})
-
-    @register(Dispatch.DP_COMPUTE_PROTO, writes=("z",))
-    def pass_on(self, batch):
-        return DataProto.from_dict({"z": batch.batch["y"]})
 
 
 @contextmanager
@@ -164,53 +138,4 @@ def test_a_call_outlives_its_deadline_while_it_makes_progress(start):
     assert " s of them without progress, longer than its deadline of 8 s (controller.c" in str(caught.value)
 
 
-@pytest.mark.exhaustive
-def test_report_names_the_chain_of_calls_with_stacks(start, caplog):
-    producer = start(report_after_s=2.0)
-    consumer = start("reference", producer.backend)
-    caplog.clear()  # of the start of the processes
-    batch = DataProto.from_dict({"x": torch.arange(2)})
-    future = consumer.pass_on.remote(producer.compute.remote(batch, 10.0))
-    assert future.get().batch["z"].tolist() == [0, 1]
-    text = next(record.getMessage() for record in caplog.records if record.name.endswith("hang_report"))
-    assert text.startswith("No progress for ")
-    assert "The controller waits for Slow.pass_on on reference/0, which reads the result of Slow.compute on act" in text
-    assert ", which runs.\n" in text
-    assert " in Slow.compute\n" in text
-    assert "in test_report_names_the_chain_of_calls_with_stacks" in text
-
-
 # What a process does that is over its deadline
-
-STACKS = [
-    (
-        "reduce_without_rank_1",
-        (),
-        0,
-        ["MiB in memory", "in all_reduce\n", "Not seen:\n  - Frames below Python (C, C++, CU"],
-    ),
-    ("hold_the_lock_on_rank_1", ("computes",), 1, ["while the process runs", "C code holds the interpreter lock"]),
-    ("hold_the_lock_on_rank_1", ("waits",), 1, ["and waits with it", "C code holds the interpreter lock"]),
-    ("stop_rank_1", (), 1, [" is stopped; it uses 0% of a core", "It is stopped: by SIGSTOP, Ctrl-Z or a debugger."]),
-]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("method", "arguments", "rank", "says"), STACKS)
-def test_the_deadline_error_shows_what_the_late_rank_does(start, wait_until_gone, method, arguments, rank, says):
-    group = start()
-    pids = group.pid()
-    group.backend.call_timeout_s = 3.0
-    with pytest.raises(WorkerTimeoutError) as caught:
-        getattr(group, method)(*arguments)
-    first, *reports = re.split(
-        r"^(?:actor/\d:|The controller itself waits here:)$", str(caught.value), flags=re.MULTILINE
-    )
-    assert first.startswith(f"Slow.{method} on actor, rank {rank}, has been running for ")
-    (report, of_controller) = reports  # the other rank has answered
-    assert report.startswith(f"\nProcess {pids[rank]} on ")
-    assert [text for text in [f" in Slow.{method}\n", *says] if text not in report] == []
-    assert "test_the_deadline_error_shows_what_the_late_rank_does" in of_controller
-    assert (caught.value.role, caught.value.rank, caught.value.node) == ("actor", rank, "127.0.0.1")
-    wait_until_gone(pids)
-    assert not group.is_alive()
