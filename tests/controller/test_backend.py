@@ -59,11 +59,6 @@ class Recorder(Worker):
         self.require_collectives("averaging gradients")
 
 
-@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.ray)])
-def backend(request):
-    return LocalBackend() if request.param == "local" else request.getfixturevalue("ray_backend")
-
-
 def spawn_anew(backend, process_on_nodes, *args, **kwargs):
     classes = {"recorder": ClassWithInitArgs(Recorder, *args, **kwargs)}
     return backend.spawn(classes, ResourcePool(process_on_nodes))["recorder"]
@@ -136,8 +131,9 @@ def test_callers_and_workers_have_private_copies_of_all_values(backend, started)
     assert shared.get().tolist() == [0, 0]
     for _ in range(2):
         backend.release([shared])
-    with pytest.raises(WorkerError, match="this result was released"):
-        shared.get()
+    for read in (shared.get, lambda: call(backend, first, "add_one", shared)):
+        with pytest.raises(WorkerError, match="this result was released; keep the future"):
+            read()
 
 
 def test_errors_of_workers_name_the_method_and_the_worker(backend, started):
@@ -223,7 +219,7 @@ def test_traceback_ends_at_the_failing_line():
 def test_local_backend_allows_collectives_only_for_one_rank():
     backend = LocalBackend()
     first, _ = spawn(backend, 2)
-    with pytest.raises(WorkerError, match="ranks one after another"):
+    with pytest.raises(WorkerError, match=r"Recorder .* 2 ranks \(averaging gradients\).*process_on_nodes=\[1\]"):
         call(backend, first, "meet")
     (alone,) = spawn(backend, 1)
     assert call(backend, alone, "meet") is None

@@ -78,8 +78,3 @@ def test_a_result_must_have_the_declared_number_of_rows():
         returning(None, 1).check_output(BATCH, 1, 2)
     with pytest.raises(DispatchError, match="returned 4 rows, but declares rows='one'"):
         returning(None, None).check_output(BATCH, 0, 4)
-
-
-def test_metrics_only_results_have_no_rows_to_check():
-    returning(None, 1).check_output(DataProto(meta_info={"metrics": {"loss": 1.0}}), 0, 4)
-    returning((), None).check_output(DataProto(meta_info={"metrics": {"loss": 1.0}}), 0, 4)

@@ -222,11 +222,6 @@ class Uneven(Worker):
         return self.received
 
 
-@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.ray)])
-def backend(request):
-    return LocalBackend() if request.param == "local" else request.getfixturevalue("ray_backend")
-
-
 def group_of(backend, parts="measured", processes=2, **options):
     return WorkerGroup(
         ResourcePool([processes]), ClassWithInitArgs(Uneven, config={"parts": parts}), backend, "uneven", **options
@@ -284,18 +279,6 @@ def test_the_ranks_of_a_replica_get_the_same_part():
 def test_a_batch_with_fewer_rows_than_ranks_is_padded():
     with group_of(LocalBackend(), processes=3) as group:
         assert group.double(X[:2]).batch["y"].tolist() == [0, 0, 10, 10]
-
-
-@pytest.mark.parametrize(
-    ("problem", "options"),
-    [
-        ("ONE_TO_ALL, which makes its parts itself", {"dispatch_mode": Dispatch.ONE_TO_ALL, "parts": "measured"}),
-        ("expected 'equal', 'measured', 'shares'", {"dispatch_mode": Dispatch.DP_COMPUTE_PROTO, "parts": "fair"}),
-    ],
-)
-def test_invalid_parts_are_an_error(problem, options):
-    with pytest.raises(DispatchError, match=problem):
-        register(**options)
 
 
 def test_measured_parts_are_not_supported_with_custom_modes():

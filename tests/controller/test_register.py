@@ -33,11 +33,6 @@ def test_registered_methods_include_inherited_ones():
     assert registered_methods(Derived)["own"].dispatch_mode is Dispatch.ONE_TO_ALL
 
 
-def test_a_splitting_mode_cannot_execute_on_rank_zero_alone():
-    with pytest.raises(DispatchError, match=r"DP_COMPUTE_PROTO, which splits a batch.*Dispatch\.RANK_ZERO"):
-        register(Dispatch.DP_COMPUTE_PROTO, Execute.RANK_ZERO)
-
-
 def test_register_without_parentheses_is_an_error():
     with pytest.raises(DispatchError, match=r"plain: write @register\(\) with parentheses"):
         register(plain)  # pyright: ignore[reportArgumentType]
@@ -67,6 +62,13 @@ def test_only_plain_methods_can_be_registered():
         ({"rows": "two"}, "rows='two'"),
         ({"rows": 0}, "rows=0"),
         ({"rows": True}, "rows=True"),
+        (
+            {"dispatch_mode": Dispatch.DP_COMPUTE_PROTO, "execute_mode": Execute.RANK_ZERO},
+            r"DP_COMPUTE_PROTO, which splits a batch.*Dispatch\.RANK_ZERO",
+        ),
+        ({"dispatch_mode": "ONE_TO_ALL", "keep_groups": "group_ids"}, "ONE_TO_ALL, which does not split batches"),
+        ({"dispatch_mode": "ONE_TO_ALL", "parts": "measured"}, "ONE_TO_ALL, which makes its parts itself"),
+        ({"dispatch_mode": "DP_COMPUTE_PROTO", "parts": "fair"}, "expected 'equal', 'measured', 'shares'"),
     ],
 )
 def test_an_invalid_declaration_raises_at_registration(declaration, message):

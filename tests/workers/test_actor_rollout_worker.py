@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridflow.errors import RolloutError
+from hybridflow.errors import FieldError, RolloutError
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.workers import ActorRolloutWorker
 from hybridflow.workers.generating import DATASET_COLUMNS
@@ -153,6 +153,21 @@ def test_each_mini_batch_is_one_step_and_the_last_lr_is_reported(actors, learnab
     metrics = actor.update_actor(with_mini_batches(batch, [0, 1], [2, 3], [3, 0])).meta_info["metrics"]
     assert metrics["actor/lr"] == pytest.approx([1e-2 * 3 / 4])
     assert actor.generate_sequences(FOUR).batch["rollout_versions"].max() == 3
+
+
+def test_the_kl_loss_pulls_towards_the_reference(actors, learnable, with_mini_batches):
+    actor = actors("algorithm.kl_in_loss=true")
+    with pytest.raises(
+        FieldError, match=r"ActorRolloutWorker\.update_actor needs 'ref_log_probs'.*It comes from: reference"
+    ):
+        actor.update_actor(with_mini_batches(learnable(), ALL))
+    batch = learnable((0.0, 0.0, 0.0, 0.0))
+    batch.batch["ref_log_probs"] = torch.where(batch.batch["response_mask"], -1.0, 0.0)
+    first, second = (
+        actor.update_actor(with_mini_batches(batch, ALL, kl_coef=2.0)).meta_info["metrics"] for _ in range(2)
+    )
+    assert first["actor/loss"] == pytest.approx([2 * first["actor/kl_loss"][0]])
+    assert 0 < second["actor/kl_loss"][0] < first["actor/kl_loss"][0]
 
 
 def test_an_engine_with_weights_of_its_own_frees_them_between_batches(actors):

@@ -107,26 +107,18 @@ def test_error_for_a_wrong_function_or_parameter_names_the_key(user_file, name, 
     assert "rollout_log_probs" not in str(error.value)  # not all columns
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ([], []),
-        (["algorithm.lam=0.9", "algorithm.advantage=gae", "actor.clip_ratio_high=0.3"], []),
-        (
-            ["algorithm.lam=0.9", "algorithm.advantage=grpo"],
-            ["algorithm.lam=0.9 has no effect: algorithm.advantage='grpo' has no such parameter."],
-        ),
-        (
-            ["actor.policy_loss=clip-cov", "actor.clip_ratio_low=0.1", "actor.clip_ratio_dual=none"],
-            [
-                "actor.clip_ratio_low=0.1 has no effect: actor.policy_loss='clip-cov' has no such parameter.",
-                "actor.clip_ratio_dual=None has no effect: actor.policy_loss='clip-cov' has no such parameter.",
-            ],
-        ),
-    ],
-)
-def test_changed_keys_that_no_function_takes_are_named(changes, expected):
-    assert keys_without_effect(load_config(None, changes)) == expected
+def test_changed_keys_that_no_function_takes_are_named():
+    def unused(*changes):
+        return keys_without_effect(load_config(None, list(changes)))
+
+    assert unused() == unused("algorithm.lam=0.9", "algorithm.advantage=gae", "actor.clip_ratio_high=0.3") == []
+    assert unused("algorithm.lam=0.9", "algorithm.advantage=grpo") == [
+        "algorithm.lam=0.9 has no effect: algorithm.advantage='grpo' has no such parameter."
+    ]
+    assert unused("actor.policy_loss=clip-cov", "actor.clip_ratio_low=0.1", "actor.clip_ratio_dual=none") == [
+        f"actor.{key} has no effect: actor.policy_loss='clip-cov' has no such parameter."
+        for key in ("clip_ratio_low=0.1", "clip_ratio_dual=None")
+    ]
 
 
 def test_no_recipe_sets_a_key_without_effect():

@@ -6,13 +6,13 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import ray
 
-from hybridflow.controller import ClassWithInitArgs, Dispatch, Worker, WorkerGroup, register
+from fixtures.rank_worker import Rank
+from hybridflow.controller import ClassWithInitArgs, WorkerGroup
 from hybridflow.controller.ray import (
     RayBackend,
     RayResourcePool,
@@ -27,29 +27,6 @@ TESTS = Path(__file__).parents[2]
 
 
 # Pools on one node
-
-
-class Rank(Worker):
-    @register(Dispatch.ONE_TO_ALL)
-    def environment(self):
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-        return [os.environ[name] for name in names]
-
-    @register(Dispatch.ONE_TO_ALL)
-    def total(self):
-        import torch
-
-        if not torch.distributed.is_initialized():
-            torch.distributed.init_process_group("gloo")
-        total = torch.tensor(self.rank + 1)
-        torch.distributed.all_reduce(total)
-        return int(total)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def wait_for_others(self, directory, num_ranks):
-        Path(directory, str(os.getpid())).touch()
-        while len(os.listdir(directory)) < num_ranks:
-            time.sleep(0.01)
 
 
 def build_group(pool, backend, name):
@@ -122,37 +99,11 @@ def start_nodes(*cpus):
 DRIVER = """
 import json, os, sys, time
 import ray, torch
-from hybridflow.controller import ClassWithInitArgs, Dispatch, Worker, WorkerGroup, register
+from fixtures.rank_worker import Rank
+from hybridflow.controller import ClassWithInitArgs, WorkerGroup
 from hybridflow.controller.ray import *
 from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.protocol import DataProto
-
-class Rank(Worker):
-    def __init__(self):
-        self.value = 0
-
-    @register(Dispatch.ONE_TO_ALL)
-    def environment(self):
-        import ray
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-        return [*(os.environ[name] for name in names), ray.util.get_node_ip_address()]
-
-    @register(Dispatch.ONE_TO_ALL)
-    def total(self):
-        if not torch.distributed.is_initialized():
-            torch.distributed.init_process_group("gloo")
-        total = torch.tensor(self.rank + 1)
-        torch.distributed.all_reduce(total)
-        return int(total)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def add(self, value):
-        self.value += value
-        return self.value
-
-    @register(Dispatch.DP_COMPUTE_PROTO, writes=("y",))
-    def add_one(self, batch):
-        return DataProto.from_dict({"y": batch.batch["x"] + 1})
 
 def settle(cpus):
     end = time.monotonic() + 100
@@ -251,15 +202,6 @@ while "refused" not in seen and time.monotonic() < end:
         seen["refused"] = str(error)
 for rank in (0, 2):
     ray.kill(ray.get_actor(f"hole/{rank}", namespace="hybridflow"))
-backend.close()
-''')
-seen["shared pool"] = drive('''
-pool = RayResourcePool([1], max_colocate_count=2)
-ordinary = RayWorkerGroup(pool, RayClassWithInitArgs(Rank), "ordinary", backend=backend)
-try:
-    RayWorkerGroup(pool, RayClassWithInitArgs(Rank), "beside", backend=backend, detached=True)
-except ConfigError as error:
-    seen["refused"] = str(error)
 backend.close()
 ''')
 cluster.shutdown()
@@ -379,7 +321,6 @@ def test_a_second_driver_attaches_to_a_detached_group(detached):
     assert second["total"] == [6, 6, 6]
     assert second["rows"] == [1, 2, 3, 4, 5, 6, 7]
     assert "a detached group 'kept' already exists on the cluster; use it with RayWorkerGroup.at" in second["taken"]
-    assert "use a separate pool for a detached group" in detached["shared pool"]["refused"]
 
 
 @pytest.mark.exhaustive
