@@ -13,122 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from fixtures.model_worker import Model
 from hybridflow.controller import (
     DISPATCH_MODES,
     ClassWithInitArgs,
     Dispatch,
-    Execute,
     LocalBackend,
     ResourcePool,
     Worker,
     WorkerGroup,
-    make_nd_compute_dataproto_dispatch_fn,
     register,
 )
 from hybridflow.errors import BatchError, DispatchError, FieldError, WorkerError
 from hybridflow.protocol import DataProto, DataProtoConfig, DataProtoFuture
 from hybridflow.protocol.handle import Duration
-
-on_train_mesh = make_nd_compute_dataproto_dispatch_fn(mesh_name="train", split_axes=("data",))
-
-
-class Model(Worker):
-    def __init__(self, config=None):
-        self.received = []
-
-    @register(Dispatch.DP_COMPUTE_PROTO, reads=("x",), writes=("doubled",))
-    def double(self, batch, factor=2):
-        self.received.append(batch)
-        return DataProto.from_dict(tensors={"doubled": batch.batch["x"] * factor})
-
-    @register(Dispatch.DP_COMPUTE_PROTO)
-    def echo(self, batch, *others):
-        self.received.append(batch)
-        return batch
-
-    @register(Dispatch.DP_COMPUTE_PROTO, reads=("x",), writes=("x",), rows=2)
-    def twice(self, batch):
-        return batch.repeat(2)
-
-    @register(Dispatch.DP_COMPUTE_PROTO, reads=("x",), writes=(), rows="one")
-    def update(self, batch):
-        return DataProto(meta_info={"metrics": {"loss": float(batch.batch["x"].sum())}})
-
-    @register(Dispatch.DP_COMPUTE_PROTO)
-    def silent_update(self, batch):
-        return None
-
-    @register(Dispatch.DP_COMPUTE_PROTO, materialize_futures=False, reads=("doubled",))
-    def read_future(self, future):
-        assert isinstance(future, DataProtoFuture)
-        batch = future.get()
-        batch.batch["doubled"] += self.rank
-        return batch
-
-    @register(Dispatch.DP_COMPUTE_PROTO)
-    def add(self, first, second):
-        return DataProto.from_dict(tensors={"sum": first.batch["x"] + second.batch["y"]})
-
-    @register(Dispatch.DP_COMPUTE_PROTO)
-    def drop_a_row(self, batch):
-        return batch.slice(1)
-
-    @register(Dispatch.DP_COMPUTE_PROTO)
-    def other_columns_on_rank_one(self, batch):
-        return batch.rename("x", "y") if self.rank == 1 else batch
-
-    @register(Dispatch.DP_COMPUTE_PROTO)
-    def total(self, batch):
-        return float(batch.batch["x"].sum())
-
-    @register(Dispatch.DP_COMPUTE_METRIC)
-    def metric(self, batch=None):
-        return 0.0 if batch is None else float(batch.batch["x"].sum())
-
-    @register(Dispatch.DP_COMPUTE)
-    def each(self, batch):
-        return batch
-
-    @register(Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
-    def apply(self, function, batch):
-        return DataProto.from_dict(tensors={"x": function(batch.batch["x"])})
-
-    @register(on_train_mesh)
-    def on_mesh(self, batch):
-        self.received.append(batch)
-        return DataProto.from_dict(tensors={"x": batch.batch["x"] * 10 + self.rank})
-
-    @register(Dispatch.ONE_TO_ALL)
-    def broadcast(self, value):
-        self.received.append(value)
-        return self.rank, value
-
-    @register(Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
-    def on_rank_zero(self, value, key=None):
-        return self.rank, value, key
-
-    @register(Dispatch.RANK_ZERO)
-    def rank_zero(self, value):
-        self.received.append(value)
-        return self.rank, value
-
-    @register(Dispatch.ONE_TO_ALL)
-    def num_received(self):
-        return len(self.received)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def last_received(self):
-        return self.received[-1]
-
-    @register(Dispatch.ONE_TO_ALL, execute_mode=Execute.SEQUENTIAL)
-    def in_turn(self):
-        return self.rank
-
-    @register(Dispatch.DP_COMPUTE_PROTO)
-    def fail_on_rank_one(self, batch):
-        if self.rank == 1:
-            raise ValueError("rank 1 is unlucky")
-        return batch
 
 
 def make_group(num_ranks=2, **kwargs):
@@ -140,7 +38,7 @@ def batch_of(*values, **columns):
 
 
 def received(group, column="x"):
-    return [batch.batch[column].tolist() for batch in group.last_received()]
+    return [batch.batch[column].tolist() for batch, *_ in group.last_received()]
 
 
 # Splitting, padding, collecting
@@ -161,7 +59,7 @@ def equal_parts(rows, num_parts):
 @given(axes=MESHES, num_rows=st.integers(1, 20), auto_padding=st.booleans(), later=st.booleans())
 def test_a_batch_is_split_over_a_mesh_and_collected_in_order(axes, num_rows, auto_padding, later):
     num_ranks, num_parts = math.prod(axes.values()), axes["data"]
-    group = make_group(num_ranks, meshes={"train": axes})
+    group = make_group(num_ranks, meshes={"grid": axes})
     batch = batch_of(*range(num_rows), non_tensors={"names": [str(n) for n in range(num_rows)]}, meta_info={"step": 1})
     batch.auto_padding = auto_padding
     padded = [*range(num_rows)]
@@ -174,7 +72,7 @@ def test_a_batch_is_split_over_a_mesh_and_collected_in_order(axes, num_rows, aut
     first = strides["pipeline"] * (axes["pipeline"] - 1)  # the last stage of a pipeline is collected
     collected = [first + part * strides["data"] for part in range(num_parts)]
 
-    result = group.on_mesh.remote(batch) if later else group.on_mesh(batch)
+    result = group.on_grid.remote(batch) if later else group.on_grid(batch)
     result = result.get() if later else result
     assert [part.batch["x"].tolist() for part in group.last_received()] == [parts[part] for part in part_of]
     assert [list(part.non_tensor_batch["names"]) for part in group.last_received()] == [
@@ -197,16 +95,16 @@ def test_results_have_the_rows_of_the_caller_without_copies(num_ranks, num_rows,
     def call(method, *arguments):
         return method.remote(*arguments).get() if later else method(*arguments)
 
-    assert call(group.double, batch, 3).batch["doubled"].tolist() == [3 * n for n in range(num_rows)]
+    assert call(group.double, batch).batch["doubled"].tolist() == [2 * n for n in range(num_rows)]
     assert call(group.twice, batch).batch["x"].tolist() == [n for n in range(num_rows) for _ in "ab"]
     assert len(group.twice.remote(batch)) == 2 * num_rows
     assert call(group.add, batch, batch.rename("x", "y")).batch["sum"].tolist() == [2 * n for n in range(num_rows)]
-    listed = [part.batch["x"].tolist() for part in call(group.each, batch) if len(part)]
+    listed = [part.batch["x"].tolist() for part, *_ in call(group.each, batch) if len(part)]
     assert [*chain.from_iterable(listed)] == list(range(num_rows))
     if not auto_padding:
-        assert sum(call(group.metric, batch)) == sum(range(num_rows))
+        assert sum(call(group.metric, batch, 0.5)) == sum(range(num_rows)) / 2
         assert sum(call(group.update, batch).meta_info["metrics"]["loss"]) == sum(range(num_rows))
-    assert call(group.silent_update, batch) is None
+    assert call(group.silent, batch) is None
     numbered = DataProto.from_dict({"row_ids": torch.arange(num_rows)}, auto_padding=True)
     group.echo(numbered)
     row_ids = [*chain.from_iterable(received(group, "row_ids"))]
@@ -225,7 +123,7 @@ ERRORS = [
     (lambda g: g.total(batch_of(1, 2)), DispatchError, r"Model\.total: output 0 of 2 is float"),
     (lambda g: g.double(batch_of(1, 2).rename("x", "y")), FieldError, r"Model\.double needs 'x', but the batch has y"),
     (lambda g: g.drop_a_row(batch_of(1, 2, 3, 4)), DispatchError, r"Model\.drop_a_row on rank 0 returned 1 rows for 2"),
-    (lambda g: g.on_mesh(batch_of(1, 2)), DispatchError, "no mesh 'train'"),
+    (lambda g: g.on_grid(batch_of(1, 2)), DispatchError, "no mesh 'grid'"),
     (
         lambda g: g.read_future(g.twice.remote(batch_of(1, 2))),
         FieldError,
@@ -249,7 +147,7 @@ def test_a_call_with_a_missing_column_or_other_columns_is_explained():
     group = make_group(2)
     with pytest.raises(FieldError, match="needs 'x'"):
         group.double(batch_of(1, 2).rename("x", "y"))
-    assert group.num_received() == [0, 0]  # raised before anything is sent
+    assert group.forget() == [[], []]  # raised before anything is sent
     with pytest.raises(FieldError) as caught:
         group.other_columns_on_rank_one(batch_of(1, 2))
     assert caught.value.__notes__ == ["while collecting the results of Model.other_columns_on_rank_one"]
@@ -258,8 +156,8 @@ def test_a_call_with_a_missing_column_or_other_columns_is_explained():
 def test_calls_without_a_batch_reach_the_ranks_of_their_mode():
     group = make_group(3)
     assert group.metric() == [0.0, 0.0, 0.0]
-    assert group.in_turn() == [0, 1, 2]
-    assert group.broadcast([1, 2]) == [(rank, [1, 2]) for rank in range(3)]
+    assert group.in_turn() == [(0, None), (1, None), (2, None)]
+    assert group.broadcast([1, 2]) == [(rank, [1, 2], None) for rank in range(3)]
     assert group.apply(lambda x: x + 1, batch_of(1, 2, 3)).batch["x"].tolist() == [2, 3, 4]
 
 
@@ -353,8 +251,8 @@ def test_rank_zero_calls_return_a_value_instead_of_a_list():
     group = make_group(2)
     assert group.on_rank_zero([1, 2], key="k") == (0, [1, 2], "k")
     assert group.on_rank_zero.remote([1, 2]).get() == (0, [1, 2], None)
-    assert group.rank_zero("v") == (0, "v")
-    assert group.num_received() == [1, 0]
+    assert group.rank_zero("v") == (0, "v", None)
+    assert group.forget() == [["v"], []]
 
 
 def test_dispatch_fn_must_return_one_argument_for_each_rank():
@@ -377,7 +275,7 @@ def test_a_future_is_an_argument_of_another_group():
     assert second.double(future.rename("doubled", "x")).batch["doubled"].tolist() == [4, 8, 12, 16]
     assert second.broadcast(future)[2][1].batch["doubled"].tolist() == [2, 4, 6, 8]
     parts = second.each([future, future, future])
-    assert [len(part) for part in parts] == [4, 4, 4]
+    assert [len(part) for part, *_ in parts] == [4, 4, 4]
 
 
 def test_concatenated_futures_are_split_again():
@@ -409,10 +307,10 @@ def test_metrics_are_readable_from_a_future_without_declared_columns():
 
 def test_blocking_calls_release_all_values():
     backend = LocalBackend()
-    group = make_group(4, backend=backend, meshes={"train": {"data": 2, "tensor": 2}})
+    group = make_group(4, backend=backend, meshes={"grid": {"data": 2, "tensor": 2, "pipeline": 1}})
     for _ in range(3):
         group.double(batch_of(1, 2, 3))
-        group.on_mesh(batch_of(1, 2, 3))
+        group.on_grid(batch_of(1, 2, 3))
         group.broadcast(batch_of(1))
         group.double(group.double.remote(batch_of(1)).rename("doubled", "x"))
         with pytest.raises(WorkerError):
@@ -453,7 +351,7 @@ def test_a_worker_may_call_another_group():
             return before, result, (os.environ["RANK"], os.environ["WORLD_SIZE"])
 
     outer = WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Outer))
-    assert outer.run(lambda: inner.in_turn()) == (("0", "1"), [0, 1], ("0", "1"))
+    assert outer.run(lambda: inner.in_turn()) == (("0", "1"), [(0, None), (1, None)], ("0", "1"))
 
 
 # A backend whose calls run later, as in other processes
@@ -517,26 +415,26 @@ class DeferredBackend(LocalBackend):
         super().release([handle.handle for handle in handles if handle.handle is not None])
 
 
-def test_all_ranks_start_before_the_first_wait():
+def deferred_group(axes):
     backend = DeferredBackend()
-    group = make_group(2, backend=backend)
+    return backend, make_group(math.prod(axes.values()), backend=backend, meshes={"grid": axes})
+
+
+def test_all_ranks_start_before_the_first_wait_unless_in_turn():
+    backend, group = deferred_group({"data": 2})
     assert group.double(batch_of(1, 2, 3)).batch["doubled"].tolist() == [2, 4, 6]
     assert backend.log == ["call model/0", "call model/1", "wait for 2", "release 2"]
     assert backend.num_objects == 0
-
-
-def test_sequential_execution_waits_for_each_rank_without_reading():
-    backend = DeferredBackend()
-    group = make_group(2, backend=backend)
+    backend.log.clear()
     group.in_turn()
     assert backend.log[:4] == ["call model/0", "wait for 1", "call model/1", "wait for 1"]
 
 
-def test_a_batch_sent_to_several_ranks_is_put_once():
-    backend = DeferredBackend()
-    group = make_group(4, backend=backend, meshes={"train": {"data": 2, "tensor": 2}})
-    group.on_mesh(batch_of(1, 2))
+def test_a_batch_is_put_once_and_one_rank_of_a_replica_is_read():
+    backend, group = deferred_group({"data": 2, "tensor": 2})
+    group.on_grid(batch_of(1, 2))
     assert backend.log.count("put") == 2
+    assert backend.log[-4:] == ["wait for 4", "get", "get", "release 4"]
     group.broadcast(batch_of(1, 2))
     assert backend.log.count("put") == 3
     group.double(batch_of(1, 2))
@@ -544,43 +442,23 @@ def test_a_batch_sent_to_several_ranks_is_put_once():
     assert backend.log.count("put") == 3
 
 
-def test_only_one_rank_of_a_replica_is_read():
-    backend = DeferredBackend()
-    group = make_group(4, backend=backend, meshes={"train": {"data": 2, "tensor": 2}})
-    group.on_mesh(batch_of(1, 2))
-    assert backend.log[-4:] == ["wait for 4", "get", "get", "release 4"]
-
-
-def test_a_non_blocking_call_returns_at_once_and_raises_on_read():
-    backend = DeferredBackend()
-    group = make_group(2, backend=backend)
+def test_a_failed_call_raises_when_it_is_read_or_releases_its_results():
+    backend, group = deferred_group({"data": 2})
     future = group.fail_on_rank_one.remote(batch_of(1, 2))
     assert backend.log == ["call model/0", "call model/1"]
     with pytest.raises(WorkerError, match="rank 1 is unlucky"):
         future.get()
-
-
-def test_errors_of_uncollected_ranks_are_raised():
-    class Replica(Worker):
-        @register(Dispatch.MEGATRON_COMPUTE_PROTO)
-        def run(self, batch):
-            if self.rank == 1:
-                raise ValueError("rank 1 is unlucky")
-            return batch
-
-    meshes = {"default": {"data": 1, "tensor": 2}}
-    group = WorkerGroup(ResourcePool([2]), ClassWithInitArgs(Replica), backend=DeferredBackend(), meshes=meshes)
-    with pytest.raises(WorkerError, match="rank 1 is unlucky"):
-        group.run(batch_of(1, 2))
-    future = group.run.remote(batch_of(1, 2))
-    with pytest.raises(WorkerError, match="rank 1 is unlucky"):
-        future.get()
-
-
-def test_a_failed_blocking_call_releases_its_results():
-    backend = DeferredBackend()
-    group = make_group(2, backend=backend)
+    del future
     with pytest.raises(WorkerError, match="rank 1 is unlucky"):
         group.fail_on_rank_one(batch_of(1, 2))
     assert backend.log[-1] == "release 2"
     assert backend.num_objects == 0
+
+
+def test_errors_of_uncollected_ranks_are_raised():
+    _, group = deferred_group({"data": 1, "tensor": 2})
+    with pytest.raises(WorkerError, match="rank 1 is unlucky"):
+        group.fail_in_a_replica(batch_of(1, 2))
+    future = group.fail_in_a_replica.remote(batch_of(1, 2))
+    with pytest.raises(WorkerError, match="rank 1 is unlucky"):
+        future.get()

@@ -14,13 +14,6 @@ def test_the_config_is_found_by_keyword_and_by_position():
     assert ClassWithInitArgs(Model, "c", 2).config == "c"
 
 
-def test_config_is_none_for_a_class_without_config():
-    class Plain:
-        pass
-
-    assert ClassWithInitArgs(Plain).config is None
-
-
 def test_wrong_constructor_arguments_raise_before_the_constructor_runs():
     with pytest.raises(DispatchError, match=r"Model\.__init__\(self, config.*missing a required argument: 'config'"):
         ClassWithInitArgs(Model)

@@ -27,28 +27,11 @@ def test_a_declaration_is_resolved_with_the_configuration():
     assert resolve_columns("Actor.update", ["a"], (), "one", None).rows_per_row is None  # pyright: ignore[reportArgumentType]
 
 
-def test_a_function_of_a_missing_configuration_is_an_error():
-    with pytest.raises(DispatchError, match=r"Actor\.update declares reads as a function.*config="):
-        resolve_columns("Actor.update", lambda config: ("a",), None, "same", None)
-
-
 def test_a_function_that_returns_an_invalid_declaration_is_an_error():
     with pytest.raises(DispatchError, match=r"Actor\.update: reads='a'"):
         resolve_columns("Actor.update", lambda config: "a", None, "same", 1)  # pyright: ignore[reportArgumentType]
     with pytest.raises(DispatchError, match=r"Actor\.update: rows=-1"):
         resolve_columns("Actor.update", None, None, lambda config: -1, 1)
-
-
-def test_selection_keeps_columns_in_reads_and_meta_info():
-    reduced = reading("responses", "texts").select_reads(BATCH)
-    assert list(reduced.batch.keys()) == ["responses"]
-    assert list(reduced.non_tensor_batch) == ["texts"]
-    assert reduced.meta_info == {"step": 3}
-    assert set(BATCH.batch.keys()) == {"responses", "advantages"}
-
-
-def test_undeclared_reads_keep_all_columns():
-    assert MethodColumns("Actor.update", None, None, 1).select_reads(BATCH) is BATCH
 
 
 def test_selection_applies_to_a_list_of_batches():
@@ -95,8 +78,3 @@ def test_a_result_must_have_the_declared_number_of_rows():
         returning(None, 1).check_output(BATCH, 1, 2)
     with pytest.raises(DispatchError, match="returned 4 rows, but declares rows='one'"):
         returning(None, None).check_output(BATCH, 0, 4)
-
-
-def test_metrics_only_results_have_no_rows_to_check():
-    returning(None, 1).check_output(DataProto(meta_info={"metrics": {"loss": 1.0}}), 0, 4)
-    returning((), None).check_output(DataProto(meta_info={"metrics": {"loss": 1.0}}), 0, 4)

@@ -16,6 +16,7 @@ from hybridflow.controller import (
 )
 from hybridflow.errors import ConfigError, WorkerError
 
+RESERVED = ("RANK", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 NAMES = ("HYBRIDFLOW_TEST_LEVEL", "RANK", "WORLD_SIZE")
 
 
@@ -41,11 +42,6 @@ class Answerer(Worker):
         return f"{question}: {self.rank}"
 
 
-@pytest.fixture(params=["local", pytest.param("ray", marks=[pytest.mark.ray])])
-def backend(request):
-    return LocalBackend() if request.param == "local" else request.getfixturevalue("ray_backend")
-
-
 def test_processes_of_a_pool_have_its_variables_and_find_each_other(backend):
     classes = {"asker": ClassWithInitArgs(Asker), "answerer": ClassWithInitArgs(Answerer)}
     groups = spawn_colocated(ResourcePool([2], environment={"HYBRIDFLOW_TEST_LEVEL": "3"}), classes, backend)
@@ -64,23 +60,17 @@ def test_a_worker_that_is_shut_down_is_not_found_and_not_kept():
         groups["asker"].ask()
 
 
-@pytest.mark.parametrize("name", ["RANK", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"])
-def test_a_variable_of_the_backend_cannot_be_set(name):
-    with pytest.raises(ConfigError, match=f"environment: {name} is set by the backend for each rank; leave it out"):
-        ResourcePool([1], environment={name: "0"})
-
-
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
+        *(({name: "0"}, f"environment: {name} is set by the backend for each rank; leave it out") for name in RESERVED),
         ({"A=B": "1"}, "'A=B' is not the name of a variable"),
         ({"A": 1}, "A=1 is not a text"),
-        ({"A": "\0"}, "is not a text"),
-        ({"A": "\ud800"}, "is not a text"),
+        *(({"A": text}, "is not a text") for text in ("\0", "\ud800")),
         ("A=1", "'A=1' is not a mapping from names of variables to texts"),
     ],
 )
-def test_a_variable_that_no_process_can_have_is_an_error(environment, message):
+def test_a_variable_that_cannot_be_set_is_an_error(environment, message):
     with pytest.raises(ConfigError, match=message):
         ResourcePool([1], environment=environment)
 

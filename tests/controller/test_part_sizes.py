@@ -196,34 +196,30 @@ class Uneven(Worker):
     def __init__(self, config=None):
         self.received, self.clock = [], clock_of_this_process()
 
-    @register(Dispatch.DP_COMPUTE_PROTO, reads=("x",), writes=("y",), rows=2, parts=lambda config: config["parts"])
-    def double(self, batch):
+    def work(self, batch):
         self.received.append(len(batch))
         self.clock.now += len(batch) * (0.02 if self.rank == 1 else 0.004)
+
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=("x",), writes=("y",), rows=2, parts=lambda config: config["parts"])
+    def double(self, batch):
+        self.work(batch)
         return DataProto.from_dict({"y": batch.batch["x"].repeat_interleave(2) * 10})
 
     @register(
         Dispatch.DP_COMPUTE_PROTO, reads=("x", "group_ids"), writes=("y",), keep_groups="group_ids", parts="measured"
     )
     def in_groups(self, batch):
-        self.received.append(len(batch))
-        self.clock.now += len(batch) * (0.02 if self.rank == 1 else 0.004)
+        self.work(batch)
         return DataProto.from_dict({"y": batch.batch["group_ids"]})
 
     @register(Dispatch.MEGATRON_COMPUTE_PROTO, reads=("x",), writes=("y",), parts="measured")
     def on_mesh(self, batch):
-        self.received.append(len(batch))
-        self.clock.now += len(batch) * (0.02 if self.rank == 1 else 0.004)
+        self.work(batch)
         return DataProto.from_dict({"y": batch.batch["x"]})
 
     @register(Dispatch.ONE_TO_ALL)
     def sizes(self):
         return self.received
-
-
-@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.ray)])
-def backend(request):
-    return LocalBackend() if request.param == "local" else request.getfixturevalue("ray_backend")
 
 
 def group_of(backend, parts="measured", processes=2, **options):
@@ -283,18 +279,6 @@ def test_the_ranks_of_a_replica_get_the_same_part():
 def test_a_batch_with_fewer_rows_than_ranks_is_padded():
     with group_of(LocalBackend(), processes=3) as group:
         assert group.double(X[:2]).batch["y"].tolist() == [0, 0, 10, 10]
-
-
-@pytest.mark.parametrize(
-    ("problem", "options"),
-    [
-        ("ONE_TO_ALL, which makes its parts itself", {"dispatch_mode": Dispatch.ONE_TO_ALL, "parts": "measured"}),
-        ("expected 'equal', 'measured', 'shares'", {"dispatch_mode": Dispatch.DP_COMPUTE_PROTO, "parts": "fair"}),
-    ],
-)
-def test_invalid_parts_are_an_error(problem, options):
-    with pytest.raises(DispatchError, match=problem):
-        register(**options)
 
 
 def test_measured_parts_are_not_supported_with_custom_modes():

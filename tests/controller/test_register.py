@@ -1,7 +1,7 @@
 import pytest
 
 from hybridflow.controller import Dispatch, Execute, register
-from hybridflow.controller.register import registered_methods, registration_of
+from hybridflow.controller.register import registered_methods
 from hybridflow.errors import DispatchError
 
 
@@ -12,16 +12,6 @@ def plain(self):
 def test_register_does_not_wrap_the_method():
     assert register()(plain) is plain
     assert plain(None) == 1
-
-
-def test_the_defaults_are_those_of_the_original_design():
-    registration = registration_of(register()(lambda self: None))
-    assert registration is not None
-    assert registration.dispatch_mode is Dispatch.ALL_TO_ALL
-    assert registration.execute_mode is Execute.ALL
-    assert registration.blocking
-    assert registration.materialize_futures
-    assert (registration.reads, registration.writes, registration.rows) == (None, None, "same")
 
 
 def test_registered_methods_include_inherited_ones():
@@ -41,17 +31,6 @@ def test_registered_methods_include_inherited_ones():
 
     assert list(registered_methods(Derived)) == ["inherited", "own"]
     assert registered_methods(Derived)["own"].dispatch_mode is Dispatch.ONE_TO_ALL
-
-
-def test_dispatch_rank_zero_executes_on_rank_zero():
-    registration = registration_of(register(Dispatch.RANK_ZERO)(lambda self: None))
-    assert registration is not None
-    assert registration.execute_mode is Execute.RANK_ZERO
-
-
-def test_a_splitting_mode_cannot_execute_on_rank_zero_alone():
-    with pytest.raises(DispatchError, match=r"DP_COMPUTE_PROTO, which splits a batch.*Dispatch\.RANK_ZERO"):
-        register(Dispatch.DP_COMPUTE_PROTO, Execute.RANK_ZERO)
 
 
 def test_register_without_parentheses_is_an_error():
@@ -83,6 +62,13 @@ def test_only_plain_methods_can_be_registered():
         ({"rows": "two"}, "rows='two'"),
         ({"rows": 0}, "rows=0"),
         ({"rows": True}, "rows=True"),
+        (
+            {"dispatch_mode": Dispatch.DP_COMPUTE_PROTO, "execute_mode": Execute.RANK_ZERO},
+            r"DP_COMPUTE_PROTO, which splits a batch.*Dispatch\.RANK_ZERO",
+        ),
+        ({"dispatch_mode": "ONE_TO_ALL", "keep_groups": "group_ids"}, "ONE_TO_ALL, which does not split batches"),
+        ({"dispatch_mode": "ONE_TO_ALL", "parts": "measured"}, "ONE_TO_ALL, which makes its parts itself"),
+        ({"dispatch_mode": "DP_COMPUTE_PROTO", "parts": "fair"}, "expected 'equal', 'measured', 'shares'"),
     ],
 )
 def test_an_invalid_declaration_raises_at_registration(declaration, message):

@@ -12,15 +12,22 @@ def test_ranks_are_numbered_node_by_node():
     assert [pool.local_world_size(rank) for rank in range(6)] == [2, 2, 1, 3, 3, 3]
 
 
-@pytest.mark.parametrize("process_on_nodes", [[], [0], [2, -1], [1.5]])
-def test_a_pool_without_processes_is_an_error(process_on_nodes):
-    with pytest.raises(ConfigError, match="process_on_nodes="):
-        ResourcePool(process_on_nodes)
-
-
-def test_max_colocate_count_must_be_positive():
-    with pytest.raises(ConfigError, match="max_colocate_count=0"):
-        ResourcePool([1], max_colocate_count=0)
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        *((lambda shape=shape: ResourcePool(shape), "process_on_nodes=") for shape in ([], [0], [2, -1], [1.5])),
+        (lambda: ResourcePool([1], max_colocate_count=0), "max_colocate_count=0"),
+        (lambda: ResourcePoolManager({}), "resource_pool_spec is empty"),
+        (lambda: ResourcePoolManager({"a": [1], "b": [1]}), "mapping is missing, but there are several pools"),
+        (
+            lambda: ResourcePoolManager({"global_pool": [1]}, {Role.Actor: "globl_pool"}),
+            r"'globl_pool', the pool of Role\.Actor, is not.*did you mean 'global_pool'",
+        ),
+    ],
+)
+def test_pools_that_cannot_be_are_errors(build, message):
+    with pytest.raises(ConfigError, match=message):
+        build()
 
 
 def test_each_role_gets_its_pool():
@@ -37,18 +44,6 @@ def test_each_role_gets_its_pool():
 def test_all_roles_share_a_single_pool_without_a_mapping():
     manager = ResourcePoolManager({"global_pool": [2]})
     assert {manager.get_resource_pool(role).world_size for role in Role} == {2}
-    with pytest.raises(ConfigError, match="mapping is missing, but there are several pools"):
-        ResourcePoolManager({"a": [1], "b": [1]})
-
-
-def test_error_for_an_unknown_pool_suggests_the_nearest_name():
-    with pytest.raises(ConfigError, match=r"'globl_pool', the pool of Role\.Actor, is not.*did you mean 'global_pool'"):
-        ResourcePoolManager({"global_pool": [1]}, {Role.Actor: "globl_pool"})
-
-
-def test_a_spec_without_pools_is_an_error():
-    with pytest.raises(ConfigError, match="resource_pool_spec is empty"):
-        ResourcePoolManager({})
 
 
 def test_pools_that_fit_the_gpus_are_accepted():

@@ -53,8 +53,3 @@ def test_uneven_or_scattered_groups_are_an_error(group, group_ids):
 def test_a_batch_without_the_column_is_an_error(group):
     with pytest.raises(FieldError, match="keeps groups of 'group_ids' on one rank"):
         group.compare(DataProto.from_dict({"x": torch.zeros(4)}))
-
-
-def test_keep_groups_requires_a_mode_that_splits():
-    with pytest.raises(DispatchError, match="ONE_TO_ALL, which does not split batches"):
-        register(Dispatch.ONE_TO_ALL, keep_groups="group_ids")

@@ -38,6 +38,11 @@ class Critic(Worker):
         return None
 
 
+class Broken(Critic):
+    def __init__(self, config):
+        raise RuntimeError("started")
+
+
 def make_group(process_on_nodes=(2,), **kwargs):
     return WorkerGroup(ResourcePool(list(process_on_nodes)), ClassWithInitArgs(Counter), **kwargs)
 
@@ -122,14 +127,6 @@ def test_an_unreferenced_group_is_freed_with_its_workers():
         gc.enable()
 
 
-def test_meshes_are_looked_up_by_name():
-    group = make_group([4], meshes={"rollout": {"data": 2, "tensor": 2}})
-    assert group.mesh("rollout").axes == {"data": 2, "tensor": 2}
-    assert group.mesh().axes == {"data": 4}
-    with pytest.raises(DispatchError, match="has no mesh 'train'"):
-        group.mesh("train")
-
-
 def test_replicas_are_groups_of_the_workers_that_get_the_same_part():
     group = make_group([4], meshes={"rollout": {"data": 2, "tensor": 2}}, name="counter")
     first, second = group.replicas("rollout")
@@ -142,9 +139,9 @@ def test_replicas_are_groups_of_the_workers_that_get_the_same_part():
         group.replicas("train")
 
 
-def test_the_mesh_size_must_equal_the_pool_size():
+def test_a_mesh_of_another_size_than_the_pool_is_an_error_before_workers_start():
     with pytest.raises(DispatchError, match=r"has 6 ranks, but .* has 4"):
-        make_group([4], meshes={"default": {"data": 3, "tensor": 2}})
+        WorkerGroup(ResourcePool([4]), ClassWithInitArgs(Broken, 1), meshes={"default": {"data": 3, "tensor": 2}})
 
 
 def test_a_method_named_like_a_group_method_is_an_error():
@@ -157,10 +154,6 @@ def test_a_method_named_like_a_group_method_is_an_error():
 
 
 def test_columns_of_methods_are_resolved_without_starting_workers():
-    class Broken(Critic):
-        def __init__(self, config):
-            raise RuntimeError("started")
-
     assert columns_of_methods(ClassWithInitArgs(Broken, config=True))["update"].reads == ("values", "returns")
     declared = columns_of_methods(ClassWithInitArgs(Broken, config=False))["update"]
     assert (declared.where, declared.reads, declared.writes) == ("Broken.update", ("values",), ())

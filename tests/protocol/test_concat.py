@@ -117,24 +117,6 @@ def test_joined_columns_have_responses_as_long_as_the_longest(rows, columns, dat
         assert_equal(join_columns(parts), build(rows, given_columns, length=length, **meta_info))
 
 
-def test_concat_by_hand():
-    both = DataProto.concat([build([SHORT]), build([LONG])]).batch
-    for name, expected in {
-        "prompts": [[0, 5, 6], [1, 2, 3]],
-        "responses": [[7, 0], [4, 8]],
-        "response_mask": [[True, False], [True, True]],
-        "values": [[1.75, 0.0], [1.0, 2.0]],
-        "rollout_versions": [[7, -1], [4, 8]],
-        "scores": [7.0, 12.0],
-        "input_ids": [[0, 5, 6, 7, 0], [1, 2, 3, 4, 8]],
-        "attention_mask": [[0, 1, 1, 1, 0], [1, 1, 1, 1, 1]],
-        "position_ids": [[0, 0, 1, 2, 0], [0, 1, 2, 3, 4]],
-    }.items():
-        assert both[name].tolist() == expected
-    of_prompts = [DataProto.from_dict({"prompts": T([p]), "input_ids": T([p])}) for p in ([5], [6, 7])]
-    assert DataProto.concat(of_prompts).batch["input_ids"].tolist() == [[0, 5], [6, 7]]
-
-
 def test_concat_joins_arrays_and_meta_info_of_any_iterable():
     first = DataProto.from_dict({"x": T([[1, 2]])}, {"o": ["a"], "s": np.array(["long"])}, {"k": 1})
     second = DataProto.from_dict({"x": T([[3, 4], [5, 6]])}, {"o": [[1], {}], "s": np.array(["b", "c"])}, {"m": 2})

@@ -87,17 +87,6 @@ def test_concat_reads_a_renamed_column_by_its_stored_name():
     assert [columns for _, columns in both.narrow(("x",)).sources()] == [("x",), ("y",)]
 
 
-def test_padded_copies_are_read_from_the_original_rows_and_marked():
-    numbered = DataProto.from_dict({"row_ids": torch.tensor([7, 8]), "x": torch.tensor([1, 2])})
-    future = future_of(numbered, numbered).slice(0, 3).pad_to_divisor(5)
-    assert future.get().batch["row_ids"].tolist() == [7, 8, 7, -1, -1]
-    assert future.get().batch["x"].tolist() == [1, 2, 1, 1, 2]
-    assert future.slice(4, 5).get().batch["row_ids"].tolist() == [-1]
-    assert future.slice(0, 3).get().batch["row_ids"].tolist() == [7, 8, 7]
-    assert numbered.batch["row_ids"].tolist() == [7, 8]
-    assert future.narrow().narrow(None, slice(3, 5)).get().batch["row_ids"].tolist() == [-1, -1]
-
-
 def test_a_read_batch_is_not_shared():
     future = future_of(xy(1, 2, k=1), xy(3, 4, k=1))
     first = future.get()
@@ -251,12 +240,6 @@ def test_concat_of_local_batches_pads_with_their_pad_token():
     parts = [DataProto.from_dict({"responses": torch.ones(1, n).long()}, meta_info={"pad_token_id": 7}) for n in (1, 3)]
     joined = DataProtoFuture.concat([DataProtoFuture.of(part) for part in parts])
     assert joined.get().batch["responses"].tolist() == [[1, 7, 7], [1, 1, 1]]
-
-
-def test_repr_shows_rows_and_columns():
-    future = DataProtoFuture.of(DataProto.from_dict({"x": torch.zeros(3)}))
-    assert repr(future.repeat(2)) == "DataProtoFuture of 6 rows: x"
-    assert repr(DataProtoFuture(list, [])) == "DataProtoFuture of an unknown number of rows: undeclared columns"
 
 
 # meta_info

@@ -69,40 +69,6 @@ def test_fingerprint_detects_any_change_of_a_few_elements(dtype, size, places):
     assert len(set(Fingerprints(different).read().values())) == len(different)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_fingerprint_detects_signs_that_change_together(dtype):
-    tensor = torch.randn(5000, generator=torch.Generator().manual_seed(0)).to(dtype)
-    for indices in (slice(None), slice(1, None, 4), [1, 33], [3, 7], [1, 1 + 2 * BLOCK], [0, 2, 4, 6]):
-        changed = tensor.clone()
-        changed[indices] *= -1
-        assert fingerprint(changed) != fingerprint(tensor)
-
-
-def test_fingerprint_detects_exchanged_elements_rows_and_blocks():
-    tensor = torch.randn(64, 300, generator=torch.Generator().manual_seed(0))
-    exchanged, transposed = tensor.clone(), tensor.clone()
-    exchanged[0, 0], exchanged[63, 299] = tensor[63, 299], tensor[0, 0]
-    transposed[8:24, 100:116] = tensor[8:24, 100:116].T
-    others = (exchanged, transposed, tensor.flip(0), torch.roll(tensor.flatten(), 2 * BLOCK))
-    assert len({fingerprint(each) for each in (tensor, *others)}) == 5
-
-
-def test_fingerprint_detects_exchange_of_values_that_differ_in_high_bits():
-    tensor = torch.zeros(4096)
-    tensor[1::2] = 0.5
-    seen, pairs = {fingerprint(tensor)}, set()
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(1000):
-        i, j = (1 + 2 * torch.randint(2048, (2,), generator=generator)).tolist()
-        changed = tensor.clone()
-        changed[i] = -0.5
-        changed[j] *= -1
-        if i != j:
-            seen.add(fingerprint(changed))
-            pairs.add(frozenset((i, j)))
-    assert len(seen) == 1 + len(pairs)
-
-
 def test_fingerprint_depends_on_contents_and_not_on_strides():
     tensor = torch.randn(32, 48, generator=torch.Generator().manual_seed(0))
     assert fingerprint(tensor.T) == fingerprint(tensor.T.contiguous()) != fingerprint(tensor)

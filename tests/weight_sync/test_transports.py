@@ -12,7 +12,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from hybridflow.config import Config, RolloutConfig, load_config
 from hybridflow.errors import LostWeightSyncError, WeightSyncError
@@ -22,19 +21,14 @@ from hybridflow.weight_sync import (
     Bucket,
     Disk,
     InProcess,
-    Ipc,
-    ObjectStore,
-    Sent,
     WeightTransport,
     broadcast,
     build_sending_transport,
     disk,
     fill_buckets,
-    fingerprint,
     plan_buckets,
     spec_of,
 )
-from hybridflow.weight_sync.ipc import Shared
 
 NUM_RECEIVERS = 2
 
@@ -200,39 +194,7 @@ def test_disk_transport_does_not_write_through_a_link(tmp_path):
     assert (tmp_path / "target").read_text() == "precious"
 
 
-def test_full_disk_is_reported(small_disk):
-    (bucket,) = buckets_of({"big": torch.zeros(2**20)})
-    with pytest.raises(WeightSyncError, match="weights could not be written"):
-        Disk(configured(small_disk)).send(bucket)
-
-
 def test_missing_receivers_are_an_error_after_the_timeout(tmp_path):
     transport = Broadcast(configured(tmp_path, "controller.call_timeout_s=1"))
     with pytest.raises(WeightSyncError, match=r"rank 0 of 2 could not connect to the other ranks for the weight sync"):
         transport.join(transport.new_store(), 0, 2)
-
-
-def altered(sent: Sent) -> None:
-    """Change one bit of the contents in transit."""
-    if isinstance(sent.contents, str):
-        tensors = load_file(sent.contents)
-        tensors["q"].view(torch.int32)[3, 3] ^= 1
-        save_file(tensors, sent.contents)
-    elif isinstance(sent.contents, Shared):
-        handle = sent.contents.handles[0]
-        with open(f"/proc/{handle.pid}/fd/{handle.descriptor}", "r+b") as file:
-            byte = file.seek(100), file.read(1)[0]
-            file.seek(100), file.write(bytes([byte[1] ^ 1]))
-    else:
-        sent.contents[100] ^= 1
-
-
-@pytest.mark.parametrize("transport", [ObjectStore, Disk, Ipc])
-def test_bit_changed_in_transit_is_detected_by_fingerprint(transport, tmp_path):
-    end = transport(configured(tmp_path))
-    (bucket,) = buckets_of(weights_like_those_of_a_model())
-    sent = end.send(bucket)
-    altered(sent)
-    arrived = end.receive(sent)
-    wrong = [name for name, tensor in arrived.weights.items() if fingerprint(tensor) != arrived.fingerprints[name]]
-    assert len(wrong) == 1

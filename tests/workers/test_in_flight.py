@@ -1,7 +1,9 @@
 """A generating worker whose running sequences go on with new weights, called from two threads as on Ray."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -30,25 +32,10 @@ def columns_of_a_dataset(prompts: DataProto) -> DataProto:
 
 def in_thread(function, *args):
     """Call a function in another thread; return a function that waits for its result or its error."""
-    outcome = {}
-
-    def run():
-        try:
-            outcome["result"] = function(*args)
-        except BaseException as error:
-            outcome["error"] = error
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-
-    def result():
-        thread.join(LONG_S)
-        assert outcome, "the call has not finished"
-        if "error" in outcome:
-            raise outcome["error"]
-        return outcome["result"]
-
-    return result
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(function, *args)
+    pool.shutdown(wait=False)
+    return partial(future.result, LONG_S)
 
 
 class Pair:

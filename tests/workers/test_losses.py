@@ -8,7 +8,7 @@ from hybridflow.algorithms import POLICY_LOSSES
 from hybridflow.config import Config
 from hybridflow.protocol import DataProto
 from hybridflow.workers.log_prob_mismatch import KL, MEAN, SHARE, log_prob_mismatch_of
-from hybridflow.workers.losses import actor_columns, actor_loss, critic_loss, sft_loss
+from hybridflow.workers.losses import actor_columns, actor_loss, critic_loss
 
 # Two rows: two tokens and one token. Advantages 1 and -2.
 MASK = torch.tensor([[True, True], [True, False]])
@@ -119,31 +119,6 @@ def test_the_configured_aggregation_is_used(mode, expected):
     assert loss(policy_outputs(), policy_rows())[0].item() == pytest.approx(expected)
 
 
-def test_losses_of_parts_add_up_to_the_loss_of_the_whole():
-    settings = config({"entropy_coef": 0.1, "loss_aggregation": "seq-mean-token-mean"}, {"kl_in_loss": True})
-    loss = actor_loss(settings, 0.25, num_tokens=3, num_sequences=2)
-    whole, whole_metrics = loss(policy_outputs(), policy_rows())
-    parts = []
-    for row in (0, 1):
-        outputs = {name: values[row : row + 1] for name, values in policy_outputs().items()}
-        parts.append(loss(outputs, policy_rows().slice(row, row + 1)))
-    assert sum(part.item() for part, _ in parts) == pytest.approx(whole.item())
-    for name, value in whole_metrics.items():
-        join = max if name.endswith("_max") else sum
-        assert join(metrics[name] for _, metrics in parts) == pytest.approx(value), name
-
-
-def test_a_part_without_counted_tokens_has_loss_zero_and_gradient_zero():
-    rows = policy_rows()
-    rows.batch["response_mask"] = torch.zeros_like(MASK)
-    outputs = policy_outputs()
-    loss, metrics = actor_loss(config({"entropy_coef": 0.1}), 0.0, num_tokens=3, num_sequences=2)(outputs, rows)
-    loss.backward()
-    assert loss.item() == 0
-    assert not outputs["log_probs"].grad.any()
-    assert {value.item() for value in metrics.values()} == {0.0}
-
-
 def test_masked_values_do_not_change_loss_or_gradient():
     nan = float("nan")
     rows = policy_rows(
@@ -191,13 +166,6 @@ def test_the_value_loss_is_the_maximum_of_clipped_and_unclipped():
     assert metrics == pytest.approx({"critic/clipfrac": 2 / 3})
     by_sequence = critic_loss(Config(critic={"loss_aggregation": "seq-mean-token-sum"}), 3, 2)(outputs, rows)[0]
     assert by_sequence.item() == pytest.approx(loss.item() * 3 / 2)
-
-
-def test_sft_loss_is_the_mean_cross_entropy_of_the_mini_batch():
-    rows = DataProto.from_dict({"response_mask": MASK})
-    loss, metrics = sft_loss(num_tokens=12)({"log_probs": LOG_PROBS}, rows)
-    assert loss.item() == pytest.approx((1 + 2 + 3) / 12)
-    assert metrics == {}
 
 
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))

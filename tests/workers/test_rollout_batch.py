@@ -14,7 +14,7 @@ COMPLETIONS = [
 ]
 
 
-def test_completions_become_padded_columns():
+def test_completions_become_padded_columns_of_the_glossary():
     columns = rollout_batch(PROMPTS, PROMPT_MASK, COMPLETIONS, pad_token_id=7)
     assert columns["responses"].tolist() == [[21, 1, 7], [22, 23, 24]]
     assert columns["response_mask"].tolist() == [[True, True, False], [True, True, True]]
@@ -23,23 +23,15 @@ def test_completions_become_padded_columns():
     assert columns["position_ids"].tolist() == [[0, 0, 1, 2, 3, 3], [0, 1, 2, 3, 4, 5]]
     assert columns["rollout_versions"].tolist() == [[3, 4, -1], [4, 4, 4]]
     torch.testing.assert_close(columns["rollout_log_probs"], torch.tensor([[-0.5, -1.5, 0.0], [-0.1, -0.2, -0.3]]))
-
-
-def test_columns_have_the_dtypes_of_the_glossary():
-    for name, column in rollout_batch(PROMPTS, PROMPT_MASK, COMPLETIONS, pad_token_id=7).items():
-        assert column.dtype == FIELDS[name].dtype, name
+    assert {name: column.dtype for name, column in columns.items()} == {name: FIELDS[name].dtype for name in columns}
 
 
 def test_an_aborted_response_without_tokens_is_an_empty_row():
-    completions = [COMPLETIONS[0], Completion(0, 1, finish_reason="abort")]
-    columns = rollout_batch(PROMPTS, PROMPT_MASK, completions, pad_token_id=7)
+    aborted = [Completion(0, index, finish_reason="abort") for index in range(2)]
+    columns = rollout_batch(PROMPTS, PROMPT_MASK, [COMPLETIONS[0], aborted[1]], pad_token_id=7)
     assert columns["responses"].tolist() == [[21, 1], [7, 7]]
     assert columns["response_mask"].tolist() == [[True, True], [False, False]]
-
-
-def test_only_empty_responses_give_response_length_zero():
-    completions = [Completion(0, index, finish_reason="abort") for index in range(2)]
-    columns = rollout_batch(PROMPTS, PROMPT_MASK, completions, pad_token_id=7)
+    columns = rollout_batch(PROMPTS, PROMPT_MASK, aborted, pad_token_id=7)
     assert columns["responses"].shape == columns["rollout_log_probs"].shape == (2, 0)
     assert torch.equal(columns["input_ids"], PROMPTS)
 

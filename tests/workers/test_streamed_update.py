@@ -9,28 +9,18 @@ from hybridflow.workers import ActorWorker
 
 FLOAT64 = ("model.dtype=float64", "actor.optimizer.lr=1e-2", "data.train_batch_size=2", "rollout.group_size=4")
 PARTS = ((0, 2), (2, 3), (3, 5))
+KL, OLD = "algorithm.kl_in_loss=true", "actor.old_log_probs_from=rollout"
+WEIGHT = "algorithm.kl_importance_weight=true"
 LOSSES = {
     "on-policy": (),
-    "each sequence, KL": ("actor.loss_aggregation=seq-mean-token-mean", "algorithm.kl_in_loss=true"),
-    "one sum, KL": ("actor.loss_aggregation=token-sum", "algorithm.kl_in_loss=true"),
+    "each sequence, KL": ("actor.loss_aggregation=seq-mean-token-mean", KL),
+    "one sum, KL": ("actor.loss_aggregation=token-sum", KL),
     "sums, entropy": ("actor.loss_aggregation=seq-mean-token-sum", "actor.entropy_coef=0.1"),
-    "normed, old log-probs": (
-        "actor.loss_aggregation=seq-mean-token-sum-norm",
-        "actor.old_log_probs_from=rollout",
-        "algorithm.kl_in_loss=true",
-    ),
-    "weighted KL": ("algorithm.kl_in_loss=true", "algorithm.kl_importance_weight=true"),
-    "weighted KL, old log-probs": (
-        "algorithm.kl_in_loss=true",
-        "algorithm.kl_importance_weight=true",
-        "actor.old_log_probs_from=rollout",
-    ),
-    "gspo": (
-        "actor.policy_loss=gspo",
-        "actor.loss_aggregation=seq-mean-token-mean",
-        "actor.old_log_probs_from=rollout",
-    ),
-    "decoupled": ("actor.policy_loss=decoupled-ppo", "algorithm.kl_in_loss=true", "actor.entropy_coef=0.01"),
+    "normed, old log-probs": ("actor.loss_aggregation=seq-mean-token-sum-norm", OLD, KL),
+    "weighted KL": (KL, WEIGHT),
+    "weighted KL, old log-probs": (KL, WEIGHT, OLD),
+    "gspo": ("actor.policy_loss=gspo", "actor.loss_aggregation=seq-mean-token-mean", OLD),
+    "decoupled": ("actor.policy_loss=decoupled-ppo", KL, "actor.entropy_coef=0.01"),
     "weights": ("algorithm.rollout_weights=token",),
 }
 

@@ -7,7 +7,7 @@ from hybridflow.engines import UpdateResult
 from hybridflow.errors import BatchError
 from hybridflow.protocol import DataProto
 from hybridflow.runtime import take_compilations
-from hybridflow.workers.updates import FIGURES_WITHOUT_LOSS, mean_metrics, mini_batches_of, run_updates
+from hybridflow.workers.updates import FIGURES_WITHOUT_LOSS, mini_batches_of, run_updates
 
 
 class OneRank:
@@ -66,11 +66,6 @@ def test_mini_batches_have_the_rows_and_counts_of_their_row_ids(row_ids, mini_ba
 def test_a_batch_without_mini_batches_or_with_other_rows_is_an_error(row_ids, mini_batches, message):
     with pytest.raises(BatchError, match=message):
         memberships(batch(row_ids, mini_batches), OneRank())
-
-
-def test_metrics_are_averaged_and_the_last_lr_is_reported():
-    steps = [{"actor/loss": 1.0, "actor/lr": 0.1}, {"actor/loss": 4.0, "actor/lr": 0.2}]
-    assert mean_metrics(steps) == {"actor/loss": 2.5, "actor/lr": 0.2}
 
 
 class Learner(OneRank):

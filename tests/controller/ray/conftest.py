@@ -1,15 +1,10 @@
-"""Helpers of the tests on a cluster: waiting, processes in /proc, and scripts with a cluster of their own."""
+"""Helpers of the tests on a cluster: waiting, and processes in /proc."""
 
-import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from fixtures.forked import ForkServer
 
 
 def is_gone(pid: int) -> bool:
@@ -37,17 +32,3 @@ def wait_until() -> Callable[..., None]:
 def wait_until_gone(wait_until: Callable[..., None]) -> Callable[[Iterable[int]], None]:
     """Return `wait_until_gone(pids)`, which waits until these processes have exited."""
     return lambda pids: wait_until(lambda: all(map(is_gone, pids)))
-
-
-@pytest.fixture(scope="session")
-def run_script(fork_server: "ForkServer") -> Callable[..., str]:
-    """Return `run_script(script, timeout_s, **environment)`, which returns what a script and its Ray print."""
-
-    def run(script: str, timeout_s: float = 300.0, **environment: str) -> str:
-        process = fork_server.start(["-c", script], environment={**os.environ, **environment}, merge_streams=True)
-        try:
-            return process.communicate(timeout=timeout_s)[0]
-        finally:
-            process.discard()
-
-    return run

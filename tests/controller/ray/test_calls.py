@@ -206,6 +206,19 @@ def test_bytes_and_handles_arrive_unchanged(engine):
 
 
 @pytest.mark.ray
+def test_classes_of_a_script_are_sent_in_small_and_large_messages(engine):
+    class Mine(DataProto):
+        pass
+
+    for rows in (4, 50_000):
+        mine = Mine.from_dict({"x": torch.arange(rows)}, meta_info={"class": Mine, "function": lambda: 7})
+        (back,) = engine.echo(mine)
+        assert (type(back), len(back), back.meta_info["class"], back.meta_info["function"]()) == (Mine, rows, Mine, 7)
+        future = engine.with_large_facts.remote(batch_of(*range(rows))).with_meta_info({"function": lambda: 7})
+        assert len(engine.with_large_facts(future.rename("y", "x"))) == rows
+
+
+@pytest.mark.ray
 def test_error_for_an_unreadable_result_names_its_method(engine):
     says = r"the result of Engine\.make cannot be unpickled in this process: ValueError: of "
     with pytest.raises(WorkerError, match=says):

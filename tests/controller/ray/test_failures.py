@@ -1,7 +1,8 @@
-"""Failures on a cluster: each error names the worker, the call and a fix, and leaves no process."""
+"""Failures and hangs on a cluster: each error names the worker, the call and a fix, and leaves no process."""
 
 import ctypes
 import gc
+import itertools
 import os
 import signal
 import sys
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from hybridflow.controller import ClassWithInitArgs, Dispatch, ResourcePool, Worker, WorkerGroup, register
-from hybridflow.controller.ray import RayBackend, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from hybridflow.controller.ray import RayBackend, RayResourcePool
 from hybridflow.errors import (
     ConfigError,
     DispatchError,
@@ -24,6 +25,7 @@ from hybridflow.errors import (
     WorkerTimeoutError,
 )
 from hybridflow.protocol import DataProto
+from hybridflow.runtime import note_progress
 
 pytestmark = [
     pytest.mark.ray,
@@ -39,6 +41,8 @@ def exhaustive(*values):
 def die(how):
     if how == "SIGKILL":
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "SIGSTOP":
+        os.kill(os.getpid(), signal.SIGSTOP)
     if how == "os._exit":
         os._exit(3)
     if how == "segmentation fault":
@@ -51,6 +55,17 @@ def meet():
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo")
     torch.distributed.barrier()
+
+
+@contextmanager
+def jumping_clock():
+    """Let `time.time` of this process jump by a year, back and forth."""
+    original, jumps = time.time, itertools.cycle([0, 1, -1])
+    time.time = lambda: original() + next(jumps) * 365 * 86400.0
+    try:
+        yield
+    finally:
+        time.time = original
 
 
 class Unlucky(Worker):
@@ -96,14 +111,6 @@ class Unlucky(Worker):
     def pass_on(self, batch):
         return DataProto.from_dict({"z": batch.batch["y"]})
 
-    @register(Dispatch.DP_COMPUTE_PROTO, writes=("big",))
-    def make_big(self, batch, mib_a_row):
-        return DataProto.from_dict({"big": torch.ones(len(batch), mib_a_row * 2**18)})
-
-    @register(Dispatch.DP_COMPUTE_PROTO, reads=("big",), writes=("sums",))
-    def sum_big(self, batch):
-        return DataProto.from_dict({"sums": batch.batch["big"].sum(1)})
-
     @register(Dispatch.ONE_TO_ALL)
     def fail(self, how):
         if self.rank == 1 and how == "a lock is returned":
@@ -117,10 +124,28 @@ class Unlucky(Worker):
         time.sleep(seconds)
 
     @register(Dispatch.ONE_TO_ALL)
+    def work(self, seconds, then_sleep_s=0.0):
+        """Note progress twice a second, then sleep without progress."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            time.sleep(0.5)
+            note_progress()
+        time.sleep(then_sleep_s)
+        return "done"
+
+    @register(Dispatch.ONE_TO_ALL)
+    def work_while_the_clock_jumps(self, seconds):
+        with jumping_clock():
+            return self.work(seconds)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def hold_the_lock(self, seconds):
+        ctypes.PyDLL(None).sleep(seconds)
+        return "done"
+
+    @register(Dispatch.ONE_TO_ALL)
     def meet(self, rank_1_does=""):
         meet()
-        if self.rank == 1 and rank_1_does == "raises":
-            raise ValueError("rank 1 does not come")
         if self.rank == 1:
             die(rank_1_does)
         torch.distributed.barrier()
@@ -190,13 +215,6 @@ def test_a_pool_larger_than_the_cluster_is_an_error_without_a_wait(ray_backend, 
         ray_backend.check_fit([ResourcePool([30]), ResourcePool([40])])
 
 
-def test_a_group_with_a_wrong_mesh_starts_no_worker(ray_backend):
-    before, pool = list(ray_backend._processes), RayResourcePool([1])
-    with pytest.raises(DispatchError, match="has 3 ranks"):
-        RayWorkerGroup(pool, RayClassWithInitArgs(Unlucky), "actor", backend=ray_backend, meshes={"train": {"data": 3}})
-    assert ray_backend._processes == before
-
-
 @pytest.mark.parametrize("how", [exhaustive("raise"), "raise while rank 0 waits"])
 def test_a_failing_constructor_on_one_rank_stops_all_ranks(start, ray_backend, how):
     before = list(ray_backend._processes)
@@ -256,15 +274,6 @@ def test_no_rank_is_called_if_one_argument_cannot_be_sent(group):
     with pytest.raises(DispatchError, match=r"argument value of Unlucky.count_calls is a lock"):
         group.count_calls(value=threading.Lock())
     assert group.count_calls() == [count + 1 for count in before]
-
-
-def test_error_for_a_released_handle_says_to_keep_the_future(group):
-    handle = group.execute_rank_zero("pid")
-    handle.get()
-    group.backend.release([handle])
-    for read in (handle.get, lambda: group.count_calls(handle)):
-        with pytest.raises(WorkerError, match="this result was released; keep the future"):
-            read()
 
 
 def test_an_unread_error_reaches_every_reader_but_no_other_call(group, other):
@@ -374,47 +383,68 @@ def test_deadline_error_names_the_chain_and_stops_only_late_workers(start, impat
 
 
 @pytest.mark.exhaustive
-def test_deadline_error_names_an_earlier_unread_call(start, impatient, wait_until_gone):
-    slow = start("actor", backend=impatient)
-    pids = slow.pid()
-    impatient.call_timeout_s = 2.0
-    future = slow.sleep.remote(600)
-    with pytest.raises(WorkerTimeoutError, match=r"^Unlucky.sleep on actor, rank (0, 1|1, 0|0|1),") as caught:
-        slow.pid()
-    assert "The controller waits for Unlucky.pid on actor/0, which waits for this call." in str(caught.value)
+def test_a_call_outlives_its_deadline_while_it_makes_progress(start, impatient):
+    group = start("actor", backend=impatient)
+    impatient.call_timeout_s = 8.0
+    assert group.work(20) == ["done", "done"]
+    with pytest.raises(WorkerTimeoutError) as caught:
+        group.work(5, then_sleep_s=600)
+    assert " s of them without progress, longer than its deadline of 8 s (controller.c" in str(caught.value)
+
+
+# Heartbeats
+
+
+def stored_keys():
+    from ray.experimental import internal_kv
+
+    return set(internal_kv._internal_kv_list("heartbeats/", namespace="hybridflow"))
+
+
+@pytest.fixture
+def watching(ray_backend):
+    """Yield a second backend on the same cluster, which misses a heartbeat after 3 s."""
+    with RayBackend(call_timeout_s=120, heartbeat_timeout_s=3.0) as backend:
+        yield backend
+
+
+def test_a_stopped_worker_is_noticed_by_its_missing_heartbeat(start, watching, wait_until, wait_until_gone):
+    before = stored_keys()
+    group = start("actor", backend=watching)
+    pids = group.pid()
+    wait_until(lambda: len(stored_keys() - before) == 2)
+    with pytest.raises(WorkerTimeoutError) as caught:
+        group.fail("SIGSTOP")
+    error, text = caught.value, str(caught.value)
+    assert text.startswith(f"worker actor/1 on node 127.0.0.1, pid {pids[1]} is stopped by a signal (T): it has not ")
+    assert "while Unlucky.fail runs on it (limit: 3 s, controller.heartbeat_timeout_s=3)." in text
+    assert "It is stopped: by SIGSTOP, Ctrl-Z or a debugger. `kill -CONT` lets it go on." in text
+    assert " in Unlucky.fail\n" in text
+    assert (error.role, error.rank, error.node) == ("actor", 1, "127.0.0.1")
     wait_until_gone(pids)
-    del future
+    wait_until(lambda: not stored_keys() - before)  # the keys are deleted with their group
 
 
 @pytest.mark.exhaustive
-def test_deadline_error_names_a_rank_left_in_a_collective(start, impatient):
-    group = start("actor", backend=impatient)
-    group.meet()
-    with pytest.raises(WorkerError, match="rank 1 does not come"):
-        group.meet("raises")
-    (left,) = (call for worker in group.workers for call in worker.process.unfinished)
-    left.timeout_s = 2.0
-    with pytest.raises(WorkerTimeoutError, match=r"^Unlucky\.meet on actor, rank 0,"):
-        group.pid()
+def test_a_worker_that_holds_the_interpreter_lock_is_not_lost(start, impatient, watching, caplog):
+    group = start("actor", backend=watching)
+    assert group.hold_the_lock(9) == ["done", "done"]  # three times the limit
+    silent = [record.getMessage() for record in caplog.records if record.name.endswith("silence")]
+    assert silent
+    assert "it has not sent a heartbeat for" in silent[0]
+    assert "it counts as lost after 30 s.\nProcess " in silent[0]
+    assert start("critic", backend=impatient).hold_the_lock(5) == ["done", "done"]
+
+
+@pytest.mark.exhaustive
+def test_a_clock_that_jumps_changes_no_decision(start, ray_backend):
+    with RayBackend(call_timeout_s=20.0, heartbeat_timeout_s=10.0, report_after_s=20.0) as backend:
+        group = start("actor", backend=backend)
+        with jumping_clock():
+            assert group.work_while_the_clock_jumps(8) == ["done", "done"]
 
 
 # Released resources, and the driver
-
-
-def test_unread_results_that_were_passed_on_are_released(group, other, wait_until):
-    import ray
-    from ray._private.internal_api import memory_summary
-
-    def stored_mib():
-        text = memory_summary(ray.get_runtime_context().gcs_address, stats_only=True)
-        line = next(x for x in text.splitlines() if x.startswith("Plasma memory usage"))
-        return int(line.split()[3])
-
-    before = stored_mib()
-    for _ in range(4):
-        assert other.sum_big(group.make_big.remote(rows(), 4)).batch["sums"].tolist() == [2.0**20] * 4
-    gc.collect()
-    wait_until(lambda: stored_mib() - before < 16)  # one result has 16 MiB
 
 
 @pytest.mark.exhaustive

@@ -3,23 +3,17 @@
 import json
 import math
 import os
-import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import ray
 
-from hybridflow.controller import ClassWithInitArgs, Dispatch, Worker, WorkerGroup, register
-from hybridflow.controller.ray import (
-    RayBackend,
-    RayResourcePool,
-    merge_resource_pool,
-    split_resource_pool,
-)
+from fixtures.rank_worker import Rank
+from hybridflow.controller import ClassWithInitArgs, WorkerGroup
+from hybridflow.controller.ray import RayBackend, RayResourcePool, merge_resource_pool, split_resource_pool
 from hybridflow.observability import transfer_report
 
 pytestmark = [pytest.mark.ray, pytest.mark.own_run("ray_two: it starts clusters of several nodes")]
@@ -28,29 +22,6 @@ TESTS = Path(__file__).parents[2]
 
 
 # Pools on one node
-
-
-class Rank(Worker):
-    @register(Dispatch.ONE_TO_ALL)
-    def environment(self):
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-        return [os.environ[name] for name in names]
-
-    @register(Dispatch.ONE_TO_ALL)
-    def total(self):
-        import torch
-
-        if not torch.distributed.is_initialized():
-            torch.distributed.init_process_group("gloo")
-        total = torch.tensor(self.rank + 1)
-        torch.distributed.all_reduce(total)
-        return int(total)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def wait_for_others(self, directory, num_ranks):
-        Path(directory, str(os.getpid())).touch()
-        while len(os.listdir(directory)) < num_ranks:
-            time.sleep(0.01)
 
 
 def build_group(pool, backend, name):
@@ -68,21 +39,6 @@ def free(ray_backend, wait_until):
     expected = ray.cluster_resources()["CPU"] - sum(bundle.get("CPU", 0) for group in reserved for bundle in group)
     wait_until(lambda: free_cpus() == expected)
     return expected
-
-
-@pytest.mark.exhaustive
-def test_fractional_cpus_are_reserved_released_and_reserved_again(ray_backend, free, wait_until):
-    pool = RayResourcePool([2], cpus_per_process=0.25)
-    assert free_cpus() == free  # a pool without a group reserves nothing
-    with build_group(pool, ray_backend, "first") as group:
-        assert [ranks[:4] for ranks in group.environment()] == [["0", "2", "0", "2"], ["1", "2", "1", "2"]]
-        assert group.total() == [3, 3]
-        wait_until(lambda: free_cpus() == free - 0.5)
-    with build_group(pool, ray_backend, "second") as group:  # the place of the first is free again
-        assert group.total() == [3, 3]
-    pool.release()
-    wait_until(lambda: free_cpus() == free)
-    pool.release()  # releasing twice is allowed
 
 
 def test_split_and_merged_pools_run_groups_at_the_same_time(ray_backend, free, wait_until, tmp_path):
@@ -138,38 +94,11 @@ def start_nodes(*cpus):
 DRIVER = """
 import json, os, sys, time
 import ray, torch
-from hybridflow.controller import ClassWithInitArgs, Dispatch, Worker, WorkerGroup, register
+from fixtures.rank_worker import Rank
+from hybridflow.controller import ClassWithInitArgs, WorkerGroup
 from hybridflow.controller.ray import *
-from hybridflow.controller.ray import resource_pool
 from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.protocol import DataProto
-
-class Rank(Worker):
-    def __init__(self):
-        self.value = 0
-
-    @register(Dispatch.ONE_TO_ALL)
-    def environment(self):
-        import ray
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-        return [*(os.environ[name] for name in names), ray.util.get_node_ip_address()]
-
-    @register(Dispatch.ONE_TO_ALL)
-    def total(self):
-        if not torch.distributed.is_initialized():
-            torch.distributed.init_process_group("gloo")
-        total = torch.tensor(self.rank + 1)
-        torch.distributed.all_reduce(total)
-        return int(total)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def add(self, value):
-        self.value += value
-        return self.value
-
-    @register(Dispatch.DP_COMPUTE_PROTO, writes=("y",))
-    def add_one(self, batch):
-        return DataProto.from_dict({"y": batch.batch["x"] + 1})
 
 def settle(cpus):
     end = time.monotonic() + 100
@@ -205,12 +134,6 @@ future = here.add_one.remote(DataProto.from_dict({"x": torch.arange(2**20)}))  #
 future = there.add_one.remote(future.rename("y", "x"))
 result = here.add_one(future.rename("y", "x")).batch["y"]
 seen["passed on"] = [len(result), bool((result == torch.arange(2**20) + 3).all())]
-resource_pool.SETTLING_S = 1e6
-for name, shape in (("too many nodes", [1, 1, 1, 1]), ("too large", [2, 2, 2])):
-    try:
-        backend.check_fit([RayResourcePool(shape)])
-    except HybridFlowError as error:
-        seen[name] = str(error)
 backend.close()
 cluster.shutdown()
 print(json.dumps(seen))
@@ -274,15 +197,6 @@ while "refused" not in seen and time.monotonic() < end:
         seen["refused"] = str(error)
 for rank in (0, 2):
     ray.kill(ray.get_actor(f"hole/{rank}", namespace="hybridflow"))
-backend.close()
-''')
-seen["shared pool"] = drive('''
-pool = RayResourcePool([1], max_colocate_count=2)
-ordinary = RayWorkerGroup(pool, RayClassWithInitArgs(Rank), "ordinary", backend=backend)
-try:
-    RayWorkerGroup(pool, RayClassWithInitArgs(Rank), "beside", backend=backend, detached=True)
-except ConfigError as error:
-    seen["refused"] = str(error)
 backend.close()
 ''')
 cluster.shutdown()
@@ -380,13 +294,6 @@ def test_groups_and_batches_span_nodes(unequal):
 
 
 @pytest.mark.exhaustive
-def test_too_many_or_too_large_nodes_are_an_error_without_a_wait(unequal):
-    text = "requested [1, 1, 1, 1] processes on 4 node(s), each with 1 CPU; the cluster has 3 node(s): "
-    assert text in unequal["too many nodes"]
-    assert re.search(r"127.0.0.1: .* of 1 CPU free; 127.0.0.2: .* of 2 CPU free; 127.0.0.10: ", unequal["too large"])
-
-
-@pytest.mark.exhaustive
 def test_a_node_whose_transfers_are_delayed_is_used_last(fork_server):
     seen = run_cluster(SLOW_LINK, fork_server)
     assert seen["equal links"] == ["127.0.0.1"] * 2 + ["127.0.0.2"] * 5
@@ -409,7 +316,6 @@ def test_a_second_driver_attaches_to_a_detached_group(detached):
     assert second["total"] == [6, 6, 6]
     assert second["rows"] == [1, 2, 3, 4, 5, 6, 7]
     assert "a detached group 'kept' already exists on the cluster; use it with RayWorkerGroup.at" in second["taken"]
-    assert "use a separate pool for a detached group" in detached["shared pool"]["refused"]
 
 
 @pytest.mark.exhaustive

@@ -7,7 +7,6 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import torch
 
 pytestmark = [
     pytest.mark.ray,
@@ -19,7 +18,7 @@ IMPORTS = """
 import os, signal, sys, time
 import ray, torch
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from hybridflow.controller import ClassWithInitArgs, Dispatch, LocalBackend, ResourcePool, Worker, WorkerGroup, register
+from hybridflow.controller import ClassWithInitArgs, Dispatch, ResourcePool, Worker, WorkerGroup, register
 from hybridflow.controller.ray import RayBackend, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, cluster_watch
 from hybridflow.controller.ray.reaper import cluster_processes
 from hybridflow.errors import ConfigError, HybridFlowError, LostWorkerError, WorkerError
@@ -37,13 +36,18 @@ class Echo(Worker):
 
 
 @pytest.fixture(scope="module")
-def run(run_script):
-    """Return `run(script, NAME=value)`, which runs a script with its names replaced."""
+def run(fork_server):
+    """Return `run(script, NAME=value)`: what a script with its names replaced, and its Ray, print."""
 
     def run(script, environment=(), **values):
         for name, value in values.items():
             script = script.replace(name, repr(value))
-        return run_script(IMPORTS + script, **dict(environment))
+        environment = {**os.environ, **dict(environment)}
+        process = fork_server.start(["-c", IMPORTS + script], environment=environment, merge_streams=True)
+        try:
+            return process.communicate(timeout=300)[0]
+        finally:
+            process.discard()
 
     return run
 
@@ -58,8 +62,13 @@ CLOSED = """
 backend = RayBackend(num_cpus=2)
 backend.close()
 pool = ResourcePool([1])
+try:
+    RayWorkerGroup(RayResourcePool([1]), RayClassWithInitArgs(Echo), "kept", backend=backend, detached=True)
+except ConfigError as error:
+    print("refused" if "cannot outlive this process, because its local cluster stops with it" in str(error) else error)
 group = WorkerGroup(pool, ClassWithInitArgs(Echo), backend)
-future = group.echo.remote(1)
+future, read, unread = group.echo.remote(1), group.execute_all("echo", 1), group.execute_all("echo", 2)
+assert backend.get(read) == [1]
 print(group.echo(2))
 session = backend._connection._local.session
 backend.close()
@@ -83,103 +92,21 @@ def init(*_, **__):
     raise RuntimeError("ray.init was called")
 
 ray.init = init
+backend.wait(read)
+backend.wait([])
 attempt(future.get)
+for late in (read, unread):
+    attempt(lambda: backend.get(late))
 """
 
 
 def test_a_closed_backend_leaves_no_process_and_can_be_used_again(run):
     lines = run(CLOSED).splitlines()
-    assert lines[:2] == ["[2]", "left [] False"]
-    assert lines[2] == "WorkerError: worker Echo/0 was shut down; echo cannot be called on it."
-    assert lines[3] == "[4]"
-    assert lines[4].startswith("WorkerError: ")
-
-
-AFTER_THE_END = """
-backend = RayBackend(num_cpus=1, object_store_bytes=80 * 2**20)
-try:
-    RayWorkerGroup(RayResourcePool([1]), RayClassWithInitArgs(Echo), "kept", backend=backend, detached=True)
-except ConfigError as error:
-    print("refused" if "cannot outlive this process, because its local cluster stops with it" in str(error) else error)
-group = WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Echo), backend, "echo")
-read, unread = group.execute_all("echo", 1), group.execute_all("echo", 2)
-assert backend.get(read) == [1]
-backend.close()
-backend.wait(read)
-backend.wait([])
-for late in (read, unread):
-    try:
-        backend.get(late)
-    except WorkerError as error:
-        print("closed" if "this backend was closed" in str(error) else error)
-"""
-
-
-def test_a_closed_backend_neither_reconnects_nor_detaches_groups(run):
-    assert run(AFTER_THE_END).split() == ["refused", "closed", "closed"]
-
-
-CLASSES = """
-class Mine(DataProto):
-    pass
-
-class Fact:
-    def __init__(self, number):
-        self.number = number
-
-class Checking(Worker):
-    @register(Dispatch.DP_COMPUTE_PROTO)
-    def echo(self, batch):
-        assert type(batch).__name__ == "Mine"
-        return batch
-
-    @register(Dispatch.DP_COMPUTE_PROTO, writes=("x",))
-    def same(self, batch):
-        return DataProto.from_dict({"x": batch.batch["x"] + batch.meta_info.get("fact", Fact(0)).number})
-
-for backend in (LocalBackend(), RayBackend(num_cpus=1, object_store_bytes=80 * 2**20)):
-    group = WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Checking), backend)
-    for rows in (4, 50_000):
-        back = group.echo(Mine.from_dict({"x": torch.arange(rows)}))
-        assert type(back) is Mine and len(back) == rows
-        future = group.same.remote(DataProto.from_dict({"x": torch.arange(rows)}))
-        again = group.same(future.with_meta_info({"fact": Fact(2), "function": lambda: 1}))
-        assert again.batch["x"].tolist() == list(range(2, rows + 2))
-    backend.close()
-print("all came back")
-"""
-
-
-def test_classes_of_a_script_are_sent_in_small_and_large_messages(run):
-    assert "all came back" in run(CLASSES)
-
-
-GPUS = """
-def attempt(name, backend):
-    try:
-        WorkerGroup(RayResourcePool([1], use_gpu=True), ClassWithInitArgs(Worker), backend)
-    except HybridFlowError as error:
-        print(name, type(error).__name__, str(error).replace(chr(10), " "))
-
-with RayBackend() as backend:
-    print("has", backend.has_gpus())
-    attempt("none", backend)
-    backend.close()
-ray.init(num_cpus=1, num_gpus=1, include_dashboard=False, _temp_dir=DIRECTORY)  # as a cluster of other nodes
-with RayBackend() as backend:
-    print("has", backend.has_gpus())
-    attempt("no driver", backend)
-ray.shutdown()
-"""
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")
-def test_gpus_are_those_of_the_cluster_and_a_rank_needs_its_own(run, short_directory):
-    output = run(GPUS, DIRECTORY=short_directory)
-    lines = [line for line in output.splitlines() if line.startswith(("has", "none", "no driver"))]
-    assert [line for line in lines if line.startswith("has")] == ["has False", "has True"], output
-    assert re.match(r"none ConfigError RayResourcePool.* does not fit the cluster: .*each with 1 CPU, 1 GPU", lines[1])
-    assert re.search(r"^no driver .*Ray assigned GPU 0 .* finds no CUDA device there .*install a CUDA build", lines[3])
+    assert lines[:3] == ["refused", "[2]", "left [] False"]
+    assert lines[3] == "WorkerError: worker Echo/0 was shut down; echo cannot be called on it."
+    assert lines[4] == "[4]"
+    assert lines[5].startswith("WorkerError: ")
+    assert ["this backend was closed" in line for line in lines[6:]] == [True, True]
 
 
 ALL_GPUS_VISIBLE = """

@@ -228,14 +228,6 @@ def test_progress_and_missing_deadlines_keep_a_call_alive(timeout_s, seconds, id
     assert bool(stopped) == is_late
 
 
-def test_a_rank_without_a_heartbeat_stops_its_group():
-    wait, stopped = a_wait(Beats(silent_s=50.0), heartbeat_timeout_s=3.0)
-    actor = a_group("actor")
-    with pytest.raises(WorkerTimeoutError, match="worker actor/1 is unreachable"):
-        check(wait, a_call(actor[1], "update", seconds=60.0))
-    assert stopped == ["actor/0", "actor/1"]
-
-
 def test_a_deadline_counts_from_when_a_call_is_known_to_run():
     wait, _ = a_wait(Beats())
     call = a_call(a_process(), "update", 5.0)
