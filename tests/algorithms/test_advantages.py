@@ -6,14 +6,12 @@ import pytest
 import torch
 
 from hybridflow.algorithms import (
-    distillation_advantages,
     gae_advantages,
     grpo_advantages,
     masked_mean,
     masked_sum,
     masked_var,
     masked_whiten,
-    no_advantages,
 )
 
 NAN = float("nan")
@@ -32,27 +30,6 @@ def grpo(scores, group_ids, norm_by_std=True, **settings):
     advantages, returns = grpo_advantages(**columns, norm_by_std=norm_by_std, **settings)
     assert advantages.shape == returns.shape == (len(scores), 1)
     return advantages[:, 0].tolist()
-
-
-@pytest.mark.parametrize("filler", [0.0, 100.0, NAN])
-def test_gae_of_three_tokens_with_gaps_by_hand(filler):
-    # deltas: 0 + .5*.25 - .5 = -.375;  0 + .5*.5 - .25 = 0;  1 - .5 = .5
-    advantages, returns = gae(
-        [[filler, 0.0, filler, 0.0, 1.0, filler]],
-        [[filler, 0.5, filler, 0.25, 0.5, filler]],
-        [[False, True, False, True, True, False]],
-        gamma=0.5,
-        lam=0.5,
-    )
-    assert advantages.tolist() == [[0, -0.375 + 0.25 * 0.125, 0, 0.125, 0.5, 0]]
-    assert returns.tolist() == [[0, 0.15625, 0, 0.375, 1.0, 0]]
-
-
-def test_lambda_one_gives_rewards_to_go_and_zero_the_next_difference():
-    columns = ([[1.0, 2.0, 4.0]], [[8.0, 16.0, 32.0]], [[True, True, True]])
-    advantages, returns = gae(*columns, gamma=1.0, lam=1.0)
-    assert (advantages.tolist(), returns.tolist()) == ([[-1, -10, -28]], [[7, 6, 4]])
-    assert gae(*columns, gamma=1.0, lam=0.0)[0].tolist() == [[9, 18, -28]]
 
 
 def test_a_fully_masked_batch_gives_zeros():
@@ -86,14 +63,6 @@ def test_results_are_bit_identical_for_every_row_order():
         order = torch.randperm(64, generator=generator)
         permuted, _ = grpo_advantages(scores=scores[order], group_ids=group_ids[order], norm_by_std=True)
         assert torch.equal(permuted, advantages[order])
-
-
-def test_an_advantage_of_distillation_is_teacher_minus_policy_log_prob():
-    columns = {"old_log_probs": [[-1.0, -2.0, NAN]], "teacher_log_probs": [[-0.5, -3.0, NAN]]}
-    mask = torch.tensor([[True, True, False]])
-    advantages, _ = distillation_advantages(**{k: torch.tensor(v) for k, v in columns.items()}, response_mask=mask)
-    assert advantages.tolist() == [[0.5, -1.0, 0.0]]
-    assert no_advantages(response_mask=mask)[0].tolist() == [[0.0, 0.0, 0.0]]
 
 
 # Statistics over a mask

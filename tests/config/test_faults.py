@@ -49,8 +49,6 @@ def test_an_entry_is_parsed_and_written_back():
             (entry, "expected 'STEP: KIND WORKER in PHASE', as in '3: kill actor_rollout/0 in backward'")
             for entry in (
                 "",
-                "kill actor_rollout/0 in backward",
-                "3 kill actor_rollout/0 in backward",
                 "-3: kill actor_rollout/0 in backward",
                 "3: kill actor_rollout/0 at backward",
                 "3: kill actor_rollout/0 in backward now",

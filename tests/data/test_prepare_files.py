@@ -224,19 +224,6 @@ def test_options_of_the_command_are_those_of_the_function(tmp_path, capsys):
     assert len(rows_of(tmp_path / "out" / "train.parquet")) == 3
 
 
-def test_the_command_has_tasks_with_help_and_passes_errors_on(tmp_path, capsys):
-    with pytest.raises(DataError, match="no such file"):
-        run("gsm8k", "--train-file", "nowhere.jsonl", "--test-file", "nowhere.jsonl", "--output-dir", tmp_path)
-    with pytest.raises(SystemExit):
-        run()
-    assert "countdown|multiplication|gsm8k|math|dapo|ultrafeedback|table" in capsys.readouterr().err
-    for task in ("countdown", "multiplication", *DROPPED):
-        with pytest.raises(SystemExit) as stop:
-            run(task, "--help")
-        assert stop.value.code == 0
-    assert "(default: 20000)" in capsys.readouterr().out
-
-
 # Test rows
 
 

@@ -29,16 +29,6 @@ def test_the_median_is_that_of_the_last_twenty_steps():
     assert ranks.note_step(step, 6.0) == 3.0
 
 
-def test_probes_are_ten_steps_apart():
-    ranks, step = after_steps(*ORDINARY_S)
-    probed = []
-    for later in range(step, step + 25):
-        if ranks.note_step(later, 8.0):
-            probed.append(later - step)
-            ranks.note_probe([("actor", 1)])
-    assert probed == [0, 10, 20]
-
-
 def test_steps_that_a_slow_rank_makes_long_do_not_change_the_median():
     ranks, step = after_steps(*ORDINARY_S)
     for later in range(step, step + 40):

@@ -154,10 +154,6 @@ ERRORS = [
     ("generate", ["--prompt", "1 2", "--prompt", ""], 1, "prompt 1 has 0 tokens; it must have 1 to data.max_prompt_"),
     ("generate", ["--prompts-file", "missing.parquet"], 2, "missing.parquet: no such file."),
     ("generate", ["--prompt", "1", "--model", "absent"], 2, "model.path='absent' is not a model directory"),
-    ("generate", ["--prompt", "1", "--output", "absent/a.jsonl"], 2, "--output absent/a.jsonl cannot be written"),
-    ("evaluate", ["--run", "absent"], 2, "--run 'absent' is not the directory of a run: 'absent/config.toml' does not"),
-    ("evaluate", ["--checkpoint", "absent"], 2, "'absent' is neither a checkpoint nor a run with checkpoints"),
-    ("evaluate", ["--step", "3"], 2, "--step 3 needs a run; add --run DIR."),
     ("evaluate", ["data.val_files=[]"], 2, "data.val_files must be set"),
     ("evaluate", ["model.path="], 2, "no model is named; give --run DIR, a RECIPE or model.path=DIR."),
 ]

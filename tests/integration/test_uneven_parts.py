@@ -84,24 +84,3 @@ def test_supervised_training_with_unequal_shares_equals_equal_ones(task, tmp_pat
             trainer.fit()
     assert metrics_differ(tmp_path / "one", tmp_path / "uneven", "sft/loss", "sft/grad_norm") == []
     assert read_jsonl(tmp_path / "uneven" / "metrics.jsonl")[-1]["parts/update_sft"] == pytest.approx(0.4)
-
-
-def test_measured_ranks_get_shares_while_the_run_goes_on(tiny, task, tmp_path, ray_backend):
-    """The reports are those of one rank for both, with one of them changed: a busy machine adds no noise."""
-    with trainer_of(tiny, task, tmp_path / "run", *ON_RAY, *MEASURED, "trainer.total_steps=6") as trainer:
-        group, plain = trainer.rank_speeds._pools[0][0], trainer.rank_speeds._pools[0][0].measure_speed
-
-        def slowed(dtype, periods):
-            first, _ = plain(dtype, periods)
-            return [first, first / 3]
-
-        vars(group)["measure_speed"] = slowed
-        trainer.fit()
-        values = trainer.actor.shares.of_ranks.values
-    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert values == pytest.approx([0.75, 0.25])
-    assert rows[3]["parts/update_actor"] == 1
-    assert rows[-1]["parts/update_actor"] == pytest.approx(2 * values[1])
-    events = [row for row in read_jsonl(tmp_path / "run" / "trace" / "calls.jsonl") if row["kind"] == "parts"]
-    assert {row["where"] for row in events} >= {"training"}
-    assert all("of the rows, since a row takes" in row["note"] for row in events)

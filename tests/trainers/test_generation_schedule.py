@@ -16,9 +16,8 @@ EXPECTED = "rollout.schedule=expected"
 
 
 @pytest.fixture
-def build(tiny_model):
+def build(tiny_model, restores_the_process):
     """Return `build(engines, "key=value", ...)`, which returns a schedule and its worker group."""
-    threads = torch.get_num_threads()
 
     def build(engines, *overrides, cls=ActorRolloutWorker):
         defaults = [f"model.path={tiny_model()}", "model.dtype=float64", "rollout.group_size=2", *overrides]
@@ -27,8 +26,7 @@ def build(tiny_model):
         group = WorkerGroup(ResourcePool([engines]), ClassWithInitArgs(cls, config=config), meshes=meshes)
         return GenerationSchedule(config, group), group
 
-    yield build
-    torch.set_num_threads(threads)
+    return build
 
 
 def prompts(*first_tokens):

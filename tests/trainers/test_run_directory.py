@@ -106,12 +106,6 @@ def test_rows_of_finished_steps_that_are_missing_are_a_warning(open_run, run_dir
     assert steps_of(file) == [0, 1, 3]
 
 
-def test_many_missing_rows_are_one_short_line(open_run, caplog):
-    save(open_run(), 500)
-    open_run().begin()
-    assert "the rows of 500 of the 500 finished steps are missing (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, ...)" in caplog.text
-
-
 def test_logs_of_a_run_without_checkpoint_are_renamed(open_run, run_dir):
     write_metrics(open_run(), [0])
     open_run().begin()
