@@ -19,12 +19,6 @@ VALUES = torch.tensor([[1.0, 2.0, NAN], [6.0, NAN, NAN]])
 MASK = torch.tensor([[True, True, False], [True, False, False]])
 
 
-def gae(rewards, values, mask, gamma, lam, whiten_advantages=False):
-    columns = {"token_level_rewards": rewards, "values": values, "response_mask": mask}
-    tensors = {name: torch.tensor(column) for name, column in columns.items()}
-    return gae_advantages(**tensors, gamma=gamma, lam=lam, whiten_advantages=whiten_advantages)
-
-
 def grpo(scores, group_ids, norm_by_std=True, **settings):
     columns = {"scores": torch.tensor(scores), "group_ids": torch.tensor(group_ids)}
     advantages, returns = grpo_advantages(**columns, norm_by_std=norm_by_std, **settings)
@@ -33,7 +27,9 @@ def grpo(scores, group_ids, norm_by_std=True, **settings):
 
 
 def test_a_fully_masked_batch_gives_zeros():
-    advantages, returns = gae([[1.0, NAN]], [[NAN, 2.0]], [[False, False]], 1.0, 1.0, whiten_advantages=True)
+    columns = {"token_level_rewards": [[1.0, NAN]], "values": [[NAN, 2.0]], "response_mask": [[False, False]]}
+    tensors = {name: torch.tensor(column) for name, column in columns.items()}
+    advantages, returns = gae_advantages(**tensors, gamma=1.0, lam=1.0, whiten_advantages=True)
     assert advantages.tolist() == returns.tolist() == [[0, 0]]
 
 

@@ -51,14 +51,12 @@ PARAMETERS: dict[str, list[Any]] = {
 
 
 def arguments_of(function: Any, rng: random.Random, columns: dict[str, Any]) -> dict[str, Any]:
-    """Return the columns that a function reads, and values of its parameters."""
     wanted = inspect.signature(function).parameters
     drawn = {name: rng.choice(PARAMETERS[name]) for name in wanted if name in PARAMETERS}
     return {**{key: value for key, value in columns.items() if key in wanted}, **drawn}
 
 
 def advantage_batch(name: str, rng: random.Random) -> dict[str, Any]:
-    """Return the columns of an estimator as lists, and its parameters."""
     num_groups, width = rng.randint(1, 4), rng.randint(1, 7)
     sizes = [rng.randint(GROUP_SIZE_OF.get(name, 1), 5) for _ in range(num_groups)]
     labels = rng.sample([-(2**62), -1, 0, 5, 2**62], num_groups)
@@ -82,7 +80,6 @@ def advantage_batch(name: str, rng: random.Random) -> dict[str, Any]:
 
 
 def loss_batch(name: str, rng: random.Random) -> dict[str, Any]:
-    """Return the columns of a policy loss as lists, and its parameters."""
     mask = random_mask(rng, rng.randint(1, 5), rng.randint(1, 7))
     new, near = random_column("log_probs", rng, mask), rng.choice([0.0, 0.02, 0.5])
 

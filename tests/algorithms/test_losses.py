@@ -84,7 +84,6 @@ def test_a_huge_ratio_keeps_loss_and_gradient_finite(dual):
 
 
 def kl_of(log_probs, ref_log_probs, name="k3", old_log_probs=None):
-    """Return the KL of tokens and its derivative by their log-probs."""
     leaf = torch.tensor([log_probs], dtype=torch.float64).requires_grad_()
     ref, old = (None if x is None else torch.tensor([x], dtype=torch.float64) for x in (ref_log_probs, old_log_probs))
     mask = torch.ones(leaf.shape, dtype=torch.bool)

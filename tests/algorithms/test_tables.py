@@ -57,7 +57,6 @@ def test_public_names_are_imported_on_use():
 
 
 def needs(declared: Estimator | Loss) -> str:
-    """Return the declared requirements of a function in words."""
     words = [f"`{column}`: {EXTRA_COLUMNS[column]}" for column in declared.extra_columns]
     if isinstance(declared, Loss):
         words += [f"tokens that `{declared.selection.partition(':')[2]}` selects"] if declared.selection else []

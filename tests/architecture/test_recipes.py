@@ -37,7 +37,6 @@ def kind_of(name: str) -> str:
 
 @pytest.fixture(scope="session")
 def scorer(task, tmp_path_factory):
-    """Return a tiny reward model."""
     directory = tmp_path_factory.mktemp("scorer")
     shutil.copytree(task / "model", directory, dirs_exist_ok=True)
     Qwen2ForSequenceClassification.from_pretrained(directory, num_labels=1).save_pretrained(directory)

@@ -1,5 +1,3 @@
-"""States are split into a tree of JSON and named tensors, and joined again."""
-
 import json
 import math
 import struct

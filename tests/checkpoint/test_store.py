@@ -26,7 +26,6 @@ def save(store: CheckpointStore, step: int, value: float | None = None) -> None:
 
 
 def saved(directory: Path, *steps: int, keep: int = 9) -> CheckpointStore:
-    """Save checkpoints of some steps and return their store."""
     store = CheckpointStore(directory, keep=keep)
     for step in steps:
         save(store, step)

@@ -13,7 +13,6 @@ from hybridflow.config.faults import (
     kinds_markdown,
     phases_markdown,
     phases_of,
-    planned_faults,
     training_roles,
 )
 from hybridflow.errors import ConfigError
@@ -95,16 +94,6 @@ def test_on_the_local_backend_only_faults_of_the_driver_can_be_planned():
         "driver's process; use backend = 'ray'"
     ) in str(error.value)
     assert str(error.value).endswith(VALID)
-
-
-def test_a_plan_is_checked_again_with_the_roles_and_steps_of_the_run():
-    config = load_config(None, [*ON_RAY, plan("5: kill actor_rollout/0 in backward", "1: kill actor/0 in backward")])
-    with pytest.raises(ConfigError) as error:
-        planned_faults(config, ["actor_rollout", "reward"], last_step=4)
-    late, elsewhere = str(error.value).splitlines()[1:]
-    assert "expected a step from 1 to 4, got 5" in late
-    assert "'actor/0' is not a worker of this run" in elsewhere
-    assert planned_faults(config, ["actor_rollout", "actor"], last_step=5)[1] == Fault(1, "kill", "actor/0", "backward")
 
 
 @pytest.mark.parametrize(

@@ -118,28 +118,23 @@ def test_rows_of_every_suffix_become_the_same_rows(task, suffix, tmp_path):
     assert (files.num_train, files.num_test, files.dropped) == (1, 1, {})
 
 
+REPEATS, TESTED = "repeats an earlier row", "the prompt is in the test set"
+ANOTHER = "an earlier prompt with another answer"
+OF_PAIRS = ("the answers are equal", "the scores are equal", "the prompts of the two answers differ")
 DROPPED = {
     "gsm8k": (gsm8k, [gsm8k(1), gsm8k(0, question=" ")], {"no prompt": 1}),
     "math": (
         math,
         [math(1), math(2, solution=r"\boxed{9}"), math(0), math(5, problem=""), math(6, solution="six")],
-        {
-            "repeats an earlier row": 1,
-            "an earlier prompt with another answer": 1,
-            "the prompt is in the test set": 1,
-            "no prompt": 1,
-            NO_BOX: 1,
-        },
+        dict.fromkeys((REPEATS, ANOTHER, TESTED, "no prompt", NO_BOX), 1),
     ),
     "dapo": (
         dapo,
         [
-            dapo(1),
-            dapo(2, reward_model={"ground_truth": 9}),
-            dapo(5, prompt=""),
-            dapo(6, reward_model={"ground_truth": None}),
+            *(dapo(1), dapo(2, reward_model={"ground_truth": 9})),
+            *(dapo(5, prompt=""), dapo(6, reward_model={"ground_truth": None})),
         ],
-        {"repeats an earlier row": 1, "an earlier prompt with another answer": 1, "no prompt": 1, "no answer": 1},
+        dict.fromkeys((REPEATS, ANOTHER, "no prompt", "no answer"), 1),
     ),
     "ultrafeedback": (
         pair,
@@ -147,26 +142,12 @@ DROPPED = {
             *(pair(1), pair(5, "same", " same "), pair(6, ""), pair(7, "x", " "), pair(8, score_rejected=8), pair(0)),
             *(plain_pair(9, prompt=" "), plain_pair(9, chosen=None), {**pair(9), "rejected": messages("other", "x")}),
         ],
-        {
-            "repeats an earlier row": 1,
-            "the answers are equal": 1,
-            "an answer is empty": 3,
-            "the scores are equal": 1,
-            "the prompt is in the test set": 1,
-            "no prompt": 1,
-            "the prompts of the two answers differ": 1,
-        },
+        dict.fromkeys((REPEATS, TESTED, "no prompt", *OF_PAIRS), 1) | {"an answer is empty": 3},
     ),
     "table": (
         table,
         [table(1), table(2, result="9"), table(0), table(5, question="  "), table(6, result=None)],
-        {
-            "repeats an earlier row": 1,
-            "an earlier prompt with another answer": 1,
-            "the prompt is in the test set": 1,
-            "no prompt": 1,
-            "no answer": 1,
-        },
+        dict.fromkeys((REPEATS, ANOTHER, TESTED, "no prompt", "no answer"), 1),
     ),
 }
 """Task -> (its rows, further training rows, how many of these are dropped, by reason)."""

@@ -1,5 +1,3 @@
-"""Counting of failures, and pauses between tries."""
-
 import pytest
 
 from hybridflow.fault_tolerance import Tries

@@ -42,7 +42,6 @@ def losses(directory="run"):
 
 
 def check_commands(task, capsys):
-    """Generate, export and replay without a network."""
     from huggingface_hub import constants
 
     with pytest.MonkeyPatch.context() as patched:

@@ -37,8 +37,6 @@ def mine(tmp_path):
 
 @pytest.fixture
 def step(run):
-    """Return a function that runs a step with changes and returns its metrics."""
-
     def step(*changes, name="run", steps=1):
         directory = run(*changes, f"trainer.total_steps={steps}", name=name)
         return read_jsonl(directory / "metrics.jsonl")[-1]

@@ -1,5 +1,3 @@
-"""Runs with wrong devices end in one line, before a model is loaded."""
-
 import pytest
 import torch
 

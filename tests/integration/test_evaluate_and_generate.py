@@ -15,7 +15,6 @@ PROMPT = ("--prompt", "3 17 5 => 9 :")
 
 
 def table(out):
-    """Parse a printed table of metrics."""
     return {name: float(value) for name, value in (line.split() for line in out.splitlines())}
 
 
@@ -23,10 +22,6 @@ def validated(run, step):
     """Return the validation metrics of a step, rounded as in the printed table."""
     row = next(row for row in read_jsonl(run / "metrics.jsonl") if row["step"] == step)
     return {name: round(value, 4) for name, value in row.items() if name.startswith("val/")}
-
-
-def responses_of(file):
-    return [sample["response"] for sample in read_jsonl(file)]
 
 
 @pytest.mark.runs
@@ -75,7 +70,8 @@ def test_generate_gives_the_responses_of_evaluation(task, tmp_path, hybridflow):
     assert [len(row["responses"]) for row in rows] == [2] * 10
     assert outcome.out.count("\nresponse") == 20
     hybridflow("evaluate", task / "rl.toml", *SAMPLED, "--output", tmp_path / "sampled.jsonl")
-    assert [response for row in rows for response in row["responses"]] == responses_of(tmp_path / "sampled.jsonl")
+    sampled = [sample["response"] for sample in read_jsonl(tmp_path / "sampled.jsonl")]
+    assert [response for row in rows for response in row["responses"]] == sampled
 
     hybridflow("evaluate", task / "rl.toml", "reward.processes=0", "--output", tmp_path / "greedy.jsonl")
     first, second = read_jsonl(tmp_path / "greedy.jsonl")[:2]

@@ -28,7 +28,6 @@ OWN = pytest.mark.own_run("grpo: its rewards fail")
 
 @pytest.fixture
 def train(run, tmp_path):
-    """Return a function that trains for a step with a function of REWARD."""
     (tmp_path / "mine.py").write_text(REWARD)
 
     def train(function, *changes, **given):

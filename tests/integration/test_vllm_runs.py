@@ -1,5 +1,3 @@
-"""Tiny runs with vLLM: colocated with training, one engine shared by ranks, and engines in a separate pool."""
-
 import math
 from pathlib import Path
 from types import SimpleNamespace

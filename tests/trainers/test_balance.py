@@ -1,5 +1,3 @@
-"""Load balancing of the rows of each mini-batch over ranks."""
-
 import pytest
 import torch
 from hypothesis import given, settings

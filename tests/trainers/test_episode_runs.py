@@ -23,7 +23,6 @@ from hybridflow.workers.episode_batch import episode_batch
 HERE = ("reward.processes=0",)
 """Environments in the rank itself, which starts sooner."""
 ONE_STEP, TWO_STEPS = "trainer.total_steps=1", "trainer.total_steps=2"
-LAG = ("trainer.lag=1", "algorithm.rollout_weights=token")
 
 
 def own_run(why):
@@ -53,14 +52,6 @@ def test_episodes_of_one_turn_equal_a_run_without_environments(episode_task, tmp
     for name in ("critic/score/mean", "actor/loss", "actor/grad_norm", "response_length/mean", "prompt_length/mean"):
         assert [row[name] for row in metrics] == [row[name] for row in without]
     assert len({row["critic/score/mean"] for row in metrics}) > 1
-
-
-@own_run("its environments are in processes")
-def test_environments_in_processes_equal_those_in_the_rank(episode_task, episodes_run, tmp_path):
-    here, metrics = results(episodes_run)
-    apart, others = train(episode_task, tmp_path / "apart", "Talk", "reward.processes=2")
-    assert here == apart
-    assert [row["critic/score/mean"] for row in metrics] == [row["critic/score/mean"] for row in others]
 
 
 @own_run("with a critic, and rows that no episode uses")
@@ -96,15 +87,6 @@ def test_a_repeated_step_does_not_ask_environments_again(episode_task, episodes_
     resumed, _ = train(episode_task, tmp_path / "run", "Talk", *HERE)
     assert resumed == results(episodes_run)[0]
     assert not events.exists()
-
-
-@pytest.mark.exhaustive
-@own_run("with a lag")
-def test_a_run_with_batches_begun_goes_on_as_an_uninterrupted_one(episode_task, tmp_path):
-    whole, _ = train(episode_task, tmp_path / "whole", "Talk", *HERE, *LAG)
-    train(episode_task, tmp_path / "parts", "Talk", *HERE, *LAG, stop_after=1)
-    resumed, _ = train(episode_task, tmp_path / "parts", "Talk", *HERE, *LAG)
-    assert resumed == whole
 
 
 @pytest.mark.runs

@@ -30,7 +30,6 @@ def build(tiny_model, restores_the_process):
 
 
 def prompts(*first_tokens):
-    """Return prompts of three tokens, each in a separate group."""
     ids = torch.tensor([[token, 6, 7] for token in first_tokens])
     columns = {"prompts": ids, "prompt_mask": torch.ones_like(ids, dtype=torch.bool)}
     names = ("data_sources", "raw_prompts", "prompt_texts", "ground_truths", "extra_infos")
@@ -40,7 +39,6 @@ def prompts(*first_tokens):
 
 
 def lengths_of(batch, lengths):
-    """Return a batch with two responses of the given lengths to each prompt."""
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     return batch.union(DataProto.from_dict({"response_mask": mask})).repeat(2, interleave=True)
 

@@ -27,8 +27,6 @@ def run_dir(tmp_path):
 
 @pytest.fixture
 def open_run(run_dir, model_dir):
-    """Return a function that opens the directory `run` with overrides."""
-
     def build(*overrides, kind="train"):
         defaults = [f"trainer.run_dir={run_dir}", f"model.path={model_dir}"]
         return RunDirectory(load_config(None, [*defaults, *overrides]), kind)

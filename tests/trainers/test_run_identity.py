@@ -10,8 +10,6 @@ from hybridflow.trainers.run_identity import require_same_run, run_identity
 
 @pytest.fixture
 def model(tmp_path):
-    """Return a function that writes a model directory with given weights."""
-
     def write(name="model", weights=b"weights"):
         (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / "config.json").write_text("{}")

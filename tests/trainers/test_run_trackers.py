@@ -58,7 +58,6 @@ def train(task, run_dir, trackers, steps, *changes):
 
 
 def numbers_of(run_dir):
-    """Return the numbers of metrics.jsonl by step and name."""
     return {
         row["step"]: {name: value for name, value in row.items() if name != "step" and isinstance(value, int | float)}
         for row in read_jsonl(run_dir / "metrics.jsonl")

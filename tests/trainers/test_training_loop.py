@@ -1,5 +1,3 @@
-"""The training loop, with a trainer that records its calls."""
-
 import os
 import signal
 
