@@ -4,14 +4,12 @@ import argparse
 import json
 import re
 
-import pyarrow.parquet as pq
 import pytest
 
 from fixtures.row_files import SUFFIXES, rows_of, write_rows
 from hybridflow.cli import prepare
 from hybridflow.data import (
     MATH_INSTRUCTION,
-    PreferenceDataset,
     prepare_dapo,
     prepare_gsm8k,
     prepare_math,
@@ -328,17 +326,6 @@ def test_pairs_may_be_plain_texts_or_answers_alone(tmp_path, suffix):
     assert rows_of(files.test_file) == [{**row, "prompt": alone["prompt"]}, {**row, "prompt": turns}]
 
 
-@pytest.mark.parametrize("layout", ["policy", "reward_model"])
-def test_the_written_pairs_are_read_by_the_preference_dataset(tmp_path, char_tokenizer, layout):
-    source = write_rows(tmp_path / "a.jsonl", [pair(n) for n in range(3)])
-    files = prepare_ultrafeedback(source, tmp_path / "out", test_size=1)
-    dataset = PreferenceDataset(files.train_file, char_tokenizer(), 32, 32, layout=layout)
-    batch = dataset.collate(range(2)).batch
-    assert (len(dataset), dataset.num_dropped, batch["group_ids"].tolist()) == (2, 0, [0, 0, 1, 1])
-    if layout == "policy":
-        assert char_tokenizer().decode(batch["responses"][0], skip_special_tokens=True) == "good"
-
-
 def test_nested_columns_and_messages_of_a_table_are_read(tmp_path):
     chat = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 1?"}]
     train = write_rows(tmp_path / "a.jsonl", [{"prompt": chat, "reward_model": {"ground_truth": 2}}])
@@ -423,16 +410,6 @@ def test_a_malformed_file_is_an_error_with_its_place(tmp_path, task, name, rows,
 
 
 # Writing
-
-
-def test_prompt_and_sft_files_hold_messages(tmp_path):
-    assert prompt_row(data_source="x", prompt="hi", ground_truth="1", split="train", index=0)["prompt"] == messages(
-        "hi"
-    )
-    chat = [{"role": "system", "content": "be brief"}, *messages("hi")]
-    assert prompt_row(data_source="x", prompt=chat, ground_truth="1", split="train", index=0)["prompt"] == chat
-    path = write_sft_file(tmp_path / "sft.parquet", [("2+2=", "4"), ("1+2=", "3")])
-    assert pq.read_table(path).to_pylist()[1] == {"prompt": messages("1+2="), "response": "3"}
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,6 @@ def test_user_functions_replace_built_in_algorithms(step, mine):
     [
         (["actor.policy_loss=sapo", "actor.policy_loss_kwargs.tau_pos=-1"], "tau_pos=-1 is out of range; it must", 2),
         (["algorithm.advantage=pass@k", "algorithm.advantage_kwargs.k=0"], "k=0 is not valid", 2),
-        (["actor.policy_loss={mine}:loss"], "takes sharpness, which is neither a column of the batch nor a key of", 2),
         (["reward.weights={correct = 1.0}"], "whose 'correct' is missing or not a finite number", 1),
     ],
 )

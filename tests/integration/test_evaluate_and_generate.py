@@ -84,17 +84,6 @@ def test_generate_gives_the_responses_of_evaluation(task, tmp_path, hybridflow):
     ]
 
 
-@pytest.mark.runs
-def test_generate_works_without_a_recipe(task, grpo_run, hybridflow):
-    plain = hybridflow("generate", "--model", task / "model", *PROMPT, *FEW)
-    assert plain.status == 0
-    lines = [line.partition(":")[0].split()[0] for line in plain.out.splitlines() if line]
-    assert lines == ["prompt", *["response"] * 8]
-    from_run = hybridflow("generate", "--run", grpo_run, *PROMPT, *FEW)
-    assert from_run.status == 0
-    assert from_run.out != plain.out
-
-
 def test_generate_caps_the_default_response_length_at_the_positions(task, hybridflow):
     arguments = ["generate", "--model", task / "model", *PROMPT, "controller.threads=1"]
     capped = hybridflow(*arguments)

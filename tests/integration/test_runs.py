@@ -137,19 +137,14 @@ def test_dpo_learns_to_prefer_the_chosen_responses(dpo_run):
 
 
 @pytest.mark.runs
-def test_lora_run_is_its_own_reference_and_exports_merged_weights(lora_run, task, tmp_path, hybridflow):
+def test_lora_run_is_its_own_reference_and_exports_its_adapters(lora_run, tmp_path, hybridflow):
     rows = rows_of(lora_run)
     assert rows[2]["actor/kl_loss"] > 0  # the adapters differ from the base model
     assert "ActorRolloutWorker.compute_ref_log_probs" in methods_of(lora_run)
     assert not [method for method in methods_of(lora_run) if method.startswith("ReferenceWorker")]
     assert all(".lora_" in name for name in weights(lora_run, 6))
-    assert hybridflow("export", lora_run, tmp_path / "merged").status == 0
     assert hybridflow("export", lora_run, tmp_path / "adapter", "--adapter").status == 0
     assert (tmp_path / "adapter" / "adapter_config.json").is_file()
-    model = f"model.path={tmp_path / 'merged'}"
-    evaluated = hybridflow("evaluate", task / "rl.toml", model, "model.dtype=float64", "reward.processes=0")
-    (accuracy,) = [line.split()[1] for line in evaluated.out.splitlines() if line.startswith("val/score/mean")]
-    assert float(accuracy) == pytest.approx(rows[6]["val/score/mean"], abs=1e-4)
 
 
 @pytest.mark.runs
