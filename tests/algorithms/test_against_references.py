@@ -205,6 +205,9 @@ def test_a_policy_loss_and_its_gradient_equal_their_reference(name, rng):
         is_moving = (columns["advantages"] != 0) & columns["response_mask"]
         stopped = is_moving & (columns["log_probs"].grad == 0)
         assert torch.equal((loss.clipped | loss.clipped_dual), stopped)
+        ratio, dual = (columns["log_probs"] - columns["old_log_probs"]).exp().detach(), batch["clip_ratio_dual"]
+        assert torch.equal(loss.clipped_dual, is_moving & (columns["advantages"] < 0) & (ratio > (dual or math.inf)))
+        torch.testing.assert_close(loss.ratio[columns["response_mask"]], ratio[columns["response_mask"]])
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
