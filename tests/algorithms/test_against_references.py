@@ -22,6 +22,10 @@ from hybridflow.algorithms import (
     aggregate_loss,
     clipped_value_loss,
     kl_loss,
+    masked_mean,
+    masked_sum,
+    masked_var,
+    masked_whiten,
 )
 from hybridflow.algorithms.declarations import ESTIMATORS
 
@@ -250,7 +254,7 @@ def test_every_entry_of_the_tables_has_a_reference(table, names):
     assert set(getattr(references, names)) == set(table)
 
 
-# KL, values and aggregation
+# Statistics, KL, values and aggregation
 
 
 def token_columns(rng: random.Random, *names: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -260,6 +264,37 @@ def token_columns(rng: random.Random, *names: str) -> tuple[dict[str, Any], dict
     tensors = as_tensors(lists)
     tensors[names[0]].requires_grad_()
     return lists, tensors
+
+
+@MANY
+@BATCH
+def test_statistics_over_a_mask_are_those_of_a_list(rng):
+    _, tensors = token_columns(rng, "values")
+    leaf, mask = tensors["values"], tensors["response_mask"]
+    values = leaf.nan_to_num(0.5)[:, :1] if mask.shape[1] and rng.random() < 0.2 else leaf  # one for each row
+    wide = values.expand(mask.shape)
+    for dim, (lines, masks) in enumerate(((wide.T, mask.T), (wide, mask))):
+        lists = [line[of_line].tolist() for line, of_line in zip(lines, masks, strict=True)]
+        assert masked_sum(values, mask, dim=dim).tolist() == pytest.approx([math.fsum(line) for line in lists])
+        means = [math.fsum(line) / max(len(line), 1) for line in lists]
+        assert masked_mean(values, mask, dim=dim).tolist() == pytest.approx(means)
+    kept = wide[mask].tolist()
+    mean = math.fsum(kept) / max(len(kept), 1)
+    squares = math.fsum((value - mean) ** 2 for value in kept)
+    variance = squares / max(len(kept) - 1, 1)
+    assert masked_sum(values, mask).item() == pytest.approx(math.fsum(kept))
+    assert masked_mean(values, mask).item() == pytest.approx(mean)
+    assert masked_var(values, mask).item() == pytest.approx(variance)
+    assert masked_var(values, mask, unbiased=False).item() == pytest.approx(squares / max(len(kept), 1))
+    for shift, shown in ((True, 0.0), (False, mean)):
+        whitened = masked_whiten(values, mask, shift_mean=shift)
+        expected = [shown + (value - mean) / math.sqrt(variance + 1e-8) for value in kept]
+        assert whitened[mask].tolist() == pytest.approx(expected, rel=1e-5, abs=1e-9)
+        assert whitened.shape == mask.shape
+        assert not whitened[~mask].any()
+    if values is leaf:
+        masked_mean(values, mask).backward()
+        assert torch.equal(leaf.grad, mask.double() / max(len(kept), 1))
 
 
 @pytest.mark.parametrize(("name", "is_weighted"), [*((name, False) for name in KL_ESTIMATORS), ("k3", True)])
