@@ -31,13 +31,10 @@ def test_a_batch_is_sampled_with_weights_that_are_lag_steps_old(lag_run):
 
 @pytest.mark.runs
 @pytest.mark.own_run("resumed: with batches begun")
-def test_a_run_resumed_with_batches_begun_equals_an_uninterrupted_one(run, task, caplog):
+def test_a_run_resumed_with_batches_begun_equals_an_uninterrupted_one(run, task):
     more = [*LAG, "algorithm.advantage=remax", "trainer.val_every=2", "trainer.total_steps=5"]
     more += ["actor.mini_batch_size=4", f"data.val_files=['{task}/test.parquet']"]
-    with caplog.at_level("INFO"):
-        whole = run(*more, name="whole")
-        assert "a batch is sampled with weights 4 optimizer steps old, and its last mini-batch is 5" in caplog.text
-        assert "share processes, so they run in turn" in caplog.text
+    whole = run(*more, name="whole")
     rows = read_jsonl(whole / "metrics.jsonl")[1:]
     assert [row["staleness/max"] for row in rows] == [0, 2, 4, 4, 4]
     assert [row["sampling/queue_length"] for row in rows] == [2, 2, 2, 1, 0]
