@@ -14,7 +14,6 @@ from hybridflow.errors import CheckpointError, ConfigError, DataError, RunInUseE
 from hybridflow.observability import JsonlWriter, read_jsonl
 from hybridflow.runtime.fault_points import PLAN, plan_faults
 from hybridflow.trainers import RunDirectory
-from hybridflow.trainers.data_facts import data_facts
 from hybridflow.trainers.run_directory import RECOVERIES, TOKEN_BUDGETS, WRITTEN, require_unused
 from hybridflow.trainers.run_log import RunLog
 from hybridflow.workers.schedule import SCHEDULE
@@ -65,14 +64,6 @@ def test_a_run_records_its_starts_with_configuration_and_versions(open_run, run_
     run.begin()
     starts = [(start["after_step"], start["config"]["trainer.total_steps"]) for start in run.starts()]
     assert starts == [(0, 2), (2, 9)]
-
-
-def test_rows_and_fingerprint_of_each_data_set_are_recorded():
-    class Rows(list):
-        fingerprint = "12ab"
-
-    assert data_facts(train=Rows([1, 2, 3]), val=None) == {"train_rows": 3, "train_fingerprint": "12ab"}
-    assert data_facts(train=Rows(), val=Rows([1]))["val_rows"] == 1
 
 
 def test_rows_after_the_checkpoint_are_removed(open_run, run_dir):
@@ -136,6 +127,9 @@ def test_a_second_process_in_a_run_directory_is_refused(open_run, run_dir):
     assert open_run().step == 1
 
 
+NEVER = ("trainer.resume=never",)
+
+
 def fifo(path):
     os.mkfifo(path)
 
@@ -154,13 +148,7 @@ def link(path):
         ("run/checkpoints", file, (), ConfigError, "checkpoints' is not a directory, so .* none can be saved there"),
         ("run/checkpoints", fifo, (), ConfigError, "checkpoints' is not a directory, so .* move it away"),
         ("run/checkpoints", link, (), ConfigError, "checkpoints' is not a directory"),
-        (
-            "run/notes.txt",
-            file,
-            ("trainer.resume=never",),
-            CheckpointError,
-            r"is not empty and trainer\.resume='never'",
-        ),
+        ("run/notes.txt", file, NEVER, CheckpointError, r"is not empty and trainer\.resume='never'"),
         ("run/run.json", file, (), CheckpointError, r"run\.json' is damaged .*; move it out of the directory"),
         ("run", file, (), ConfigError, "run' is a file; choose a directory"),
     ],
@@ -176,18 +164,13 @@ def test_a_directory_that_cannot_take_a_run_is_an_error(open_run, tmp_path, name
 
 
 @pytest.mark.parametrize("name", sorted(WRITTEN))
-@pytest.mark.parametrize(
-    ("kind", "make"),
-    [("a symbolic link", link), ("a FIFO", fifo), ("a directory", Path.mkdir)],
-    ids=["link", "FIFO", "directory"],
-)
+@pytest.mark.parametrize(("kind", "make"), [("a symbolic link", link), ("a FIFO", fifo), ("a directory", Path.mkdir)])
 def test_a_run_does_not_write_through_links_and_fifos(open_run, run_dir, name, kind, make):
     path = run_dir / name
     path.parent.mkdir(parents=True)
     make(path)
-    with pytest.raises(
-        ConfigError, match=rf"{re.escape(name)}' is {kind}, not a regular file, but a run writes it; move it away"
-    ):
+    message = rf"{re.escape(name)}' is {kind}, not a regular file, but a run writes it; move it away"
+    with pytest.raises(ConfigError, match=message):
         open_run()
 
 
