@@ -45,6 +45,11 @@ PLACES = {
         *("algorithm.kl_in_loss=true", "algorithm.advantage=gae", "placement.pools={main=[1],second=[1]}"),
         *("placement.roles={reference='second',critic='second',reward='second'}",),
     ),
+    "generation": (
+        *("algorithm.kl_in_loss=false", "model.path={directory}/wide", "memory.max_tokens_per_micro_batch=800"),
+        *("placement.pools={main=[1],second=[1]}", "placement.roles={rollout='second',reward='second'}"),
+        *("reward.function={directory}/tight.py:score", "controller.compiled_kernels=false"),
+    ),
 }
 
 
@@ -52,18 +57,24 @@ PLACES = {
 def runs(task, tmp_path_factory, run_in_turn):
     """Return the runs of PLACES, and what they logged as `log`."""
     directory = tmp_path_factory.mktemp("memory")
-    config = AutoConfig.from_pretrained(task / "model")
-    config.intermediate_size = 4096  # so that memory is that of activations
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory / "model")
-    for file in (task / "model").glob("token*"):
-        (directory / "model" / file.name).write_bytes(file.read_bytes())
+    for name, size in (("model", 4096), ("wide", 32768)):  # so that memory is that of activations
+        config = AutoConfig.from_pretrained(task / "model")
+        config.intermediate_size = size
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(directory / name)
+        for file in (task / "model").glob("token*"):
+            (directory / name / file.name).write_bytes(file.read_bytes())
     (directory / "reward.py").write_text(REWARD.replace("{more}", str(130 * MIB)))
+    at_start = "import os\nif 'RANK' in os.environ:\n    score('')\n"  # in a worker, before it generates
+    (directory / "tight.py").write_text(REWARD.replace("{more}", str(150 * MIB)) + at_start)
     common = ["train", f"{task}/rl.toml", *ON_RAY, f"model.path={directory}/model", "data.val_files=[]"]
     common += [f"trainer.total_steps={STEPS}", "rollout.group_size=32", f"memory.max_tokens_per_micro_batch={TOKENS}"]
     common += [f"reward.function={directory}/reward.py:score"]
     log = run_in_turn(
-        *([*common, *changes, f"trainer.run_dir={directory}/{place}"] for place, changes in PLACES.items()),
+        *(
+            [*common, *(change.replace("{directory}", str(directory)) for change in changes), f"trainer.run_dir={run}"]
+            for run, changes in ((directory / place, changes) for place, changes in PLACES.items())
+        ),
         shares_cluster=True,
     )
     return SimpleNamespace(log=log, **{place: directory / place for place in PLACES})
@@ -73,6 +84,10 @@ def runs(task, tmp_path_factory, run_in_turn):
 def test_a_run_without_memory_goes_on_to_its_end_with_fewer_tokens(runs, place):
     run = getattr(runs, place)
     assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == list(range(1, STEPS + 1))
+    if place == "generation":  # with fewer sequences at a time, within the step
+        assert not (run / "recoveries.jsonl").exists()
+        assert "generation ran out of memory with " in runs.log
+        return
     step = {"training": "an update", "scoring": "a forward pass"}[place]
     recoveries = read_jsonl(run / "recoveries.jsonl")
     assert {row["action"] for row in recoveries} == {"smaller"}
