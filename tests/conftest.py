@@ -264,6 +264,21 @@ def simulated_device(monkeypatch: pytest.MonkeyPatch) -> "Iterator[SimulatedDevi
 
 
 @pytest.fixture
+def restores_the_process() -> Iterator[None]:
+    """Restore the threads, the determinism and the random state, which a run in this process sets."""
+    import torch
+
+    from hybridflow.runtime import capture_random_state, restore_random_state
+
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    state = capture_random_state()
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
+    restore_random_state(state)
+
+
+@pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Yield a directory on a separate file system of 1 MiB."""
     directory = tmp_path / "small_disk"

@@ -22,6 +22,10 @@ from hybridflow.algorithms import (
     aggregate_loss,
     clipped_value_loss,
     kl_loss,
+    masked_mean,
+    masked_sum,
+    masked_var,
+    masked_whiten,
 )
 from hybridflow.algorithms.declarations import ESTIMATORS
 
@@ -51,14 +55,12 @@ PARAMETERS: dict[str, list[Any]] = {
 
 
 def arguments_of(function: Any, rng: random.Random, columns: dict[str, Any]) -> dict[str, Any]:
-    """Return the columns that a function reads, and values of its parameters."""
     wanted = inspect.signature(function).parameters
     drawn = {name: rng.choice(PARAMETERS[name]) for name in wanted if name in PARAMETERS}
     return {**{key: value for key, value in columns.items() if key in wanted}, **drawn}
 
 
 def advantage_batch(name: str, rng: random.Random) -> dict[str, Any]:
-    """Return the columns of an estimator as lists, and its parameters."""
     num_groups, width = rng.randint(1, 4), rng.randint(1, 7)
     sizes = [rng.randint(GROUP_SIZE_OF.get(name, 1), 5) for _ in range(num_groups)]
     labels = rng.sample([-(2**62), -1, 0, 5, 2**62], num_groups)
@@ -82,7 +84,6 @@ def advantage_batch(name: str, rng: random.Random) -> dict[str, Any]:
 
 
 def loss_batch(name: str, rng: random.Random) -> dict[str, Any]:
-    """Return the columns of a policy loss as lists, and its parameters."""
     mask = random_mask(rng, rng.randint(1, 5), rng.randint(1, 7))
     new, near = random_column("log_probs", rng, mask), rng.choice([0.0, 0.02, 0.5])
 
@@ -208,6 +209,9 @@ def test_a_policy_loss_and_its_gradient_equal_their_reference(name, rng):
         is_moving = (columns["advantages"] != 0) & columns["response_mask"]
         stopped = is_moving & (columns["log_probs"].grad == 0)
         assert torch.equal((loss.clipped | loss.clipped_dual), stopped)
+        ratio, dual = (columns["log_probs"] - columns["old_log_probs"]).exp().detach(), batch["clip_ratio_dual"]
+        assert torch.equal(loss.clipped_dual, is_moving & (columns["advantages"] < 0) & (ratio > (dual or math.inf)))
+        torch.testing.assert_close(loss.ratio[columns["response_mask"]], ratio[columns["response_mask"]])
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -250,7 +254,7 @@ def test_every_entry_of_the_tables_has_a_reference(table, names):
     assert set(getattr(references, names)) == set(table)
 
 
-# KL, values and aggregation
+# Statistics, KL, values and aggregation
 
 
 def token_columns(rng: random.Random, *names: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -260,6 +264,37 @@ def token_columns(rng: random.Random, *names: str) -> tuple[dict[str, Any], dict
     tensors = as_tensors(lists)
     tensors[names[0]].requires_grad_()
     return lists, tensors
+
+
+@MANY
+@BATCH
+def test_statistics_over_a_mask_are_those_of_a_list(rng):
+    _, tensors = token_columns(rng, "values")
+    leaf, mask = tensors["values"], tensors["response_mask"]
+    values = leaf.nan_to_num(0.5)[:, :1] if mask.shape[1] and rng.random() < 0.2 else leaf  # one for each row
+    wide = values.expand(mask.shape)
+    for dim, (lines, masks) in enumerate(((wide.T, mask.T), (wide, mask))):
+        lists = [line[of_line].tolist() for line, of_line in zip(lines, masks, strict=True)]
+        assert masked_sum(values, mask, dim=dim).tolist() == pytest.approx([math.fsum(line) for line in lists])
+        means = [math.fsum(line) / max(len(line), 1) for line in lists]
+        assert masked_mean(values, mask, dim=dim).tolist() == pytest.approx(means)
+    kept = wide[mask].tolist()
+    mean = math.fsum(kept) / max(len(kept), 1)
+    squares = math.fsum((value - mean) ** 2 for value in kept)
+    variance = squares / max(len(kept) - 1, 1)
+    assert masked_sum(values, mask).item() == pytest.approx(math.fsum(kept))
+    assert masked_mean(values, mask).item() == pytest.approx(mean)
+    assert masked_var(values, mask).item() == pytest.approx(variance)
+    assert masked_var(values, mask, unbiased=False).item() == pytest.approx(squares / max(len(kept), 1))
+    for shift, shown in ((True, 0.0), (False, mean)):
+        whitened = masked_whiten(values, mask, shift_mean=shift)
+        expected = [shown + (value - mean) / math.sqrt(variance + 1e-8) for value in kept]
+        assert whitened[mask].tolist() == pytest.approx(expected, rel=1e-5, abs=1e-9)
+        assert whitened.shape == mask.shape
+        assert not whitened[~mask].any()
+    if values is leaf:
+        masked_mean(values, mask).backward()
+        assert torch.equal(leaf.grad, mask.double() / max(len(kept), 1))
 
 
 @pytest.mark.parametrize(("name", "is_weighted"), [*((name, False) for name in KL_ESTIMATORS), ("k3", True)])

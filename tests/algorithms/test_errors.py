@@ -1,5 +1,3 @@
-"""Arguments that a function refuses: wrong shapes, types, ranges and names."""
-
 from inspect import unwrap
 
 import pytest
@@ -44,8 +42,13 @@ VALID = {
 
 
 @pytest.mark.parametrize("name", VALID)
-def test_arguments_of_the_table_are_valid_unless_changed(name):
-    unwrap(getattr(algorithms, name))(**VALID[name])
+def test_columns_of_equal_shapes_are_accepted_and_others_named(name):
+    function, columns = unwrap(getattr(algorithms, name)), VALID[name]
+    function(**columns)
+    tensors = {key: value for key, value in columns.items() if isinstance(value, torch.Tensor)}
+    for key, value in tensors.items() if len(tensors) > 1 and name not in ("teacher_kl", "dpo_loss") else ():
+        with pytest.raises(AlgorithmError, match=rf"({key}|mask) has shape \("):
+            function(**{**columns, key: torch.cat([value, value[:1]])})
 
 
 @pytest.mark.parametrize(
@@ -55,10 +58,8 @@ def test_arguments_of_the_table_are_valid_unless_changed(name):
         ("gae_advantages", {"gamma": NAN}, "gamma=nan"),
         ("gae_advantages", {"lam": -0.1}, "lam=-0.1"),
         ("gae_advantages", {"token_level_rewards": BAD}, r"rewards has shape \(2, 4\), but values has shape \(2, 3\)"),
-        ("gae_advantages", {"response_mask": MASK[:, :1]}, r"response_mask has shape \(2, 1\), but values has shape"),
         ("gae_advantages", {"values": GOOD[0]}, r"values has shape \(3,\); it must be \(batch, response_len\)"),
         ("grpo_advantages", {"scores": ONE / 0, "group_ids": IDS + 8}, r"scores\[0\]=nan is not.*group_ids\[0\]=8"),
-        ("grpo_advantages", {"group_ids": IDS[:1]}, r"group_ids has shape \(1,\), but scores has shape \(2,\)"),
         ("grpo_advantages", {"scores": ONE[:, None]}, r"scores has shape \(2, 1\); it must be \(batch\)"),
         ("grpo_advantages", {"group_ids": ONE}, r"group_ids is torch\.float32"),
         ("grpo_advantages", {"epsilon": -1}, "epsilon=-1"),
@@ -66,27 +67,20 @@ def test_arguments_of_the_table_are_valid_unless_changed(name):
         ("kl_loss", {"kl_estimator": "k1", "old_log_probs": GOOD}, "no weighted KL estimator 'k1'; valid are 'k3'"),
         ("kl_loss", {"kl_estimator": "k2", "old_log_probs": GOOD}, "no weighted KL estimator 'k2'; valid are 'k3'"),
         ("kl_loss", {"kl_estimator": "k3", "old_log_probs": BAD}, r"old_log_probs has shape \(2, 4\), but log_probs"),
-        ("kl_loss", {"ref_log_probs": BAD}, r"ref_log_probs has shape \(2, 4\), but log_probs has shape \(2, 3\)"),
-        ("apply_kl_penalty", {"ref_log_probs": BAD}, r"ref_log_probs has shape \(2, 4\).*token_level_scores has shape"),
         ("apply_kl_penalty", {"kl_coef": -1}, "kl_coef=-1"),
         ("ppo_policy_loss", {"clip_ratio_low": 1.5}, r"clip_ratio_low=1\.5 is out of range"),
         ("ppo_policy_loss", {"clip_ratio_high": -0.1}, r"clip_ratio_high=-0\.1 is out of range"),
         ("ppo_policy_loss", {"clip_ratio_dual": 1.0}, r"clip_ratio_dual=1\.0 is .* must be a number above 1"),
-        ("ppo_policy_loss", {"old_log_probs": BAD}, r"old_log_probs has shape \(2, 4\), but log_probs has"),
         ("ppo_policy_loss", {"advantages": BAD}, r"advantages has shape \(2, 4\), but log_probs has shape \(2, 3\)"),
         ("ppo_policy_loss", {"advantages": ONE}, r"advantages has shape \(2,\)"),
         ("ppo_policy_loss", {"response_mask": MASK.long()}, r"response_mask is torch\.int64"),
-        ("clipped_value_loss", {"returns": BAD}, r"returns has shape \(2, 4\), but new_values has shape \(2, 3\)"),
         ("clipped_value_loss", {"value_clip": 0}, "value_clip=0 is out of range; it must be a number above 0"),
-        ("clipped_value_loss", {"response_mask": MASK[:, :2]}, r"response_mask has shape \(2, 2\)"),
         ("aggregate_loss", {"mode": "mean"}, "no mode 'mean'; valid are 'token-mean', 'token-sum', "),
         ("aggregate_loss", {"mode": "seq-mean-token-sum-norm"}, "max_response_length=None is not valid"),
-        ("aggregate_loss", {"response_mask": MASK[:, :2]}, r"mask has shape \(2, 2\), but token_losses has"),
         ("aggregate_loss", {"num_tokens": 6.0}, r"num_tokens=6\.0 is not valid"),
         ("aggregate_loss", {"num_tokens": 5}, "num_tokens=5, but this part alone has 6"),
         ("aggregate_loss", {"num_sequences": -2}, "num_sequences=-2"),
         ("aggregate_loss", {"num_sequences": 1}, "num_sequences=1, but this part alone has 2"),
-        ("masked_mean", {"mask": MASK[:, :2]}, r"masked_mean: mask has shape \(2, 2\), but values has shape \(2, 3\)"),
         ("masked_mean", {"mask": GOOD}, r"torch\.float32; it must be torch\.bool"),
         ("masked_mean", {"values": MASK.long()}, r"torch\.int64; it must be floating point"),
         ("kl_cov_policy_loss", {"penalty_coef": -1}, "penalty_coef=-1"),
@@ -100,7 +94,6 @@ def test_arguments_of_the_table_are_valid_unless_changed(name):
         ("entropy_from_logits", {"logits": GOOD.long()}, r"torch\.int64"),
         ("log_probs_from_logits", {"labels": torch.tensor([2, -100])}, "from -100 to 2, but the vocabulary has 3"),
         ("log_probs_from_logits", {"labels": IDS + 3}, "from 3 to 3, but the vocabulary has 3"),
-        ("log_probs_from_logits", {"labels": IDS[:1]}, r"labels has shape \(1,\), but logits has shape \(2, 3\)"),
         ("log_probs_from_logits", {"labels": IDS.int()}, r"labels is torch\.int32"),
         ("top_log_probs_from_logits", {"k": 0}, "use 1 to 11"),
         ("top_log_probs_from_logits", {"k": 12}, "use 1 to 11"),

@@ -3,12 +3,9 @@
 import inspect
 import pkgutil
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from hybridflow import algorithms
 from hybridflow.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, SELECTIONS
@@ -60,7 +57,6 @@ def test_public_names_are_imported_on_use():
 
 
 def needs(declared: Estimator | Loss) -> str:
-    """Return the declared requirements of a function in words."""
     words = [f"`{column}`: {EXTRA_COLUMNS[column]}" for column in declared.extra_columns]
     if isinstance(declared, Loss):
         words += [f"tokens that `{declared.selection.partition(':')[2]}` selects"] if declared.selection else []
@@ -92,27 +88,3 @@ def test_the_examples_of_the_page_run_and_all_names_are_there():
 
 
 # Shapes
-
-
-def test_the_tests_check_shapes(request):
-    if request.config.getoption("--shapes") == "off":
-        pytest.skip("--shapes=off")
-    from jaxtyping import TypeCheckError
-
-    columns = {name: torch.zeros(2, 3) for name in ("token_level_rewards", "values")}
-    with pytest.raises(TypeCheckError, match="response_mask"):
-        algorithms.gae_advantages(
-            **columns, response_mask=torch.ones(2, 4) > 0, gamma=1, lam=1, whiten_advantages=False
-        )
-    assert hasattr(algorithms.masked_mean, "__wrapped__")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.own_run("python: is there beartype in a process without tests")
-def test_production_checks_no_shapes():
-    program = (
-        "import sys, hybridflow.algorithms as algorithms\n"
-        "print(hasattr(algorithms.masked_mean, '__wrapped__'), 'beartype' in sys.modules, 'typeguard' in sys.modules)"
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert result.stdout.split() == ["False"] * 3

@@ -11,9 +11,10 @@ import hybridflow
 from hybridflow.api.given_environments import sources_of
 from hybridflow.environments import CallLimits, Done, Environment, EnvironmentPool, Episode, Reply, Turn
 from hybridflow.environments.answers import Begin, Finish
-from hybridflow.errors import ConfigError, EnvironmentConfigError
+from hybridflow.errors import EnvironmentConfigError
 from hybridflow.rewards import closure
 
+pytestmark = pytest.mark.usefixtures("restores_the_process")
 WORDS = 5
 OWN = pytest.mark.own_run("episodes: its environment is a class of the program")
 
@@ -109,14 +110,6 @@ def test_environments_of_a_file_are_stored(of_file):
         hybridflow.open_run(of_file.path, environments=Talk)
 
 
-@pytest.mark.ray
-@pytest.mark.exhaustive
-@OWN
-def test_a_class_of_the_program_reaches_the_workers_of_a_cluster(task, tmp_path, of_file):
-    run = train(task, tmp_path / "run", Talk, **{"controller.backend": "ray"}).fit()
-    assert samples_of(run) == samples_of(of_file)
-
-
 def test_classes_by_name_and_names_of_files_are_mixed():
     sources, closures = sources_of({"talk": Talk, "maze": "maze.py:Maze"})
     assert sources == {"talk": closures[0].name, "maze": "maze.py:Maze"}
@@ -197,8 +190,3 @@ def test_a_class_that_cannot_travel_is_an_error_that_names_what_it_holds():
 
     with pytest.raises(EnvironmentConfigError, match=r"environment 'Holding' cannot travel.*it holds lock"):
         sources_of(Holding)
-
-
-def test_a_reward_function_and_environments_are_not_given_together(task, tmp_path):
-    with pytest.raises(ConfigError, match=r"reward\.function=.* and environment\.classes both give the rewards"):
-        train(task, tmp_path / "run", Talk, reward=lambda completion: 1.0)

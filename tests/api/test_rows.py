@@ -5,8 +5,8 @@ import pyarrow
 import pytest
 
 from hybridflow.api.rows import file_of, files_of, records_of, write_rows
-from hybridflow.data import RLHFDataset, SFTDataset
-from hybridflow.data.row_forms import DATA_SOURCE, rows_of
+from hybridflow.data import RLHFDataset
+from hybridflow.data.row_forms import rows_of
 from hybridflow.errors import DataConfigError, DataError
 
 RECORDS = [{"prompt": "a b", "answer": "1", "level": 2}, {"prompt": "c", "answer": "2", "level": 3}]
@@ -62,50 +62,6 @@ def test_data_without_rows_are_errors():
         records_of([], "prompts", 0, "")
     with pytest.raises(DataError, match="prompts: row 1 is a str"):
         records_of([{"prompt": "a"}, "b"], "prompts", 0, "")
-
-
-def test_columns_become_prompt_answer_and_extra_info():
-    first, second = prompt_rows(RECORDS)
-    assert first["prompt"] == [{"role": "user", "content": "a b"}]
-    assert (first["data_source"], first["reward_model"]["ground_truth"]) == (DATA_SOURCE, "1")
-    assert second["extra_info"] == {"split": "train", "index": 1, "level": 3}
-    renamed = [{"question": [{"role": "user", "content": "q"}], "gold": 5, "data_source": "mine"}]
-    (row,) = prompt_rows(renamed, "question", "gold")
-    assert (row["prompt"], row["reward_model"]["ground_truth"]) == (renamed[0]["question"], 5)
-    assert row["data_source"] == "mine"
-    assert prompt_rows([row]) == [row]
-    assert prompt_rows([{"prompt": "a"}])[0]["reward_model"]["ground_truth"] == ""
-
-
-@pytest.mark.parametrize(
-    ("records", "problem"),
-    [
-        ([{"prompt": "a"}, {"question": "b"}], "prompts: row 1: 'prompt' is missing; the row has question"),
-        ([{"prompt": "a"}, {"prompt": "  "}], "prompts: row 1: 'prompt' is empty"),
-        ([{"prompt": 7}], "prompts: row 0: 'prompt' must be a text or a list of chat messages, got 7"),
-        ([{"prompt": [{"role": "user"}]}], "prompts: row 0"),
-        ([{"prompt": "a", "answer": "1"}, {"prompt": "b"}], "prompts: row 1: 'answer' is missing"),
-        ([{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": None}], "prompts: row 1: 'answer' is empty"),
-    ],
-)
-def test_a_prompt_that_is_missing_mixed_or_empty_is_an_error(records, problem):
-    with pytest.raises(DataError) as raised:
-        prompt_rows(records)
-    assert str(raised.value).startswith(problem)
-
-
-def test_examples_pairs_and_conversations_are_rows(tmp_path, tiny_model):
-    from hybridflow.data import load_tokenizer
-
-    (row,) = rows_of(placed([{"q": "a", "chosen": "b", "rejected": "c", "x": 1}]), "pairs", {"prompt": "q"}, "train")
-    assert row == {"prompt": [{"role": "user", "content": "a"}], "chosen": "b", "rejected": "c"}
-    messages = [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4"}]
-    assert rows_of(placed([{"messages": messages}]), "examples", {}, "train") == [{"messages": messages}]
-    rows = rows_of(placed([{"prompt": "w3", "response": "w4"}]), "examples", {}, "train")
-    write_rows(rows, tmp_path / "sft.parquet")
-    assert len(SFTDataset(tmp_path / "sft.parquet", load_tokenizer(tiny_model()), 4, 4)) == 1
-    with pytest.raises(DataError, match="row 0: 'response' must be a text, got 3"):
-        rows_of(placed([{"prompt": "w3", "response": 3}]), "examples", {}, "train")
 
 
 def test_a_file_has_the_digest_of_its_rows_and_is_read_back(tmp_path, tiny_model):

@@ -16,11 +16,11 @@ from hybridflow.errors import (
     CheckpointConfigError,
     ConfigError,
     DataError,
-    HybridFlowError,
     ModelConfigError,
     RewardConfigError,
 )
 
+pytestmark = pytest.mark.usefixtures("restores_the_process")
 SETTINGS = {
     "data": {"train_batch_size": 8, "max_prompt_length": 16, "max_response_length": 12},
     "rollout.group_size": 3,
@@ -135,19 +135,6 @@ def test_a_run_is_resumed_with_its_function_and_with_no_other(task, rows, tmp_pa
     with pytest.raises(RewardConfigError, match="is never stored; give it again"):
         hybridflow.open_run(tmp_path / "run").resume()
     assert run.fit(**{"trainer.total_steps": 4}).metrics[-1]["step"] == 4
-
-
-@pytest.mark.exhaustive
-@OWN
-def test_a_cell_that_is_run_twice_goes_on_or_says_that_the_data_differ(task, rows, tmp_path):
-    for steps in (1, 2):
-        run = start(task, rows, tmp_path / "run", **{"trainer.total_steps": steps}).fit()
-        assert run.metrics[-1]["step"] == steps
-    assert len(list((tmp_path / "run/data").iterdir())) == 1
-    other = start(task, rows[:16], tmp_path / "run", **{"trainer.total_steps": 3})
-    with pytest.raises(HybridFlowError, match="data"):
-        other.fit()
-    assert start(task, rows, tmp_path / "run", **{"trainer.total_steps": 3}).fit().metrics[-1]["step"] == 3
 
 
 @pytest.mark.runs

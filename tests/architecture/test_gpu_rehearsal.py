@@ -36,25 +36,6 @@ def test_gpu_tests_pass_in_a_rehearsal_without_ray_and_vllm():
     assert "shapes are not checked: beartype is not installed" in done.stdout
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("arguments", "status"), [([], 0), (["--rehearse"], 1)])
-def test_a_warning_fails_a_gpu_test_in_the_rehearsal_only(tmp_path, arguments, status):
-    path = tmp_path / "test_of_a_warning.py"
-    path.write_text(
-        "import pytest, warnings\n@pytest.mark.gpu\ndef test_it():\n    warnings.warn('a split reduction')\n"
-    )
-    options = ["-c", ROOT / "pyproject.toml", "-p", "conftest", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", "gpu"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *arguments, path],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'tests'}{os.pathsep}{ROOT / 'src'}"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == status, done.stdout + done.stderr
-    assert "a split reduction" in done.stdout
-
-
 @pytest.mark.runs
 def test_make_test_gpu_names_every_gpu_test_and_installs_nothing():
     plan = make("-n", "test-gpu", ENVIRONMENT)
@@ -68,20 +49,3 @@ def test_make_test_gpu_names_every_gpu_test_and_installs_nothing():
     done = make("-n", "test-gpu", ENVIRONMENT, "PART=trainig")
     assert done.returncode != 0
     assert f"PART=trainig has no GPU tests: expected one of {' '.join(parts)}" in done.stderr
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("arguments", "error", "hint"),
-    [
-        (["test-gpu", "PART=observability", "ARGS=-q -n 0"], "need a CUDA device", "`make test-gpu ARGS=--rehearse`"),
-        (["bench-gpu", "ARGS=--part mfu"], "error: this benchmark needs a CUDA device", "ARGS=--smoke"),
-    ],
-)
-def test_without_a_gpu_one_line_says_so(arguments, error, hint):
-    done = make(*arguments, ENVIRONMENT, CUDA_VISIBLE_DEVICES="")
-    assert done.returncode != 0
-    assert done.stderr.count(error) == 1
-    assert hint in done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
-    assert "mfu_0.5B" not in done.stdout

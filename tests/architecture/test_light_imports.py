@@ -1,5 +1,3 @@
-"""Light commands and imports do not import torch or other heavy packages."""
-
 import subprocess
 import sys
 

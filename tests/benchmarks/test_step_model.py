@@ -1,5 +1,3 @@
-"""The calculated time of a step, against times by hand."""
-
 from pathlib import Path
 
 import pytest

@@ -41,20 +41,6 @@ def test_a_smoke_run_builds_no_environment_of_a_peer():
     assert not re.findall(r".*(?:\.bench/|\.venv-vllm).*", plan.stdout)
 
 
-@pytest.mark.parametrize("arguments", [[], ["--smoke"]])
-def test_arguments_after_smoke_override_it(monkeypatch, arguments):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    from support.arguments import parser_of
-
-    parser = parser_of("doc", smoke={"repeats": 1})
-    assert vars(parser.parse_args(arguments)) == {
-        "smoke": bool(arguments),
-        "repeats": 1 if arguments else 5,
-        "threads": 1 if arguments else None,
-    }
-    assert parser.parse_args([*arguments, "--repeats", "3"]).repeats == 3
-
-
 @pytest.mark.runs
 def test_a_commit_is_described_with_uncommitted_changes(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")

@@ -7,7 +7,6 @@ from hybridflow.config import load_config
 
 @pytest.fixture
 def settings_of(monkeypatch):
-    """Return a function from overrides to the settings of TRL."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     from support.trl_settings import trl_settings
 

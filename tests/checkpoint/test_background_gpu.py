@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from hybridflow.checkpoint import StateCopy, read_state_into, save_sharded_state, save_state
 from hybridflow.engines.process_group import join_alone
@@ -49,7 +49,7 @@ def test_shards_on_the_host_are_written_as_those_of_the_device(state, gpu, tmp_p
         mesh = init_device_mesh(gpu.type, (1,))
         state["model"] = {name: distribute_tensor(w, mesh, [Shard(0)]) for name, w in state["model"].items()}
         copy = StateCopy()(state)
-        assert {shard_of(tensor).device.type for tensor in copy["model"].values()} == {"cpu"}
+        assert {tensor.to_local().device.type for tensor in copy["model"].values()} == {"cpu"}
         for name, saved in (("state", state), ("copy", copy)):
             (tmp_path / name).mkdir()
             save_sharded_state(saved, tmp_path / name / "actor")
@@ -63,8 +63,3 @@ def test_shards_on_the_host_are_written_as_those_of_the_device(state, gpu, tmp_p
     finally:
         if not was_initialized:
             dist.destroy_process_group()
-
-
-def shard_of(tensor):
-    assert isinstance(tensor, DTensor)
-    return tensor.to_local()

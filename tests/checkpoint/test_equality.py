@@ -1,5 +1,3 @@
-"""Comparison of states bit for bit."""
-
 import math
 
 import pytest

@@ -61,7 +61,6 @@ def make_model_directory(directory: Path, config: Any) -> Path:
 
 
 def write_dtype(model_dir: Path, dtype: str | None) -> None:
-    """Replace the dtype in config.json; None removes it."""
     file = model_dir / "config.json"
     config = {key: value for key, value in json.loads(file.read_text()).items() if key != "dtype"}
     file.write_text(json.dumps(config | ({"dtype": dtype} if dtype else {})))
@@ -78,7 +77,6 @@ def logits_of(model: Any) -> torch.Tensor:
 
 @pytest.fixture
 def llama(tmp_path):
-    """Return the directory of a model, and other weights of it."""
     return make_model_directory(tmp_path / "model", CONFIGS["llama"]), weights_of(make_model(CONFIGS["llama"], seed=2))
 
 
@@ -190,11 +188,6 @@ def test_export_to_existing_directory_requires_it_to_be_empty(llama, tmp_path):
             "float32",
             r"'lm_head\.weight' .* is stored as torch.int32, but training saves floats",
         ),
-        (
-            {"lm_head.weight": torch.zeros(16, 8, dtype=torch.bool)},
-            "float32",
-            r"'lm_head\.weight' .* is stored as torch.bool, but training saves floats",
-        ),
     ],
 )
 def test_weights_that_cannot_be_exported_are_an_error(llama, tmp_path, changes, stated, message):
@@ -206,12 +199,6 @@ def test_weights_that_cannot_be_exported_are_an_error(llama, tmp_path, changes, 
     with pytest.raises(CheckpointError, match=message):
         export_model(tmp_path / "checkpoints" / "step_000003", model_dir, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_weights_beyond_the_range_of_a_chosen_dtype_are_an_error(llama, tmp_path):
-    weights = llama[1] | {"model.norm.weight": torch.full((8,), 1e6)}
-    with pytest.raises(CheckpointError, match="but float16 ends at 65504; use --dtype"):
-        export_model(weights, llama[0], tmp_path / "out", dtype="float16")
 
 
 @pytest.mark.parametrize(
@@ -299,10 +286,3 @@ def test_peft_loads_exported_adapters(adapted, tmp_path):
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter, merged[name])
         assert torch.equal(parameter, found_by_itself.get_parameter(name))
-
-
-def test_adapters_are_not_merged_into_another_model(adapted, tiny_model, tmp_path):
-    for adapter in (True, False):
-        with pytest.raises(CheckpointError, match="were trained on a different base model than"):
-            export_model(adapted[0], tiny_model("llama", seed=1), tmp_path / "out", adapter=adapter)
-    assert not (tmp_path / "out").exists()

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from hybridflow.checkpoint import CheckpointStore, save_state
@@ -11,16 +11,6 @@ from hybridflow.cli import export
 from hybridflow.errors import CheckpointError, ConfigError
 
 transformers_logging.disable_progress_bar()
-
-CONFIG = LlamaConfig(
-    vocab_size=16,
-    hidden_size=8,
-    intermediate_size=12,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    max_position_embeddings=32,
-)
 
 
 def run(*arguments: object) -> int:
@@ -30,14 +20,14 @@ def run(*arguments: object) -> int:
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
+def run_dir(tmp_path: Path, tiny_model) -> Path:
     """Make a run that trained from tmp_path/model and saved steps 10 and 20, with the step as its norm weight."""
-    model = AutoModelForCausalLM.from_config(CONFIG)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model())
     model.save_pretrained(tmp_path / "model")
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
     for step in (10, 20):
         weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        weights["model.norm.weight"] = torch.full((8,), float(step))
+        weights["model.norm.weight"] = torch.full((32,), float(step))
         with store.begin(step) as directory:
             save_state({"model": weights}, directory / "actor")
     (tmp_path / "run" / "config.toml").write_text(f'[model]\npath = "{tmp_path / "model"}"\n')

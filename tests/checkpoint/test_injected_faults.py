@@ -44,9 +44,3 @@ def test_a_full_disk_in_a_background_save_loses_that_save_only(save, tmp_path):
     with pytest.raises(CheckpointError, match=r"the checkpoint of step 1 was not saved: .*No space left on device"):
         save("1: disk actor/0 in save")
     assert list((tmp_path / "checkpoints").iterdir()) == []
-
-
-def test_a_full_disk_before_the_rename_loses_that_save_only(save, tmp_path):
-    with pytest.raises(CheckpointError, match=r"was not saved: .*injected by the fault '1: disk driver in publish'"):
-        save("1: disk driver in publish")
-    assert list((tmp_path / "checkpoints").iterdir()) == []

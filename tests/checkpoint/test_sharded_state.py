@@ -35,12 +35,8 @@ ACTIONS = {
 MORE_ACTIONS = {
     "four": (4, {"tensor": 2, "save": "by_four", "in_background": True}),
     "four_again": (4, {"tensor": 2, "load": "by_four"}),
-    "four_in_other_axes": (4, {"sequence": 2, "load": "by_four"}),
     "two_from_four": (2, {"load": "by_four"}),
-    "one_from_four": (1, {"load": "by_four"}),
-    "one": (1, {"save": "by_one", "in_background": True}),
-    "one_again": (1, {"load": "by_one"}),
-    "two_from_one": (2, {"load": "by_one"}),
+    "one_from_two": (1, {"load": "by_two"}),
 }
 
 
@@ -66,9 +62,7 @@ def largest_error(weights, reference):
 
 
 @sharded
-@pytest.mark.parametrize(
-    "ranks", ["two", "two_offloaded", *(pytest.param(x, marks=EXHAUSTIVE) for x in ("four", "one"))]
-)
+@pytest.mark.parametrize("ranks", ["two", "two_offloaded", pytest.param("four", marks=EXHAUSTIVE)])
 def test_same_layout_resumes_bit_identically(results, ranks):
     whole, resumed = getattr(results, ranks), getattr(results, f"{ranks}_again")
     assert whole.keys() == resumed.keys()
@@ -80,10 +74,8 @@ def test_same_layout_resumes_bit_identically(results, ranks):
     ("resumed", "saved_by"),
     [
         ("two_in_other_axes", "two"),
-        pytest.param("four_in_other_axes", "four", marks=EXHAUSTIVE),
+        pytest.param("one_from_two", "two", marks=EXHAUSTIVE),
         pytest.param("two_from_four", "four", marks=EXHAUSTIVE),
-        pytest.param("one_from_four", "four", marks=EXHAUSTIVE),
-        pytest.param("two_from_one", "one", marks=EXHAUSTIVE),
     ],
 )
 def test_other_layouts_resume_with_equal_numbers(results, resumed, saved_by):
@@ -108,11 +100,10 @@ def test_shards_saved_from_host_copies_are_the_same_bytes(results, name):
 
 
 @sharded
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=EXHAUSTIVE)])
-def test_each_rank_writes_its_shards_without_duplicates(results, ranks):
-    directory = results.directory / {2: "by_two", 4: "by_four"}[ranks] / "actor"
+def test_each_rank_writes_its_shards_without_duplicates(results):
+    directory = results.directory / "by_two" / "actor"
     files, whole, described = sorted(directory.iterdir()), load_state(directory), describe_state(directory)
-    assert [file.suffix for file in files] == [".safetensors"] * ranks  # nothing that could hold code
+    assert [file.suffix for file in files] == [".safetensors"] * 2  # nothing that could hold code
     numbers = 0
     for file in files:
         with safe_open(file, framework="pt") as opened:

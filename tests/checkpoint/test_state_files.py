@@ -22,7 +22,6 @@ STATE = {"model": {"w": torch.arange(4.0), "b": torch.zeros(0)}, "step": 3, "bet
 
 @pytest.fixture
 def saved(tmp_path):
-    """Save STATE as `tmp_path/actor` and return that path."""
     save_state(STATE, tmp_path / "actor")
     return tmp_path / "actor"
 

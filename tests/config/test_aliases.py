@@ -1,5 +1,3 @@
-"""Keys by name: the nearest one, and those of other frameworks."""
-
 import pytest
 
 from hybridflow.config import leaf_keys, load_config, nearest_key

@@ -6,15 +6,11 @@ import pytest
 
 from hybridflow.config import load_config
 from hybridflow.config.faults import (
-    KINDS,
-    PHASES,
     Fault,
     kinds_at,
     kinds_markdown,
     phases_markdown,
     phases_of,
-    planned_faults,
-    training_roles,
 )
 from hybridflow.errors import ConfigError
 
@@ -49,8 +45,6 @@ def test_an_entry_is_parsed_and_written_back():
             (entry, "expected 'STEP: KIND WORKER in PHASE', as in '3: kill actor_rollout/0 in backward'")
             for entry in (
                 "",
-                "kill actor_rollout/0 in backward",
-                "3 kill actor_rollout/0 in backward",
                 "-3: kill actor_rollout/0 in backward",
                 "3: kill actor_rollout/0 at backward",
                 "3: kill actor_rollout/0 in backward now",
@@ -99,16 +93,6 @@ def test_on_the_local_backend_only_faults_of_the_driver_can_be_planned():
     assert str(error.value).endswith(VALID)
 
 
-def test_a_plan_is_checked_again_with_the_roles_and_steps_of_the_run():
-    config = load_config(None, [*ON_RAY, plan("5: kill actor_rollout/0 in backward", "1: kill actor/0 in backward")])
-    with pytest.raises(ConfigError) as error:
-        planned_faults(config, ["actor_rollout", "reward"], last_step=4)
-    late, elsewhere = str(error.value).splitlines()[1:]
-    assert "expected a step from 1 to 4, got 5" in late
-    assert "'actor/0' is not a worker of this run" in elsewhere
-    assert planned_faults(config, ["actor_rollout", "actor"], last_step=5)[1] == Fault(1, "kill", "actor/0", "backward")
-
-
 @pytest.mark.parametrize(
     ("overrides", "role", "phases"),
     [
@@ -132,13 +116,6 @@ def test_only_the_rank_that_sends_weights_to_another_pool_can_corrupt_them():
     assert "corrupt" in kinds_at(config, "actor_rollout/0", "sync_send")
     assert "corrupt" not in kinds_at(config, "actor_rollout/1", "sync_send")
     assert "corrupt" in kinds_at(load_config(None, ON_RAY), "actor_rollout/1", "sync_send")
-
-
-def test_every_kind_and_phase_of_the_tables_is_used():
-    config = load_config(None, [*POOLS, "algorithm.advantage=gae"])
-    assert {kind for phase in PHASES.values() for kind in phase.kinds} == set(KINDS)
-    passed = {phase for role in (*training_roles(config), "driver") for phase in phases_of(config, role)}
-    assert passed == set(PHASES)
 
 
 @pytest.mark.parametrize(("name", "table"), [("kinds", kinds_markdown()), ("phases", phases_markdown())])

@@ -18,10 +18,6 @@ def write(tmp_path, text):
     return path
 
 
-def test_the_defaults_are_a_valid_configuration():
-    assert load_config(None) == Config()
-
-
 def test_a_recipe_changes_only_what_it_names(tmp_path):
     text = "[data]\ntrain_batch_size = 32\ntrain_files = ['a.parquet', 'b.parquet']\n"
     config = load_config(write(tmp_path, f"{text}[critic.optimizer]\nweight_decay = 0.0\n"))
@@ -36,7 +32,6 @@ def test_a_recipe_changes_only_what_it_names(tmp_path):
         ("data.chat_template=false", False),
         ("rollout.temperature=1", 1.0),
         ("algorithm.kl_estimator=k1", "k1"),
-        ('algorithm.kl_estimator="k1"', "k1"),
         ('data.train_files=["a=b.parquet"]', ("a=b.parquet",)),
         ("data.train_files=[]", ()),
         ("trainer.run_dir=2024", "2024"),
@@ -46,10 +41,7 @@ def test_a_recipe_changes_only_what_it_names(tmp_path):
         (" data.train_batch_size = 16 ", 16),
         ("actor.clip_ratio_dual=none", None),
         ("model.compile=true", True),
-        ("model.compile=false", False),
         ("model.compile=auto", "auto"),
-        ('model.compile="auto"', "auto"),
-        ("memory.max_tokens_per_micro_batch=auto", "auto"),
     ],
 )
 def test_an_override_is_read_as_toml_or_else_as_text(override, value):
@@ -103,10 +95,7 @@ def test_all_problems_are_reported_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("kl_coeff=1", "kl_coeff: no such key; did you mean algorithm.kl_coef?"),
-        ("critic.lr=1", "critic.lr: no such key; did you mean critic.optimizer.lr?"),
         ("data.batch_size=1", "data.batch_size: no such key; did you mean validation.batch_size?"),
-        ("actor.minibatch_size=1", "actor.minibatch_size: no such key; did you mean actor.mini_batch_size?"),
         ("zzzz=1", "zzzz: no such key; `hybridflow config --reference` lists all keys"),
         ("algoritm.kl_coef=1", "algoritm: no such section; did you mean algorithm?"),
         ("critic.optim.lr=1", "critic.optim: no such section; did you mean critic.optimizer?"),
@@ -168,14 +157,6 @@ def test_a_recipe_that_is_not_a_file_is_an_error(tmp_path):
     ]
     assert problems(tmp_path)[0].startswith(f"recipe {tmp_path} is not a file")
     assert problems(None, [f"data.train_files={'[' * 3000}"])
-
-
-def test_contradictions_of_recipe_and_overrides_are_found(tmp_path):
-    recipe = write(tmp_path, "[data]\ntrain_batch_size = 128\n")
-    assert problems(recipe, ["actor.mini_batch_size=48"]) == [
-        f"1 problem(s) in {recipe} with overrides:",
-        "actor.mini_batch_size=48 does not divide data.train_batch_size=128; use 1, 2, 4, 8, 16, 32, 64 or 128",
-    ]
 
 
 def test_a_tilde_in_a_path_is_the_home_directory(tmp_path):

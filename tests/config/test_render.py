@@ -1,5 +1,3 @@
-import tomllib
-
 import pytest
 
 from hybridflow.config import (
@@ -12,7 +10,6 @@ from hybridflow.config import (
     reference_text,
     to_toml,
 )
-from hybridflow.config.render import toml_value
 
 
 @pytest.mark.parametrize(
@@ -28,15 +25,6 @@ def test_a_config_written_as_toml_loads_back_equal(config, tmp_path):
     path = tmp_path / "config.toml"
     path.write_text(to_toml(config), encoding="utf-8")
     assert load_config(path) == config
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(True, "true"), (3, "3"), (1e-6, "1e-06"), (None, '"none"'), ((0.9, 0.999), "[0.9, 0.999]"), ("a\\b", '"a\\\\b"')],
-)
-def test_values_are_toml(value, text):
-    assert toml_value(value) == text
-    assert tomllib.loads(f"x = {text}")["x"] == ("none" if value is None else [*value] if text[0] == "[" else value)
 
 
 def test_the_reference_is_a_recipe_of_all_defaults_with_descriptions(tmp_path):

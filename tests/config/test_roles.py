@@ -29,14 +29,6 @@ def test_models_of_roles_follow_from_the_configuration(overrides, reward):
     assert models == dict.fromkeys(ROLES, "sharded") | {"rollout": "engine", "reward": reward}
 
 
-def test_each_role_that_cannot_be_offloaded_has_a_reason():
-    config = load_config(None, [])
-    without = [
-        traits for traits in ROLES.values() if not (traits.has_group(config) and traits.has_sharded_model(config))
-    ]
-    assert [bool(traits.reason) for traits in without if not traits.offline] == [True] * 5
-
-
 @pytest.mark.parametrize(
     ("overrides", "own"),
     [

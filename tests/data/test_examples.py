@@ -81,6 +81,9 @@ def test_examples_and_pairs_are_read_from_json_lines(tmp_path, char_tokenizer):
     examples = write_rows(tmp_path / "sft.jsonl", [{"q": "a", "a": "b c", "hard": 2}])
     form = RowForm({"prompt": "q", "response": "a"})
     assert SFTDataset(examples, char_tokenizer(), 4, 4, order_by="hard", form=form).numbers == [2]
+    wrong = write_rows(tmp_path / "wrong.jsonl", [{"prompt": "a", "response": 3}])
+    with pytest.raises(DataError, match=r"wrong\.jsonl: line 1: 'response' must be a text, got 3"):
+        SFTDataset(wrong, char_tokenizer(), 4, 4)
     talk = write_rows(tmp_path / "talk.jsonl", [{"messages": chat("a", "b")}])
     assert len(SFTDataset(talk, char_tokenizer(), 4, 4)) == 1
     pairs = write_rows(tmp_path / "pairs.json", [{"prompt": "a", "chosen": "b", "rejected": "c"}])

@@ -1,5 +1,3 @@
-"""Orders of rows, batches of an epoch, and the position that a checkpoint keeps."""
-
 import json
 import logging
 from collections import Counter

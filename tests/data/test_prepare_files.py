@@ -4,14 +4,12 @@ import argparse
 import json
 import re
 
-import pyarrow.parquet as pq
 import pytest
 
 from fixtures.row_files import SUFFIXES, rows_of, write_rows
 from hybridflow.cli import prepare
 from hybridflow.data import (
     MATH_INSTRUCTION,
-    PreferenceDataset,
     prepare_dapo,
     prepare_gsm8k,
     prepare_math,
@@ -118,28 +116,23 @@ def test_rows_of_every_suffix_become_the_same_rows(task, suffix, tmp_path):
     assert (files.num_train, files.num_test, files.dropped) == (1, 1, {})
 
 
+REPEATS, TESTED = "repeats an earlier row", "the prompt is in the test set"
+ANOTHER = "an earlier prompt with another answer"
+OF_PAIRS = ("the answers are equal", "the scores are equal", "the prompts of the two answers differ")
 DROPPED = {
     "gsm8k": (gsm8k, [gsm8k(1), gsm8k(0, question=" ")], {"no prompt": 1}),
     "math": (
         math,
         [math(1), math(2, solution=r"\boxed{9}"), math(0), math(5, problem=""), math(6, solution="six")],
-        {
-            "repeats an earlier row": 1,
-            "an earlier prompt with another answer": 1,
-            "the prompt is in the test set": 1,
-            "no prompt": 1,
-            NO_BOX: 1,
-        },
+        dict.fromkeys((REPEATS, ANOTHER, TESTED, "no prompt", NO_BOX), 1),
     ),
     "dapo": (
         dapo,
         [
-            dapo(1),
-            dapo(2, reward_model={"ground_truth": 9}),
-            dapo(5, prompt=""),
-            dapo(6, reward_model={"ground_truth": None}),
+            *(dapo(1), dapo(2, reward_model={"ground_truth": 9})),
+            *(dapo(5, prompt=""), dapo(6, reward_model={"ground_truth": None})),
         ],
-        {"repeats an earlier row": 1, "an earlier prompt with another answer": 1, "no prompt": 1, "no answer": 1},
+        dict.fromkeys((REPEATS, ANOTHER, "no prompt", "no answer"), 1),
     ),
     "ultrafeedback": (
         pair,
@@ -147,26 +140,12 @@ DROPPED = {
             *(pair(1), pair(5, "same", " same "), pair(6, ""), pair(7, "x", " "), pair(8, score_rejected=8), pair(0)),
             *(plain_pair(9, prompt=" "), plain_pair(9, chosen=None), {**pair(9), "rejected": messages("other", "x")}),
         ],
-        {
-            "repeats an earlier row": 1,
-            "the answers are equal": 1,
-            "an answer is empty": 3,
-            "the scores are equal": 1,
-            "the prompt is in the test set": 1,
-            "no prompt": 1,
-            "the prompts of the two answers differ": 1,
-        },
+        dict.fromkeys((REPEATS, TESTED, "no prompt", *OF_PAIRS), 1) | {"an answer is empty": 3},
     ),
     "table": (
         table,
         [table(1), table(2, result="9"), table(0), table(5, question="  "), table(6, result=None)],
-        {
-            "repeats an earlier row": 1,
-            "an earlier prompt with another answer": 1,
-            "the prompt is in the test set": 1,
-            "no prompt": 1,
-            "no answer": 1,
-        },
+        dict.fromkeys((REPEATS, ANOTHER, TESTED, "no prompt", "no answer"), 1),
     ),
 }
 """Task -> (its rows, further training rows, how many of these are dropped, by reason)."""
@@ -222,19 +201,6 @@ def test_options_of_the_command_are_those_of_the_function(tmp_path, capsys):
         run("ultrafeedback", "--train-file", ties, *options)
     assert run("ultrafeedback", "--train-file", ties, "--keep-equal-scores", "--seed", 3, *options) == 0
     assert len(rows_of(tmp_path / "out" / "train.parquet")) == 3
-
-
-def test_the_command_has_tasks_with_help_and_passes_errors_on(tmp_path, capsys):
-    with pytest.raises(DataError, match="no such file"):
-        run("gsm8k", "--train-file", "nowhere.jsonl", "--test-file", "nowhere.jsonl", "--output-dir", tmp_path)
-    with pytest.raises(SystemExit):
-        run()
-    assert "countdown|multiplication|gsm8k|math|dapo|ultrafeedback|table" in capsys.readouterr().err
-    for task in ("countdown", "multiplication", *DROPPED):
-        with pytest.raises(SystemExit) as stop:
-            run(task, "--help")
-        assert stop.value.code == 0
-    assert "(default: 20000)" in capsys.readouterr().out
 
 
 # Test rows
@@ -360,17 +326,6 @@ def test_pairs_may_be_plain_texts_or_answers_alone(tmp_path, suffix):
     assert rows_of(files.test_file) == [{**row, "prompt": alone["prompt"]}, {**row, "prompt": turns}]
 
 
-@pytest.mark.parametrize("layout", ["policy", "reward_model"])
-def test_the_written_pairs_are_read_by_the_preference_dataset(tmp_path, char_tokenizer, layout):
-    source = write_rows(tmp_path / "a.jsonl", [pair(n) for n in range(3)])
-    files = prepare_ultrafeedback(source, tmp_path / "out", test_size=1)
-    dataset = PreferenceDataset(files.train_file, char_tokenizer(), 32, 32, layout=layout)
-    batch = dataset.collate(range(2)).batch
-    assert (len(dataset), dataset.num_dropped, batch["group_ids"].tolist()) == (2, 0, [0, 0, 1, 1])
-    if layout == "policy":
-        assert char_tokenizer().decode(batch["responses"][0], skip_special_tokens=True) == "good"
-
-
 def test_nested_columns_and_messages_of_a_table_are_read(tmp_path):
     chat = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 1?"}]
     train = write_rows(tmp_path / "a.jsonl", [{"prompt": chat, "reward_model": {"ground_truth": 2}}])
@@ -455,16 +410,6 @@ def test_a_malformed_file_is_an_error_with_its_place(tmp_path, task, name, rows,
 
 
 # Writing
-
-
-def test_prompt_and_sft_files_hold_messages(tmp_path):
-    assert prompt_row(data_source="x", prompt="hi", ground_truth="1", split="train", index=0)["prompt"] == messages(
-        "hi"
-    )
-    chat = [{"role": "system", "content": "be brief"}, *messages("hi")]
-    assert prompt_row(data_source="x", prompt=chat, ground_truth="1", split="train", index=0)["prompt"] == chat
-    path = write_sft_file(tmp_path / "sft.parquet", [("2+2=", "4"), ("1+2=", "3")])
-    assert pq.read_table(path).to_pylist()[1] == {"prompt": messages("1+2="), "response": "3"}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,3 @@
-"""Classes of failures and the actions that follow."""
-
 import inspect
 
 import pytest

@@ -14,29 +14,17 @@ def after_steps(*seconds, factor=3.0):
     return ranks, len(seconds) + 1
 
 
-@pytest.mark.parametrize(("seconds", "times"), [(5.9, None), (6.0, 3.0), (9.0, 4.5)])
-def test_a_step_that_takes_the_factor_times_the_median_is_probed(seconds, times):
-    ranks, step = after_steps(*ORDINARY_S)
+@pytest.mark.parametrize(
+    ("before", "seconds", "times"),
+    [
+        *((ORDINARY_S, *each) for each in ((5.9, None), (6.0, 3.0), (9.0, 4.5))),
+        (ORDINARY_S[:4], 100.0, None),  # no step is judged before five
+        ([1.0] * 20 + [2.0] * 11, 6.0, 3.0),  # 9 steps of 1 s are left of the last twenty
+    ],
+)
+def test_a_step_that_takes_the_factor_times_the_median_is_probed(before, seconds, times):
+    ranks, step = after_steps(*before)
     assert ranks.note_step(step, seconds) == times
-
-
-def test_no_step_is_judged_before_five_steps():
-    after_steps(*ORDINARY_S[:4], 100.0)
-
-
-def test_the_median_is_that_of_the_last_twenty_steps():
-    ranks, step = after_steps(*[1.0] * 20, *[2.0] * 11)  # 9 steps of 1 s are left
-    assert ranks.note_step(step, 6.0) == 3.0
-
-
-def test_probes_are_ten_steps_apart():
-    ranks, step = after_steps(*ORDINARY_S)
-    probed = []
-    for later in range(step, step + 25):
-        if ranks.note_step(later, 8.0):
-            probed.append(later - step)
-            ranks.note_probe([("actor", 1)])
-    assert probed == [0, 10, 20]
 
 
 def test_steps_that_a_slow_rank_makes_long_do_not_change_the_median():

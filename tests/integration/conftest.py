@@ -1,6 +1,5 @@
 """Fixtures for `hybridflow` commands on a tiny task, run in this process, in a separate one, or on a Ray cluster."""
 
-import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -10,11 +9,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 from fixtures import tiny_run
 from hybridflow.cli.main import main
-from hybridflow.runtime import capture_random_state, restore_random_state
 
 if TYPE_CHECKING:
     from fixtures.forked import Forked, ForkServer
@@ -34,20 +31,9 @@ class Outcome:
     log: str
 
 
-@contextlib.contextmanager
-def restored_process() -> Iterator[None]:
-    """Restore process-wide settings that a command changes: threads, determinism and random state."""
-    threads, random_state = torch.get_num_threads(), capture_random_state()
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    yield
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic)
-    restore_random_state(random_state)
-
-
 @pytest.fixture
-def hybridflow(capfd, caplog) -> Iterator[Callable[..., Outcome]]:
-    """Yield a function that runs a `hybridflow` command in this process."""
+def hybridflow(capfd, caplog, restores_the_process) -> Callable[..., Outcome]:
+    """Return a function that runs a `hybridflow` command in this process."""
 
     def run(*arguments: str | Path) -> Outcome:
         capfd.readouterr()
@@ -55,8 +41,7 @@ def hybridflow(capfd, caplog) -> Iterator[Callable[..., Outcome]]:
         status = main([str(argument) for argument in arguments])
         return Outcome(status, *capfd.readouterr(), caplog.text)
 
-    with restored_process():
-        yield run
+    return run
 
 
 @pytest.fixture

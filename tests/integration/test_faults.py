@@ -44,16 +44,6 @@ def test_faults_of_the_driver_end_a_local_run_that_goes_on_to_the_same_bits(task
     assert differing(tmp_path / "faulty", grpo_run, 6) == set()
 
 
-def test_a_finished_run_names_the_faults_that_did_not_fire(run, task, hybridflow, caplog):
-    faults = ["1: delay driver in publish", "2: delay driver in publish"]
-    directory = run("trainer.total_steps=2", "faults.delay_s=0", plan(*faults))
-    assert "faults that did not fire" in caplog.text
-    assert fired(directory) == faults[:1]
-    assert json.loads((directory / "faults.json").read_text()) == faults
-    evaluated = hybridflow("evaluate", "--run", directory, f"data.val_files=['{task}/test.parquet']")
-    assert (evaluated.status, "fault" in evaluated.log) == (0, False)
-
-
 @pytest.mark.exhaustive
 @pytest.mark.ray
 @pytest.mark.own_run("ray_two: with every fault point")

@@ -48,7 +48,8 @@ def test_reward_model_learns_exports_and_scores_the_responses_of_a_run(pairs, ru
     problem = "LlamaForSequenceClassification (a classifier or reward model), which does not generate text"
     run(f"model.path={exported}", command="sft", recipe="sft.toml", status=1, problem=problem, name="rejected")
     assert "is a checkpoint of a reward model, which cannot generate" in hybridflow("evaluate", "--run", learned).err
-    trained = run(f"reward.model_path={exported}", "reward.function=", name="trained")
+    validates = f"data.val_files=['{task}/test.parquet']"
+    trained = run(f"reward.model_path={exported}", "reward.function=", validates, name="trained")
     for sample in read_jsonl(trained / "samples.jsonl"):
         ids = tokenizer(f"{sample['prompt']}\n{sample['response']}", add_special_tokens=False, return_tensors="pt")
         with torch.no_grad():
@@ -59,7 +60,6 @@ def test_reward_model_learns_exports_and_scores_the_responses_of_a_run(pairs, ru
     ("command", "recipe", "changes", "problem"),
     [
         ("reward-model", "pairs", ["lora.rank=4"], "lora.rank=4 is not supported by `hybridflow reward-model`"),
-        ("dpo", "sft", [], "column 'chosen' is missing; the file has prompt, response"),
         ("dpo", "pairs", ["reference.model_path=none"], "is not a model directory"),
     ],
 )

@@ -13,6 +13,8 @@ import pytest
 from fixtures.tiny_run import FROM_RAY, GRPO, PPO, differing, metrics_differ
 from hybridflow.config import load_config
 from hybridflow.observability import TraceEvent, dataflow_edges, read_jsonl
+from hybridflow.observability.run_files import RunFiles
+from hybridflow.observability.timeline import coverage
 from hybridflow.trainers import run_on_placeholders
 
 pytestmark = [pytest.mark.ray, pytest.mark.runs]
@@ -74,6 +76,12 @@ def test_two_workers_balance_their_rows_and_share_few_bytes_with_the_controller(
     for row in rows:
         assert 0 < row["transfer/bytes_read"] < 0.1 * row["transfer/bytes_flowed"]
         assert 0 < row["transfer/bytes_sent"] < 0.5 * row["transfer/bytes_flowed"]
+
+
+def test_the_trace_knows_each_moment_of_two_workers(ray_two_run):
+    shares = coverage(RunFiles(ray_two_run).events)
+    assert {step: len(of_step) for step, of_step in shares.items() if step} == dict.fromkeys(range(1, 7), 2)
+    assert all(share == pytest.approx(1.0, abs=0.02) for of_step in shares.values() for share in of_step.values())
 
 
 @pytest.fixture(scope="module")

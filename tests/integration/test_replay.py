@@ -1,6 +1,5 @@
 """`hybridflow replay` learns a step of a run again: with the same bits, or under changed keys on the same samples."""
 
-import random
 import re
 import shutil
 
@@ -25,14 +24,7 @@ def advantage(scores, group_ids):
 """
 
 
-def step_in(*names):
-    """Return cases (name of a run, step): a random one of each run in `make test-runs`, and all."""
-    cases = [(name, step) for name in names for step in range(1, 7)]
-    drawn = {name: random.Random(name).randint(1, 6) for name in names}
-    return [pytest.param(*each, marks=[pytest.mark.exhaustive] * (drawn[each[0]] != each[1])) for each in cases]
-
-
-@pytest.mark.parametrize(("name", "step"), step_in("grpo", "ppo", "lag", "streamed", "lora"))
+@pytest.mark.parametrize(("name", "step"), [("grpo", 2), ("ppo", 4), ("lag", 5), ("streamed", 1), ("lora", 6)])
 def test_a_step_is_learned_again_with_the_same_bits(request, hybridflow, name, step):
     """A step that differs would end its command with status 1."""
     run = request.getfixturevalue(f"{name}_run")
@@ -76,28 +68,17 @@ def test_a_changed_key_is_compared_on_the_same_samples(grpo_run, hybridflow):
     assert rows["actor/loss"][0] == f"{learned['actor/loss']:.6g}"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        "actor.policy_loss=gspo",
-        *(
-            pytest.param(change, marks=pytest.mark.exhaustive)
-            for change in ("algorithm.kl_coef=0", "actor.clip_ratio_high=0.5", "model.dtype=float32")
-        ),
-    ],
-)
-def test_other_losses_and_precisions_learn_from_the_same_samples(grpo_run, hybridflow, change):
-    changes = [change, *["actor.loss_aggregation=seq-mean-token-mean"] * ("gspo" in change)]
+def test_another_loss_learns_from_the_same_samples(grpo_run, hybridflow):
+    changes = ["actor.policy_loss=gspo", "actor.loss_aggregation=seq-mean-token-mean"]
     shown = hybridflow("replay", grpo_run, "--step", 5, *changes)
     assert shown.status == 0, shown.err
     assert "all metrics are those of the run" in shown.out
 
 
 KEY = "cannot be changed in a replay, which learns from the samples of the step"
+CHANGES = ("data.train_batch_size=4", "trainer.seed=3", "rollout.temperature=0.5", "algorithm.filter_groups=true")
 REFUSED = [
-    *((["--step", "6", change], f"{change!r} {KEY}") for change in ("data.train_batch_size=4", "trainer.seed=3")),
-    *((["--step", "6", change], f"{change!r} {KEY}") for change in ("rollout.temperature=0.5",)),
-    (["--step", "6", "algorithm.filter_groups=true"], f"'algorithm.filter_groups=true' {KEY}"),
+    *((["--step", "6", change], f"{change!r} {KEY}") for change in CHANGES),
     *(([f"--step={step}"], f"step {step} cannot be replayed") for step in (0, -1, 7, 8)),
 ]
 

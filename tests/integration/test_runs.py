@@ -4,14 +4,12 @@ import itertools
 import json
 import logging
 import math
-import shutil
 import time
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from fixtures.tiny_run import differing, metrics_of, texts_of
+from fixtures.tiny_run import differing, metrics_of
 from hybridflow.checkpoint import open_checkpoint
 from hybridflow.kernels import use_kernels
 from hybridflow.observability import METRICS, find_metric, read_jsonl
@@ -72,42 +70,6 @@ def test_grpo_run_writes_metrics_samples_and_checkpoints(grpo_run):
     assert [len(row["score"]) for row in read_jsonl(grpo_run / "rollouts.jsonl")] == [24] * 6
     saved = sorted(path.name for path in (grpo_run / "checkpoints").iterdir())
     assert saved == [f"step_{step:06d}" for step in range(1, 7)]
-
-
-def batches_of(run):
-    """Return the prompts of each step, in order."""
-    return [list(dict.fromkeys(row["prompt_id"])) for row in read_jsonl(run / "rollouts.jsonl")]
-
-
-@pytest.mark.runs
-@pytest.mark.parametrize("name", ["ppo", "lag", "streamed", "lora"])
-def test_every_prompt_is_used_once_in_each_epoch_and_in_one_order(request, grpo_run, name):
-    batches = batches_of(request.getfixturevalue(f"{name}_run"))
-    assert batches == batches_of(grpo_run)
-    epochs = [list(itertools.chain(*batches[:3])), list(itertools.chain(*batches[3:]))]
-    assert len(set(epochs[0])) == len(epochs[0]) == 24
-    assert set(epochs[1]) == set(epochs[0])
-    assert epochs[1] != epochs[0]
-
-
-@pytest.mark.runs
-def test_several_optimizer_steps_change_the_ratio_and_one_does_not(grpo_run, streamed_run):
-    for row in rows_of(grpo_run)[1:]:
-        assert row["actor/ppo_kl"] != 0.0
-        assert "timing_s/old_log_probs" in row
-        assert row["rollout/log_prob_mismatch"] < 1e-5
-    for row in rows_of(streamed_run)[1:]:
-        assert row["actor/ppo_kl"] == row["actor/clipfrac"] == 0.0
-        assert "timing_s/old_log_probs" not in row  # not computed: the ratio is 1 by definition
-
-
-@pytest.mark.runs
-def test_kl_loss_is_added_with_its_coefficient(grpo_run, streamed_run):
-    for row in rows_of(grpo_run)[1:] + rows_of(streamed_run)[1:]:
-        assert row["actor/loss"] == pytest.approx(row["actor/policy_loss"] + 0.001 * row["actor/kl_loss"])
-        assert "critic/kl" not in row
-    assert rows_of(streamed_run)[1]["actor/kl_loss"] == 0.0
-    assert rows_of(grpo_run)[6]["actor/kl_loss"] > 0.01
 
 
 @pytest.mark.runs
@@ -175,53 +137,14 @@ def test_dpo_learns_to_prefer_the_chosen_responses(dpo_run):
 
 
 @pytest.mark.runs
-def test_lora_run_is_its_own_reference_and_exports_merged_weights(lora_run, task, tmp_path, hybridflow):
+def test_lora_run_is_its_own_reference_and_exports_its_adapters(lora_run, tmp_path, hybridflow):
     rows = rows_of(lora_run)
     assert rows[2]["actor/kl_loss"] > 0  # the adapters differ from the base model
     assert "ActorRolloutWorker.compute_ref_log_probs" in methods_of(lora_run)
     assert not [method for method in methods_of(lora_run) if method.startswith("ReferenceWorker")]
     assert all(".lora_" in name for name in weights(lora_run, 6))
-    assert hybridflow("export", lora_run, tmp_path / "merged").status == 0
     assert hybridflow("export", lora_run, tmp_path / "adapter", "--adapter").status == 0
     assert (tmp_path / "adapter" / "adapter_config.json").is_file()
-    model = f"model.path={tmp_path / 'merged'}"
-    evaluated = hybridflow("evaluate", task / "rl.toml", model, "model.dtype=float64", "reward.processes=0")
-    (accuracy,) = [line.split()[1] for line in evaluated.out.splitlines() if line.startswith("val/score/mean")]
-    assert float(accuracy) == pytest.approx(rows[6]["val/score/mean"], abs=1e-4)
-
-
-@pytest.mark.runs
-def test_run_json_keeps_the_configuration_of_every_start(resumed_run):
-    starts = json.loads((resumed_run / "run.json").read_text())["starts"]
-    assert [start["after_step"] for start in starts] == [0, 1, 3]
-    assert [start["config"]["actor.optimizer.lr"] for start in starts] == [1e-3] * 3
-    assert {"started_at", "command", "versions", "git", "hardware", "matmul_peak_flops_per_s"} <= set(starts[0])
-
-
-def test_rollout_log_probs_can_serve_as_old_log_probs(run):
-    (row,) = rows_of(run("actor.old_log_probs_from=rollout", "actor.mini_batch_size=4"))
-    assert "timing_s/old_log_probs" not in row
-    assert abs(row["actor/ppo_kl"]) > 0
-
-
-def test_groups_with_equal_scores_give_grpo_zero_gradient(run, task, tmp_path):
-    (tmp_path / "constant.py").write_text("def score(**_):\n    return 0.5\n")
-    directory = run(f"reward.function={tmp_path}/constant.py:score", "actor.optimizer.weight_decay=0")
-    (row,) = rows_of(directory)
-    assert row["critic/zero_variance_groups"] == 1.0
-    assert row["critic/advantages/max"] == row["critic/advantages/min"] == 0.0
-    assert row["actor/loss"] == row["actor/grad_norm"] == 0.0
-    before, after = load_file(task / "model" / "model.safetensors"), weights(directory, 1)
-    assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_failed_reward_can_count_as_error_score(run, tmp_path):
-    (tmp_path / "failing.py").write_text("def score(solution_str, **_):\n    return 1 / (len(solution_str) % 2)\n")
-    changes = (f"reward.function={tmp_path}/failing.py:score", "reward.on_error=zero", "reward.error_score=-1")
-    (row,) = rows_of(run(*changes, "reward.max_failure_rate=1.0"))
-    failed = row["reward/error_rate"]
-    assert 0 < failed < 1
-    assert row["critic/score/mean"] == pytest.approx((1 - failed) - failed)
 
 
 @pytest.mark.runs
@@ -250,11 +173,6 @@ def test_a_clock_that_jumps_changes_no_result(run, monkeypatch):
     assert metrics_of(run("trainer.total_steps=2", name="jumping")) == expected
 
 
-def test_tensorboard_tracker_writes_an_event_file(run):
-    directory = run('trainer.trackers=["tensorboard"]') / "tensorboard"
-    assert [path.name.startswith("events.out") for path in directory.iterdir()] == [True]
-
-
 def test_memory_is_logged_around_heavy_methods_at_debug_level(run, caplog):
     with caplog.at_level(logging.DEBUG, logger="hybridflow"):
         run()
@@ -266,14 +184,10 @@ def test_memory_is_logged_around_heavy_methods_at_debug_level(run, caplog):
 
 @pytest.mark.runs
 @pytest.mark.own_run("grpo: with and without compiled kernels")
-@pytest.mark.parametrize(
-    "changes", [(), pytest.param(("algorithm.advantage=gae", "algorithm.kl_in_reward=true"), id="ppo")]
-)
-def test_compiled_kernels_equal_pytorch_kernels_up_to_rounding(changes, run):
-    changes = (*changes, "trainer.total_steps=3")
+def test_compiled_kernels_equal_pytorch_kernels_up_to_rounding(run):
     try:
-        compiled = run(*changes, name="compiled")
-        plain = run(*changes, "controller.compiled_kernels=false", name="plain")
+        compiled = run("trainer.total_steps=3", name="compiled")
+        plain = run("trainer.total_steps=3", "controller.compiled_kernels=false", name="plain")
     finally:
         use_kernels(True)  # a process-wide setting, shared with other tests
     for one, other in zip(rows_of(compiled), rows_of(plain), strict=True):
@@ -296,23 +210,3 @@ def test_automatic_token_budget_is_measured_once_per_run(run):
     file.write_text(json.dumps(saved))
     run(*options)
     assert json.loads(file.read_text()) == saved
-    saved["budgets"]["actor_rollout"] = -5
-    damages = {json.dumps(saved): "token_budgets.json' is damaged (-5 tokens for actor_rollout)", "{": "is damaged"}
-    for damage, problem in damages.items():
-        file.write_text(damage)
-        run(*options, "trainer.total_steps=3", status=1, problem=problem)
-
-
-def test_reward_model_replaces_the_reward_function(run, task, tmp_path):
-    from transformers import AutoModelForSequenceClassification
-
-    reward_model = shutil.copytree(task / "model", tmp_path / "reward_model")
-    (reward_model / "model.safetensors").unlink()
-    model = AutoModelForSequenceClassification.from_pretrained(task / "model", num_labels=1)
-    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(1))
-    model.save_pretrained(reward_model)
-    changes = (f"reward.model_path={reward_model}", "reward.function=", "trainer.val_before_train=true")
-    directory = run(*changes, f"data.val_files=['{task}/test.parquet']", "trainer.log_samples=24")
-    assert len({sample["score"] for sample in texts_of(directory)}) > 4
-    assert {"RewardModelWorker.score", "RewardModelWorker.score_validation"} <= methods_of(directory)
-    assert not [method for method in methods_of(directory) if method.startswith("RewardWorker")]

@@ -1,7 +1,5 @@
 """Runs whose ranks have unequal shares of the rows, in generation and in training, against equal parts."""
 
-from contextlib import contextmanager
-
 import pytest
 
 from fixtures.tiny_run import metrics_differ
@@ -14,10 +12,8 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.ray, pytest.mark.own_run("ray_
 
 EXACT = ("model.dtype=float64", "data.val_files=[]", "trainer.total_steps=2", "trainer.val_every=0")
 ON_RAY = (
-    "controller.backend=ray",
-    "controller.cpus_per_worker=0.5",
-    "controller.num_workers=2",
-    "controller.threads=1",
+    *("controller.backend=ray", "controller.cpus_per_worker=0.5"),
+    *("controller.num_workers=2", "controller.threads=1"),
 )
 MEASURED = ("controller.parts=measured", "trainer.deterministic=false")
 STREAM = ("trainer.stream=true", "actor.epochs=1", "actor.mini_batch_size=0", "algorithm.whiten_advantages=false")
@@ -32,15 +28,9 @@ def shares_of(group, values):
         generation.shares.values = values
 
 
-@contextmanager
-def trainer_of(tiny, task, run_dir, *changes):
+def trained(tiny, task, run_dir, *changes):
     ppo = [*tiny.PPO, "critic.warmup_steps=0", *EXACT, *changes, f"trainer.run_dir={run_dir}"]
     with build_trainer(load_config(task / "rl.toml", ppo)) as trainer:
-        yield trainer
-
-
-def trained(tiny, task, run_dir, *changes):
-    with trainer_of(tiny, task, run_dir, *changes) as trainer:
         if changes[: len(ON_RAY)] == ON_RAY:
             trainer.rank_speeds = None
             shares_of(trainer.actor, [0.8, 0.2])
@@ -51,13 +41,8 @@ def trained(tiny, task, run_dir, *changes):
 
 
 NAMES = (
-    "actor/loss",
-    "actor/grad_norm",
-    "actor/entropy",
-    "critic/loss",
-    "critic/grad_norm",
-    "critic/kl",
-    "critic/score",
+    *("actor/loss", "actor/grad_norm", "actor/entropy"),
+    *("critic/loss", "critic/grad_norm", "critic/kl", "critic/score"),
 )
 
 
@@ -84,24 +69,3 @@ def test_supervised_training_with_unequal_shares_equals_equal_ones(task, tmp_pat
             trainer.fit()
     assert metrics_differ(tmp_path / "one", tmp_path / "uneven", "sft/loss", "sft/grad_norm") == []
     assert read_jsonl(tmp_path / "uneven" / "metrics.jsonl")[-1]["parts/update_sft"] == pytest.approx(0.4)
-
-
-def test_measured_ranks_get_shares_while_the_run_goes_on(tiny, task, tmp_path, ray_backend):
-    """The reports are those of one rank for both, with one of them changed: a busy machine adds no noise."""
-    with trainer_of(tiny, task, tmp_path / "run", *ON_RAY, *MEASURED, "trainer.total_steps=6") as trainer:
-        group, plain = trainer.rank_speeds._pools[0][0], trainer.rank_speeds._pools[0][0].measure_speed
-
-        def slowed(dtype, periods):
-            first, _ = plain(dtype, periods)
-            return [first, first / 3]
-
-        vars(group)["measure_speed"] = slowed
-        trainer.fit()
-        values = trainer.actor.shares.of_ranks.values
-    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert values == pytest.approx([0.75, 0.25])
-    assert rows[3]["parts/update_actor"] == 1
-    assert rows[-1]["parts/update_actor"] == pytest.approx(2 * values[1])
-    events = [row for row in read_jsonl(tmp_path / "run" / "trace" / "calls.jsonl") if row["kind"] == "parts"]
-    assert {row["where"] for row in events} >= {"training"}
-    assert all("of the rows, since a row takes" in row["note"] for row in events)

@@ -52,8 +52,6 @@ ray job submit -- python3 -m openrlhf.cli.train_ppo_ray \\
 
 @pytest.fixture
 def converted(tmp_path):
-    """Return a function that converts a text, and the values that a recipe of it gives."""
-
     def converted(text, name="script.sh", framework=""):
         (tmp_path / name).write_text(text)
         found = convert(tmp_path / name, framework)

@@ -15,8 +15,6 @@ def monitor_of(*changes, total_steps=100, rows=()):
 
 @pytest.fixture
 def warnings_of(caplog):
-    """Return the starts of the warnings that each step of a run logs."""
-
     def run(monitor, steps, first=1, samples=lambda step: Samples()):
         logged = {}
         for step, metrics in enumerate(steps, first):

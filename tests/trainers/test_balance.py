@@ -1,5 +1,3 @@
-"""Load balancing of the rows of each mini-batch over ranks."""
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -25,28 +23,23 @@ def batch_of(lengths, group_size=1):
     )
 
 
-def rows_of_ranks(order, num_parts):
-    return [sorted(part.tolist()) for part in torch.tensor(order).chunk(num_parts)]
-
-
-def test_long_rows_are_spread_over_ranks_with_metrics():
-    batch = batch_of([9, 8, 2, 1])
-    order, _, metrics = balanced_order(batch, 2, [[100, 101, 102, 103]], None)
-    assert sorted(rows_of_ranks(order, 2)) == [[0, 3], [1, 2]]
-    assert metrics["balance/imbalance_before"] == pytest.approx(17 / 10 - 1)
-    assert metrics["balance/imbalance_after"] == 0
-
-
-def test_groups_stay_on_one_rank_with_keep_groups():
-    lengths = [9, 9, 8, 8, 2, 2, 1, 1]
-    order, *_ = balanced_order(batch_of(lengths, group_size=2), 2, [list(range(100, 108))], None, keep_groups=True)
-    assert sorted(rows_of_ranks(order, 2)) == [[0, 1, 6, 7], [2, 3, 4, 5]]
-
-
-def test_the_first_ranks_get_the_longer_parts_as_in_dispatch():
-    order, _, metrics = balanced_order(batch_of([9, 2, 2, 2, 3]), 2, [list(range(100, 105))], None)
-    assert rows_of_ranks(order, 2) == [[2, 3, 4], [0, 1]]
-    assert metrics["balance/imbalance_after"] == pytest.approx(11 / 9 - 1)
+@pytest.mark.parametrize(
+    ("lengths", "group_size", "shares", "parts"),
+    [
+        ([9, 8, 2, 1], 1, None, [[0, 3], [1, 2]]),
+        ([9, 9, 8, 8, 2, 2, 1, 1], 2, None, [[0, 1, 6, 7], [2, 3, 4, 5]]),  # groups stay on one rank
+        ([9, 2, 2, 2, 3], 1, None, [[2, 3, 4], [0, 1]]),  # the first ranks get the longer parts, as in dispatch
+        ([5, 5, 5, 5], 1, [0.999, 0.001], [[0, 1, 2], [3]]),  # a very slow rank keeps a row
+        ([5, 5, 5, 5], 2, [0.999, 0.001], [[0, 1], [2, 3]]),
+        ([5, 4], 1, [0.5, 0.3, 0.2], [[0], [1], []]),  # fewer rows than ranks
+    ],
+)
+def test_rows_are_split_over_ranks_by_cost_groups_and_shares(lengths, group_size, shares, parts):
+    rows, options = [[100 + row for row in range(len(lengths))]], {"keep_groups": group_size > 1, "shares": shares}
+    order, sizes, metrics = balanced_order(batch_of(lengths, group_size), len(parts), rows, None, **options)
+    assert [sorted(part.tolist()) for part in torch.tensor(order).split(sizes)] == parts
+    if lengths == [9, 8, 2, 1]:
+        assert (metrics["balance/imbalance_before"], metrics["balance/imbalance_after"]) == (pytest.approx(0.7), 0)
 
 
 def test_parts_of_ranks_with_shares_have_costs_in_proportion():
@@ -67,14 +60,6 @@ def test_each_mini_batch_is_split_by_the_shares():
     assert [len([row for row in part.tolist() if row >= 4]) for part in (first, second)] == [6, 2]
 
 
-def test_a_very_slow_rank_keeps_one_row_or_group():
-    _, sizes, _ = balanced_order(batch_of([5, 5, 5, 5]), 2, [list(range(100, 104))], None, shares=[0.999, 0.001])
-    assert sizes == [3, 1]
-    batch = batch_of([5, 5, 5, 5], group_size=2)
-    _, sizes, _ = balanced_order(batch, 2, [list(range(100, 104))], None, keep_groups=True, shares=[0.999, 0.001])
-    assert sizes == [2, 2]
-
-
 @settings(deadline=None, derandomize=True, max_examples=100)
 @given(st.data())
 def test_each_mini_batch_is_split_and_all_rows_are_kept(data):
@@ -91,9 +76,3 @@ def test_each_mini_batch_is_split_and_all_rows_are_kept(data):
         of_step = {row - 100 for row in step}
         counts = [len(of_step & set(part.tolist())) for part in torch.tensor(order).split(sizes)]
         assert max(counts) - min(counts) <= 1
-
-
-def test_fewer_rows_than_ranks_leave_parts_empty():
-    order, sizes, _ = balanced_order(batch_of([5, 4]), 3, [[100, 101]], None, shares=[0.5, 0.3, 0.2])
-    assert sorted(order.tolist()) == [0, 1]
-    assert (sum(sizes), sizes.count(0)) == (2, 1)

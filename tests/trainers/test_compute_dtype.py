@@ -13,8 +13,6 @@ DEVICES = (None, True, False)
 
 @pytest.fixture
 def settle(tmp_path, monkeypatch):
-    """Return a function that settles the dtype of the run directory `run` on pretended devices."""
-
     def build(has_bfloat16, *overrides, **options):
         monkeypatch.setattr(compute_dtype, "gpu_has_bfloat16", lambda: has_bfloat16)
         return settle_dtype(load_config(None, [f"trainer.run_dir={tmp_path}/run", *overrides]), **options).model.dtype
@@ -24,8 +22,6 @@ def settle(tmp_path, monkeypatch):
 
 @pytest.fixture
 def record(tmp_path):
-    """Return a function that writes the files of a run with a checkpoint and these starts."""
-
     def write(*dtypes, starts=None):
         (tmp_path / "run" / "checkpoints" / "step_000002").mkdir(parents=True, exist_ok=True)
         starts = [{"config": {"model.dtype": dtype}} for dtype in dtypes] if starts is None else starts

@@ -16,9 +16,8 @@ EXPECTED = "rollout.schedule=expected"
 
 
 @pytest.fixture
-def build(tiny_model):
+def build(tiny_model, restores_the_process):
     """Return `build(engines, "key=value", ...)`, which returns a schedule and its worker group."""
-    threads = torch.get_num_threads()
 
     def build(engines, *overrides, cls=ActorRolloutWorker):
         defaults = [f"model.path={tiny_model()}", "model.dtype=float64", "rollout.group_size=2", *overrides]
@@ -27,12 +26,10 @@ def build(tiny_model):
         group = WorkerGroup(ResourcePool([engines]), ClassWithInitArgs(cls, config=config), meshes=meshes)
         return GenerationSchedule(config, group), group
 
-    yield build
-    torch.set_num_threads(threads)
+    return build
 
 
 def prompts(*first_tokens):
-    """Return prompts of three tokens, each in a separate group."""
     ids = torch.tensor([[token, 6, 7] for token in first_tokens])
     columns = {"prompts": ids, "prompt_mask": torch.ones_like(ids, dtype=torch.bool)}
     names = ("data_sources", "raw_prompts", "prompt_texts", "ground_truths", "extra_infos")
@@ -42,7 +39,6 @@ def prompts(*first_tokens):
 
 
 def lengths_of(batch, lengths):
-    """Return a batch with two responses of the given lengths to each prompt."""
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     return batch.union(DataProto.from_dict({"response_mask": mask})).repeat(2, interleave=True)
 

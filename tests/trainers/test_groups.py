@@ -1,5 +1,3 @@
-"""The resource pools of a configuration, and the directories of its models."""
-
 import pytest
 
 from hybridflow.config import load_config

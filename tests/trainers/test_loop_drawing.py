@@ -1,5 +1,3 @@
-"""The drawing of the loop: which step's weights sample which batch."""
-
 import pytest
 
 from hybridflow.trainers.loop_drawing import draw_loop, loop_edges, loop_steps

@@ -21,7 +21,6 @@ LENGTHS = ([2, 3, 9, 8], [4, 7, 20, 30])
 
 
 def part_of(lengths, first_group):
-    """Return rows with one prompt token."""
     mask = torch.arange(30) < torch.tensor(lengths)[:, None]
     return DataProtoFuture.of(
         DataProto.from_dict(

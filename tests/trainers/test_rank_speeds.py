@@ -33,7 +33,6 @@ class Group:
 
 
 def measured_after(group, steps_s):
-    """Return the steps after which the ranks of a group are measured."""
     speeds, steps = RankSpeeds(CONFIG, [[group]], lambda: group.now), []  # pyright: ignore[reportArgumentType]
     for step, seconds in enumerate(steps_s, start=1):
         group.now += seconds

@@ -10,8 +10,6 @@ from hybridflow.trainers.run_identity import require_same_run, run_identity
 
 @pytest.fixture
 def model(tmp_path):
-    """Return a function that writes a model directory with given weights."""
-
     def write(name="model", weights=b"weights"):
         (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / "config.json").write_text("{}")
@@ -59,6 +57,7 @@ def test_an_allowed_change_is_logged(continues, caplog):
 
 
 LORA = ["lora.rank=8"]
+LAG = ["trainer.lag=1", "algorithm.rollout_weights=token"]
 
 
 @pytest.mark.parametrize(
@@ -67,6 +66,8 @@ LORA = ["lora.rank=8"]
         ([], [], {"weights": b"weight2"}, r"the model of model\.path differs from the one in '.*here'"),
         ([], [], {"kind": "sft", "now_kind": "train"}, "was made by `hybridflow sft`, so `hybridflow train` cannot"),
         ([], ["offline.average_log_probs=true"], {"kind": "dpo"}, r"offline\.average_log_probs was False and is True"),
+        (LAG, ["trainer.lag=2", *LAG[1:]], {}, r"trainer\.lag was 1 and is 2"),
+        (["trainer.stream=true"], [], {}, r"trainer\.stream was True and is False"),
         (LORA, [], {}, r"another run: lora\.rank was 8 and is 0\. Change it back"),
         (LORA, [*LORA, "lora.alpha=8.0"], {}, r"lora\.alpha was 32\.0 and is 8\.0"),
     ],

@@ -13,7 +13,6 @@ from hybridflow.cli.main import main
 from hybridflow.config import load_config
 from hybridflow.errors import ConfigError
 from hybridflow.observability import MLflowTracker, PrometheusTracker, WandbTracker, read_jsonl
-from hybridflow.runtime import capture_random_state, restore_random_state
 from hybridflow.trainers import RunDirectory
 from hybridflow.trainers.run_trackers import run_trackers
 
@@ -51,9 +50,6 @@ def offline(monkeypatch, restores_the_process):
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    state = capture_random_state()
-    yield
-    restore_random_state(state)
 
 
 def train(task, run_dir, trackers, steps, *changes):
@@ -62,7 +58,6 @@ def train(task, run_dir, trackers, steps, *changes):
 
 
 def numbers_of(run_dir):
-    """Return the numbers of metrics.jsonl by step and name."""
     return {
         row["step"]: {name: value for name, value in row.items() if name != "step" and isinstance(value, int | float)}
         for row in read_jsonl(run_dir / "metrics.jsonl")

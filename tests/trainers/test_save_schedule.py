@@ -37,11 +37,9 @@ def test_zero_seconds_leave_only_saves_by_steps():
 @pytest.mark.runs
 @pytest.mark.own_run("grpo: it saves at its end only")
 @pytest.mark.usefixtures("restores_the_process")
-@pytest.mark.parametrize("in_background", ["true", pytest.param("false", marks=pytest.mark.exhaustive)])
-def test_a_run_that_saves_each_step_equals_one_that_saves_at_the_end(task, grpo_run, tmp_path, in_background):
+def test_a_run_that_saves_each_step_equals_one_that_saves_at_the_end(task, grpo_run, tmp_path):
     changes = ["model.dtype=float64", f"trainer.run_dir={tmp_path}/run", "trainer.save_every_s=0"]
-    changes += [*tiny_run.GRPO, f"trainer.save_in_background={in_background}"]
-    with build_trainer(load_config(task / "rl.toml", changes)) as trainer:
+    with build_trainer(load_config(task / "rl.toml", [*changes, *tiny_run.GRPO])) as trainer:
         trainer.fit()
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000006"]
     found, expected = tiny_run.results_of(tmp_path / "run", 6), tiny_run.results_of(grpo_run, 6)

@@ -1,5 +1,3 @@
-"""The watch for slow ranks on groups whose ranks have known speeds."""
-
 import logging
 from types import SimpleNamespace
 

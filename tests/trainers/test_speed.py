@@ -91,7 +91,6 @@ class MeasuredRank(Worker):
 
 
 def ranks_with_peaks(*peaks):
-    """Return a group of ranks with these peaks in bfloat16, and others in float32."""
     classes = ClassWithInitArgs(MeasuredRank, {"bfloat16": peaks, "float32": [1.0] * len(peaks)})
     return WorkerGroup(ResourcePool([len(peaks)]), classes)
 

@@ -22,7 +22,6 @@ def batch(**tensors):
 
 
 def groups(*group_ids):
-    """Return a batch of rows in these groups."""
     return with_row_ids(batch(group_ids=torch.tensor(group_ids)))
 
 

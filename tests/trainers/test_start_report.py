@@ -1,5 +1,3 @@
-"""The lines at the start of a run."""
-
 import logging
 
 import pytest

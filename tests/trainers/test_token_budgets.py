@@ -88,10 +88,14 @@ def test_a_run_that_had_enough_memory_writes_no_budgets(run):
     assert list(run.path.iterdir()) == []
 
 
-@pytest.mark.parametrize("largest", ["x", {"actor_rollout": 3}, {"actor_rollout": True}])
-def test_a_damaged_file_is_an_error_with_the_fix(run, largest):
+@pytest.mark.parametrize(
+    "changes",
+    [{"largest": each} for each in ("x", {"actor_rollout": 3}, {"actor_rollout": True})]
+    + [{"budgets": {"actor_rollout": -5}}],
+)
+def test_a_damaged_file_is_an_error_with_the_fix(run, changes):
     run.start()[0].halve()
     file = run.path / "token_budgets.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"largest": largest}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     with pytest.raises(CheckpointError, match="remove it to measure the budgets again"):
         run.start()

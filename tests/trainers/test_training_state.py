@@ -1,5 +1,3 @@
-"""A background save that fails in one group waits for the others before their directory is removed."""
-
 from pathlib import Path
 from types import SimpleNamespace
 

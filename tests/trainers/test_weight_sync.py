@@ -1,5 +1,3 @@
-"""The controller's part of a weight sync between two pools, both in this process."""
-
 import os
 import signal
 import time
@@ -69,12 +67,6 @@ def test_a_failed_sync_is_repeated(pools, monkeypatch):
     assert sync()["weight_sync/bytes"] > 0
 
 
-def test_a_sync_that_is_not_waited_for_gives_the_same_weights(pools):
-    sync = BetweenPools(*pools("object_store"), num_ahead=2)
-    assert sorted(sync()) == ["timing_s/weight_sync", "weight_sync/bytes"]  # the first one is waited for
-    assert sync() == sync.finish() == {}
-
-
 class Learner(ActorWorker):
     @register(Dispatch.ONE_TO_ALL)
     def set_version(self, version):
@@ -82,6 +74,10 @@ class Learner(ActorWorker):
             for parameter in self.engine.parameters.values():
                 parameter += 0.01
         self.engine.num_updates = version
+
+    @register(Dispatch.ONE_TO_ALL)
+    def die(self):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Gated(RolloutWorker):
@@ -136,7 +132,7 @@ def test_a_process_that_dies_in_a_sync_in_flight_ends_the_run_with_its_error(tin
     overrides = [f"model.path={tiny_model()}", "controller.threads=1", f"trainer.run_dir={tmp_path}", "trainer.lag=1"]
     overrides += ["algorithm.rollout_weights=token", "rollout.on_new_weights=retract", "data.max_response_length=6"]
     config = load_config(None, overrides)
-    learn = WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Mortal, config=config), ray_backend, "learn")
+    learn = WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Learner, config=config), ray_backend, "learn")
     classes, mesh = ClassWithInitArgs(MortalInFlight, config=config), {"rollout": {"data": 1, "tensor": 1}}
     generate = WorkerGroup(ResourcePool([1]), classes, ray_backend, "generate", mesh)
     with learn, generate:
@@ -154,12 +150,6 @@ def test_a_process_that_dies_in_a_sync_in_flight_ends_the_run_with_its_error(tin
 
         with pytest.raises(WorkerDiedError, match=f"worker {dying}/0 .*died before"):
             send_all()
-
-
-class Mortal(Learner):
-    @register(Dispatch.ONE_TO_ALL)
-    def die(self):
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class MortalInFlight(InFlightRolloutWorker):
