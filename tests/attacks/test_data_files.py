@@ -63,19 +63,6 @@ def damaged(change):
     return write
 
 
-def nulls_in_one_list():
-    count = 100_000_001
-    return pa.ListArray.from_arrays(pa.array([0, count], pa.int32()), pa.nulls(count, pa.int8()))
-
-
-def repeated_message():
-    """Return 100,000 rows of one message of a megabyte, which a dictionary holds once."""
-    text = pa.DictionaryArray.from_arrays(zeros(100_000), [MEGABYTE])
-    role = pa.DictionaryArray.from_arrays(zeros(100_000), ["user"])
-    messages = pa.StructArray.from_arrays([role, text], ["role", "content"])
-    return pa.ListArray.from_arrays(pa.array(range(100_001), pa.int32()), messages)
-
-
 def repeated_text():
     return pa.DictionaryArray.from_arrays(zeros(100_000), [MEGABYTE])
 
@@ -113,33 +100,15 @@ def footer(data):
 FILES = [
     # name, writer, what the error says
     ("no bytes", contents(b""), r"not a readable parquet file \(Parquet file size is 0 bytes\)"),
-    ("text", contents(b"prompt,data_source\n" * 9), r"not a readable parquet file \(Parquet magic bytes not found"),
     ("without its data", damaged(lambda d: d[:4] + d[-footer(d) :]), r"not a readable parquet file"),
     ("a footer of 2 GB", damaged(lambda d: d[:-8] + b"\xff\xff\xff\x7fPAR1"), r"not a readable parquet file"),
-    ("no rows", lambda path: pq.write_table(pa.Table.from_pylist([good_row()]).slice(0, 0), path), r"has no rows"),
     ("30 million nulls", table(lambda: {key: pa.nulls(30_000_000) for key in good_row()}), r"has 30,000,000 rows; at "),
-    ("100 million nulls in a row", column("prompt", nulls_in_one_list), r"has 100,000,001 values; at most 100,0"),
     ("100 GB by a dictionary", column("data_source", repeated_text), r"'data_source' has [\d.]+ GiB uncompresse"),
-    ("the same in a message", column("prompt", repeated_message), r"column 'prompt.list.element.content' has [\d.]+"),
-    (
-        "10,001 columns",
-        table(lambda: {f"c{number}": pa.array([1]) for number in range(10_001)}),
-        r"the file has 10,001 columns; at most 10,000\. Split the file",
-    ),
     ("a column twice", twice, r"there are 2 columns named 'prompt'; remove all but one"),
     ("a list of depth 200", deep, r"not a readable parquet file \(Parquet schema too deeply nested"),
     ("a field twice", struct_with_a_name_twice, r"a value cannot be read \(ValueError: .*duplicate field names"),
     ("a text that is not UTF-8", column("data_source", not_utf8), r"a value cannot be read \(UnicodeDecodeError"),
-    ("no prompt column", table(lambda: {"text": ["a"]}), r"'prompt' is missing; the f"),
-    ("no message", rows({}, {"prompt": []}), r"row 1: column 'prompt' has no messages"),
-    ("a null prompt", rows({}, {"prompt": None}), r"row 1: column 'prompt' has no value \(null\)"),
-    ("a source of numbers", rows({"data_source": 3}), r"row 0: column 'data_source' must be a text, got 3"),
-    ("a null truth", rows({"reward_model": {"style": "rule", "ground_truth": None}}), r"must hold style and ground"),
-    ("a message of a number", rows({"prompt": [{"role": "user", "content": 3}]}), r"must be a text, got 3"),
-    ("images", rows({"images": [b"PNG"]}), r"row 0: column 'images' holds data, but prompts with images"),
 ]
-TAKE_SECONDS = ("100 million nulls in a row", "10,001 columns", "the same in a message")
-
 PATHS = [
     # name, maker of the path, what the error says
     ("missing", lambda path: None, r"no such file\.$"),
@@ -168,11 +137,6 @@ LINES = [
     ("an integer of 5,000 digits", b'{"question": ' + b"9" * 5000 + b"}", r"line 2: is not JSON: Exceeds the limit"),
     ("NaN", b'{"question": NaN}', r"line 2: is not JSON: NaN is not a number of JSON"),
     ("a key twice", b'{"question": "a", "question": "b"}', r"line 2: is not JSON: key 'question' occurs twice"),
-    ("a list", b"[1]", r"line 2: is a list; expected an object with question and answer"),
-    ("an empty object", b"{}", r"line 2: 'question' is missing; the row has no keys"),
-    ("a number for the question", b'{"question": 3, "answer": "#### 1"}', r"line 2: 'question' must be a text,"),
-    ("no number in the answer", b'{"question": "a", "answer": "b"}', r"line 2: the answer must end in '#### number'"),
-    ("10,000 keys", json.dumps({f"k{n}": n for n in range(10**4)}).encode(), r"'question' is missing; the row has"),
     ("a line of 100 MB", b'{"question": "' + b"a" * 10**8 + b'"}', r"line 2: is longer than 16,777,216 bytes"),
 ]
 
@@ -195,10 +159,7 @@ def error_of(function, *arguments):
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("write", "message"),
-    [pytest.param(*case[1:], id=case[0], marks=[pytest.mark.exhaustive] * (case[0] in TAKE_SECONDS)) for case in FILES],
-)
+@pytest.mark.parametrize(("write", "message"), [case[1:] for case in FILES], ids=[case[0] for case in FILES])
 def test_a_bad_parquet_file_is_one_error(read, tmp_path, write, message):
     file = tmp_path / "bad.parquet"
     write(file)
@@ -250,18 +211,10 @@ def test_a_bad_json_line_is_one_error(read, tmp_path, data, message):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("data", [b"[" * 100_000, b'{"a": 1', b"\xff", GOOD_LINE, b'{"k": 1}'], ids=range(5))
-def test_a_bad_json_line_of_prompts_is_one_error(read, tmp_path, data):
-    file = tmp_path / "data.jsonl"
-    file.write_bytes(data)
-    assert error_of(read, file).startswith(f"{file}: line 1: ")
-
-
 @pytest.mark.parametrize(
     ("write", "status", "message"),
     [
         (contents(b"PAR1"), 1, r"not a readable parquet file"),
-        (rows({"data_source": "evil"}), 2, r"no built-in reward function serves data_source 'evil'"),
         (lambda path: path.mkdir(), 2, r"; expected a file\.$|; name a file\.$"),
     ],
 )

@@ -63,28 +63,22 @@ class Calculator(Environment):
         self.closed = True
 
 
-def renderer_of(environment):
-    tools = tools_of(environment, METHODS)
-    return ChatRenderer(TOKENIZER, [Tool.of(tool.function) for tool in tools.values()])
-
-
 def client_of(environment, call_seconds=60.0, seconds=math.inf):
-    return EpisodeClient(
-        LocalPlace(lambda: EnvironmentHost(lambda: environment, CallLimits(call_seconds))), seconds=seconds
-    )
+    place = LocalPlace(lambda: EnvironmentHost(lambda: environment, CallLimits(call_seconds)))
+    return EpisodeClient(place, seconds=seconds)
 
 
-def play(environment, texts, *, row=ROW, call_seconds=60.0, seconds=math.inf, **limits):
+def play(environment, texts, *, tokenizer=TOKENIZER, stop=STOP, call_seconds=60.0, seconds=math.inf, **limits):
     """Play an episode in which the model says these texts; one without <|im_end|> was cut."""
-    client = client_of(environment, call_seconds, seconds)
-    player = Player(client, renderer_of(environment), [STOP], EpisodeLimits(**limits))
+    renderer = ChatRenderer(tokenizer, [Tool.of(tool.function) for tool in tools_of(environment, METHODS).values()])
+    player = Player(client_of(environment, call_seconds, seconds), renderer, [stop], EpisodeLimits(**limits))
 
     async def run():
-        contexts = [await player.begin(row)]
+        contexts = [await player.begin(ROW)]
         for text in texts:
             if contexts[-1] is None:
                 break
-            ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             contexts.append(await player.take(ids, [-1.0] * len(ids), [3] * len(ids)))
         return contexts, await player.finish()
 
@@ -278,21 +272,10 @@ def test_trained_tokens_are_exactly_the_sampled_ones(name):
 
 
 def test_a_template_of_one_call_at_a_time_gets_the_first_of_several():
-    tokenizer = chat_tokenizer("llama3")
-    environment = Calculator()
-    renderer = ChatRenderer(tokenizer, [Tool.of(tool.function) for tool in tools_of(environment, METHODS).values()])
-    stop = tokenizer.convert_tokens_to_ids("<|eot_id|>")
-    player = Player(client_of(environment), renderer, [stop], EpisodeLimits())
     calls = '<|python_tag|>{"name": "add", "parameters": {"a": 3, "b": 4}}; {"name": "table", "parameters": {}}'
-
-    async def run():
-        await player.begin(ROW)
-        for text in (calls, "7"):
-            ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], stop]
-            await player.take(ids, [0.0] * len(ids), [0] * len(ids))
-        return await player.finish()
-
-    played = asyncio.run(run())
+    tokenizer = chat_tokenizer("llama3")
+    stop = tokenizer.convert_tokens_to_ids("<|eot_id|>")
+    _, played = play(Calculator(), [f"{calls}<|eot_id|>", "7<|eot_id|>"], tokenizer=tokenizer, stop=stop)
     answers = [message["content"] for message in played.episode.messages if message["role"] == "tool"]
     assert answers == ["7", "error: one call at a time: the calls after the first one were not made"]
     assert (played.episode.ended, played.rewards) == ("done", {"score": 1.0})

@@ -405,11 +405,6 @@ def test_a_row_of_the_journal_that_is_not_an_answer_is_an_error_with_its_place(p
         episode(pool, **options)
 
 
-def test_an_episode_that_takes_too_long_is_late(pool_of):
-    answers = episode(pool_of(processes=0), said("a"), seconds=-1.0)
-    assert [answer.is_late for answer in answers] == [True, True]
-
-
 def test_an_answer_is_read_as_it_was_written(pool_of):
     answer = episode(pool_of(processes=0), said("a", ("add", {"a": 3, "b": 4})))[1]
     assert Answer.of_message(answer.to_message()) == answer

@@ -40,29 +40,6 @@ CALLS = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sampled_tokens_stay_and_the_result_of_a_tool_follows(family):
-    tokenizer = chat_tokenizer(family)
-    renderer = ChatRenderer(tokenizer, [Tool.of(add)])
-    prompt = renderer.start([QUESTION])
-    text = ("<think>\n" if family == "qwen3" else "") + CALLS[family]
-    sampled = sampled_of(family, tokenizer, text)
-    turn = renderer.parse(sampled, stop_ids_of(family, tokenizer))
-    assert [call.name for call in turn.calls] == ["add"]
-    history = [QUESTION, turn.message()]
-    following = renderer.go_on(prompt, sampled, history, [{"role": "tool", "name": "add", "content": "7"}])
-    assert not following.is_new_row
-    row = renderer.decode([*prompt.ids, *sampled, *following.ids])
-    assert row.startswith(prompt.text + text)
-    assert row.count(text) == 1
-    end = row[len(prompt.text + text) :]
-    assert "7" in end
-    assert end.endswith(following.text[-len("\n") :])
-    stop = renderer.decode(sampled[-1:])
-    assert end.startswith(stop)
-    assert not end[len(stop) :].lstrip().startswith(stop)  # the template does not write it again
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_control_tokens_in_the_answer_of_a_tool_stay_text(family):
     tokenizer = chat_tokenizer(family)
     renderer = ChatRenderer(tokenizer, [Tool.of(add)])

@@ -87,18 +87,10 @@ def test_the_command_fails_for_a_template_that_cannot_be_trained(model, capsys):
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        (
-            "class Calculator:\n    def __init__(self, size):\n        pass\n",
-            "cannot be made without arguments: TypeError",
-        ),
-        ("class Calculator:\n    pass\n", "has no public methods"),
-        ("class Other:\n    pass\n", "has no class 'Calculator'; it has Other"),
-        ("class Calculator:\n    def add(self, a):\n        pass\n", "parameter 'a' has no type"),
-    ],
+    ("body", "message"),
+    [("def __init__(self, size): ...", "cannot be made without arguments: TypeError"), ("", "has no public methods")],
 )
-def test_a_class_without_tools_is_an_error_that_names_it(model, tmp_path, capsys, source, message):
-    (tmp_path / "tools.py").write_text(source)
+def test_a_class_without_tools_is_an_error_that_names_it(model, tmp_path, capsys, body, message):
+    (tmp_path / "tools.py").write_text(f"class Calculator:\n    {body or 'pass'}\n")
     assert main(["check-template", str(model), "--tools", f"{tmp_path}/tools.py:Calculator"]) == 2
     assert message in capsys.readouterr().err

@@ -4,8 +4,6 @@ import asyncio
 import gzip
 import random
 import socket
-import subprocess
-import sys
 import time
 from contextlib import asynccontextmanager
 from datetime import datetime
@@ -347,10 +345,3 @@ def test_user_password_and_query_of_the_url_are_sent_and_not_shown(server, monke
     assert server.requests[0].headers["Authorization"].startswith("Basic ")
     monkeypatch.setenv("SCORER_KEY", "sk-123456")
     assert "has a user or password, and api_key_env is set" in failure(url, api_key_env="SCORER_KEY")
-
-
-@pytest.mark.runs
-@pytest.mark.own_run("grpo: a program of one import")
-def test_httpx2_is_imported_at_first_use():
-    code = "import runpy, sys; runpy.run_path(sys.argv[1]); sys.exit('httpx2' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code, http_client.__file__]).returncode == 0

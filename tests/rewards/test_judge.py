@@ -223,9 +223,3 @@ def test_an_invalid_prompt_file_is_rejected(server, tmp_path, text, message):
 def test_invalid_settings_are_rejected_before_any_request(server, changes, message):
     assert message in failure(server, **changes)
     assert server.requests == []
-
-
-def test_a_busy_judge_is_retried(server):
-    server.answer_in_turn((429, {"Retry-After": "0"}, "slow down"), completion("Score: 10"))
-    assert judge(server)["score"] == 1.0
-    assert len(server.requests) == 2
