@@ -55,13 +55,6 @@ def weight(name, change):
     return damage
 
 
-def spoil(tensor, value):
-    """Return a copy, one of whose numbers is another value."""
-    tensor = tensor.clone()
-    tensor.view(-1)[3] = value
-    return tensor
-
-
 def in_two_files(directory):
     """Store one weight in a second file too."""
     weights = load_file(directory / "model.safetensors")

@@ -84,12 +84,6 @@ def folder(path):
     path.mkdir()
 
 
-def foreign(path):
-    run_with(package__json=b"{}")(path)
-    (path / "checkpoints").mkdir()
-    (path / "checkpoints" / "epoch=1.ckpt").write_bytes(b"PK")
-
-
 NOT_A_RUN = r"--run '.*' is not the directory of a run: '.*config\.toml' does not exist"
 NOT_A_CHECKPOINT = r"is neither a checkpoint nor a run with checkpoints: there are none in"
 DEEP = b"[" * 100_000
@@ -120,21 +114,11 @@ CASES = [
     ("of other tensors", manifest(lambda file: None), (CHECKPOINT,), FAILED, r"actor"),
 ]
 
-LONG, MANY = "r" * 5000, "/".join(["d" * 200] * 30)
-EVERY = (
-    *READERS,
-    *OPENERS,
-    PREPARE,
-    OUTPUT,
-    MEMORY,
-    DRAW,
-    "generate --prompt w3 --model RUN",
-    "export MODEL RUN",
-    "export RUN x --model RUN",
-)
+MODELS = ("generate --prompt w3 --model RUN", "export MODEL RUN", "export RUN x --model RUN")
+EVERY = (*READERS, *OPENERS, PREPARE, OUTPUT, MEMORY, DRAW, *MODELS)
 NAMES = [
     # name, the path, commands, what the error says
-    ("a name of 5,000 characters", LONG, (*EVERY, TRAIN, "config RUN", "graph RUN"), r"File name too long|there"),
+    ("a name of 5,000 characters", "r" * 5000, (*EVERY, TRAIN, "config RUN", "graph RUN"), r"File name too long|there"),
     ("a name of 10 MB", "r" * 10**7, (*EVERY, TRAIN, "config RUN", "graph RUN"), r"File name too long|there are"),
     ("a NUL", "a\0b", (*EVERY, "config RUN", "graph RUN"), r"NUL|null|does not exist|there are none|not found"),
     ("bytes that are not UTF-8", "\udcff", (*READERS, *OPENERS, "config RUN"), r"\\udcff"),

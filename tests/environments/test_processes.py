@@ -56,12 +56,6 @@ class Counter(Environment):
     def leave(self) -> str:
         os._exit(3)
 
-    def kill(self) -> str:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def flood(self) -> str:
-        return "x" * 10_000_000
-
     def write(self) -> str:
         os.write(1, b"not a reply")
         return "written"
@@ -214,7 +208,6 @@ def test_an_episode_in_a_process_equals_one_in_the_rank(pool_of, processes):
 @in_processes
 def test_a_tool_that_fails_is_an_answer_for_the_model(pool_of):
     results = {
-        "flood": "error: the result of flood has 10,000,000 characters; at most 20,000",
         "memory": "error: MemoryError: ",
         "write": "written",
         "exit": "error: SystemExit: 3",
@@ -226,7 +219,7 @@ def test_a_tool_that_fails_is_an_answer_for_the_model(pool_of):
     pool = pool_of()
     answers = episode(pool, *(said("", (tool, {})) for tool in results), said("on"), Finish("done"))
     assert [answer.messages[0]["content"] for answer in answers[1:-2]] == list(results.values())
-    assert answers[-1].rewards == {"score": 9.0, "turns": 9.0}
+    assert answers[-1].rewards == {"score": 8.0, "turns": 8.0}
     (first,) = pool._processes
     while not first.num_stuck:  # it reports the call that never ends
         time.sleep(0.05)
@@ -237,8 +230,7 @@ def test_a_tool_that_fails_is_an_answer_for_the_model(pool_of):
 
 
 @in_processes
-@pytest.mark.parametrize("tool", ["leave", pytest.param("kill", marks=pytest.mark.exhaustive)])
-def test_a_tool_that_ends_its_process_fails_its_episode_alone(pool_of, tool):
+def test_a_tool_that_ends_its_process_fails_its_episode_alone(pool_of):
     pool = pool_of(seconds=20)
 
     async def both():
@@ -247,12 +239,12 @@ def test_a_tool_that_ends_its_process_fails_its_episode_alone(pool_of, tool):
         assert not (await bad(begun)).failure
         assert not (await good(begun)).failure
         assert not (await good(said("a"))).failure
-        lost, *others = await asyncio.gather(bad(said("", (tool, {}))), good(said("b")))
+        lost, *others = await asyncio.gather(bad(said("", ("leave", {}))), good(said("b")))
         return lost, *others, await good(Finish("done"))
 
     lost, going, rewarded = run(pool, both())
     assert lost.failure == "died"
-    assert "exit status 3" in lost.error or "SIGKILL" in lost.error
+    assert "exit status 3" in lost.error
     assert going.messages[0]["content"] == "2"
     assert rewarded.rewards == {"score": 2.0, "turns": 2.0}
 

@@ -40,7 +40,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_control_tokens_in_the_answer_of_a_tool_stay_text(family):
+def test_the_answer_of_a_tool_follows_a_sampled_turn_as_text(family):
     tokenizer = chat_tokenizer(family)
     renderer = ChatRenderer(tokenizer, [Tool.of(add)])
     prompt, text = renderer.start([QUESTION]), ("<think>\nx\n</think>\n\n" if family == "qwen3" else "") + CALLS[family]
@@ -49,10 +49,13 @@ def test_control_tokens_in_the_answer_of_a_tool_stay_text(family):
     control = tokenizer.convert_tokens_to_ids([*CONTROL[family], *ADDED[family]])
 
     def count(answer):
-        ids = renderer.go_on(prompt, sampled, history, [{"role": "tool", "name": "add", "content": answer}]).ids
-        return [ids.count(token) for token in control], renderer.decode(ids)
+        following = renderer.go_on(prompt, sampled, history, [{"role": "tool", "name": "add", "content": answer}])
+        assert not following.is_new_row
+        return [following.ids.count(token) for token in control], renderer.decode(following.ids)
 
-    plain, _ = count("7")
+    plain, shown = count("7")
+    assert "7" in shown
+    assert not shown.lstrip().startswith(renderer.decode(sampled[-1:]))  # the template does not write the stop again
     drawn = random.Random(0)
     marks = [*CONTROL[family], *ADDED[family], "\ue0003\ue001", "a", "<", "|", " "]
     for _ in range(30):

@@ -200,18 +200,6 @@ def test_at_most_the_end_of_a_file_is_read(tmp_path, monkeypatch):
         read_last_rows(file, 1)
 
 
-@pytest.mark.exhaustive
-def test_many_long_runs_are_read_from_their_ends(tmp_path):
-    rows = [f'{{"step": {step}, "critic/score/mean": 0.5, "val/score/mean": 1}}\n' for step in range(100_000)]
-    write_run(tmp_path / "0")
-    (tmp_path / "0" / "metrics.jsonl").write_text("not read: " + "".join(rows))
-    for i in range(1, 200):
-        (tmp_path / str(i)).mkdir()
-        for name in ("run.json", "metrics.jsonl"):
-            os.link(tmp_path / "0" / name, tmp_path / str(i) / name)
-    assert [(row.step, row.val_value, row.problem) for row in list_runs(tmp_path)] == [(99_999, 1.0, "")] * 200
-
-
 @pytest.mark.runs
 def test_trained_runs_have_all_of_a_row(grpo_run, sft_run, dpo_run):
     rows = {row.path.name: row for row in list_runs(grpo_run.parent)}

@@ -112,17 +112,15 @@ MEMBERS = {
 
 
 def require_chrome_trace(trace):
-    assert set(trace) <= {"traceEvents", "displayTimeUnit", "otherData", "systemTraceEvents", "stackFrames", "samples"}
-    assert trace["displayTimeUnit"] in ("ms", "ns")
+    assert (set(trace), trace["displayTimeUnit"]) == ({"traceEvents", "displayTimeUnit", "otherData"}, "ms")
     for event in trace["traceEvents"]:
         assert {name: type(value) for name, value in event.items()} == MEMBERS[event["ph"]]
-        if event["ph"] == "M":
-            assert event["name"] in ("process_name", "thread_name")
-            assert set(event["args"]) == {"name"}
-        else:
-            assert event["ts"] >= 0
-            assert event.get("dur", 0) >= 0
-            assert event.get("s", "t") in ("g", "p", "t")
+        assert event["ph"] != "M" or (event["name"], *event["args"]) in (
+            ("process_name", "name"),
+            ("thread_name", "name"),
+        )
+        assert min(event.get("ts", 0), event.get("dur", 0)) >= 0
+        assert event.get("s", "t") in ("g", "p", "t")
     named = {(e["pid"], e["tid"]) for e in trace["traceEvents"] if e["name"] == "thread_name"}
     assert {(e["pid"], e["tid"]) for e in trace["traceEvents"] if e["ph"] != "M"} == named
 

@@ -20,24 +20,11 @@ def test_no_program_runs_on_an_unsupported_machine(monkeypatch):
         code_reward("code", "```python\npass\n```", ADD)
 
 
-@pytest.mark.parametrize(
-    "truth",
-    [
-        None,
-        "no JSON",
-        "[]",
-        {},
-        {"tests": []},
-        {"tests": "assert True"},
-        {"tests": [1]},
-        {"inputs": ["1"], "outputs": []},
-        {"inputs": ["1"]},
-        {**SUM, **ADD},
-    ],
-)
-def test_ground_truth_without_tests_is_an_error(truth):
-    with pytest.raises(RewardError, match="the ground truth must look like"):
-        code_reward("code", "```python\n1\n```", truth)
+def test_ground_truth_without_tests_is_an_error():
+    of_tests = ({"tests": []}, {"tests": "assert True"}, {"tests": [1]}, {**SUM, **ADD})
+    for truth in (None, "no JSON", "[]", {}, {"inputs": ["1"], "outputs": []}, {"inputs": ["1"]}, *of_tests):
+        with pytest.raises(RewardError, match="the ground truth must look like"):
+            code_reward("code", "```python\n1\n```", truth)
 
 
 @pytest.mark.parametrize(

@@ -312,26 +312,19 @@ def test_the_key_is_sent_and_redacted_in_errors(server, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "message"),
+    ("name", "values", "message"),
     [
-        *(
-            ("SCORER_KEY", value, "api_key_env='SCORER_KEY' must be the name of an environment variable")
-            for value in (None, "", " ")
-        ),
-        ("sk-123456", None, "api_key_env=(not shown, it may be a key itself) must be the name of an environment var"),
-        *(
-            ("SCORER_KEY", value, "the key in the environment variable SCORER_KEY must be ASCII without spaces.")
-            for value in ("two words", "line\nbreak", "schlüssel")
-        ),
+        ("SCORER_KEY", ("", " "), "api_key_env='SCORER_KEY' must be the name of an environment variable"),
+        ("sk-123456", ("",), "api_key_env=(not shown, it may be a key itself) must be the name of an environment var"),
+        ("SCORER_KEY", ("two words", "line\nbreak", "schlüssel"), "SCORER_KEY must be ASCII without spaces."),
     ],
 )
-def test_a_wrong_key_is_an_error_that_does_not_show_it(server, monkeypatch, name, value, message):
-    monkeypatch.delenv("SCORER_KEY", raising=False)
-    if value is not None:
+def test_a_wrong_key_is_an_error_that_does_not_show_it(server, monkeypatch, name, values, message):
+    for value in values:
         monkeypatch.setenv("SCORER_KEY", value)
-    found = failure(server.url, api_key_env=name)
-    assert message in found
-    assert "sk-" not in found
+        found = failure(server.url, api_key_env=name)
+        assert message in found
+        assert "sk-" not in found
     assert server.requests == []
 
 

@@ -37,17 +37,8 @@ def test_a_user_function_gets_the_four_keyword_arguments():
 
 
 def test_numbers_of_many_types_are_scores():
-    for value in (
-        1,
-        1.0,
-        True,
-        np.float32(1),
-        np.int64(1),
-        np.bool_(True),
-        Fraction(1),
-        torch.tensor(1.0),
-        {"score": 1},
-    ):
+    of_libraries = (np.float32(1), np.int64(1), np.bool_(True), torch.tensor(1.0))
+    for value in (1, 1.0, True, Fraction(1), {"score": 1}, *of_libraries):
         assert RewardScorer(lambda value=value, **row: value).score(["s"], ["x"], ["1"]).scores.tolist() == [1.0]
 
 

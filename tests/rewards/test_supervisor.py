@@ -104,17 +104,9 @@ def assert_gone(directory, num_left=NUM_LEFT):
     left = pids(directory)
     assert len(left) == num_left
     deadline = time.monotonic() + 100
-    while alive := [path.name for path in directory.iterdir() if is_alive(int(path.name.rpartition(" ")[2]))]:
+    while alive := [path.name for path in directory.iterdir() if psutil.pid_exists(int(path.name.rpartition(" ")[2]))]:
         assert time.monotonic() < deadline, alive
         time.sleep(0.02)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import math
 import pytest
 
 from fixtures.report_runs import write_run
-from hybridflow.errors import DataError, HybridFlowError
+from hybridflow.errors import DataError
 from hybridflow.observability.report import page_data
 from hybridflow.observability.report.page_data import MAX_CHARS, MAX_SAMPLES, run_data
 from hybridflow.observability.run_files import RunFiles
@@ -95,11 +95,6 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path, file, row, problem):
     append(run / file, row)
     with pytest.raises(DataError, match=problem):
         data_of(run)
-
-
-def test_a_directory_that_is_no_run_is_an_error(tmp_path):
-    with pytest.raises(HybridFlowError, match=r"is not the directory of a run: it has no run\.json"):
-        RunFiles(tmp_path)
 
 
 def test_all_data_are_json_without_nan(tmp_path):
