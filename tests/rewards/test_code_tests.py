@@ -101,6 +101,14 @@ print("done")
 """
 
 
+SPOIL_FILTER = """
+import marshal
+settings = marshal.loads(bytes.fromhex(sys.argv[1]))
+settings['{}'] = bytes(8)
+sys.argv[1] = marshal.dumps(settings).hex()
+"""
+
+
 def score(program: str, truth: object, **settings):
     limits: dict[str, Any] = {"timeout_s": 100.0, "total_timeout_s": 1000.0, **settings}
     solution = f"Here it is:\n```python\n{program}\n```\n"
@@ -183,16 +191,8 @@ def test_tests_after_the_total_time_count_as_not_passed(monkeypatch):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (
-            "import marshal\ns = marshal.loads(bytes.fromhex(sys.argv[1])) | {'strict_filter': bytes(8)}\n"
-            "sys.argv[1] = marshal.dumps(s).hex()",
-            "the kernel rejects seccomp filters",
-        ),
-        (
-            "import marshal\ns = marshal.loads(bytes.fromhex(sys.argv[1])) | {'counting_filter': bytes(8)}\n"
-            "sys.argv[1] = marshal.dumps(s).hex()",
-            "the kernel rejects seccomp notifications",
-        ),
+        (SPOIL_FILTER.format("strict_filter"), "the kernel rejects seccomp filters"),
+        (SPOIL_FILTER.format("counting_filter"), "the kernel rejects seccomp notifications"),
         ("import code_limits\ncode_limits._libc.capset = lambda *a: 0", "drops all capabilities"),
         ("import code_limits\ncode_limits._CREATE_RULESET = 9999", "Landlock"),
         ("import sys\nsys.modules['ctypes'] = None", "ModuleNotFoundError"),

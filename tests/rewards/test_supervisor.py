@@ -100,12 +100,12 @@ def sample(directory, solution, kinds=KINDS, num_left=NUM_LEFT):
     return {"data_source": "d", "solution_str": solution, "ground_truth": str(directory), "extra_info": extra_info}
 
 
-def assert_gone(directory, num_left=NUM_LEFT):
+def assert_gone(directory, temporary, num_left=NUM_LEFT):
     left = pids(directory)
     assert len(left) == num_left
     deadline = time.monotonic() + 100
-    while alive := [path.name for path in directory.iterdir() if psutil.pid_exists(int(path.name.rpartition(" ")[2]))]:
-        assert time.monotonic() < deadline, alive
+    while any(map(psutil.pid_exists, left)) or os.listdir(temporary):
+        assert time.monotonic() < deadline, (sorted(os.listdir(directory)), os.listdir(temporary))
         time.sleep(0.02)
 
 
@@ -130,8 +130,8 @@ def test_no_process_and_no_file_of_a_function_stays(runner, directory, temporary
                 assert os.listdir(temporary) == []
             scores.close()
             assert (outcome.kind, outcome.problem) == (kind, problem)
-            assert_gone(directory, num_left * (2 if kind == "died" else 1))  # a sample whose process died is retried
-            assert os.listdir(temporary) == []
+            # a sample whose process died is retried
+            assert_gone(directory, temporary, num_left * (2 if kind == "died" else 1))
             assert other.poll() is None
         finally:
             other.kill()
@@ -151,15 +151,7 @@ runner.run([(0, {sample(directory, "hang")!r})])
             time.sleep(0.05)
         assert os.listdir(temporary) != []
         run.send_signal(number)
-    assert_gone(directory)
-    wait_until_empty(temporary)
-
-
-def wait_until_empty(folder):
-    deadline = time.monotonic() + 100
-    while os.listdir(folder):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert_gone(directory, temporary)
 
 
 def test_nothing_stays_when_the_child_of_the_rank_is_killed(runner, directory, temporary):
@@ -169,8 +161,7 @@ def test_nothing_stays_when_the_child_of_the_rank_is_killed(runner, directory, t
     (child,) = [process for process in psutil.Process().children() if process not in before]
     assert os.listdir(temporary) != []
     child.kill()
-    assert_gone(directory)
-    wait_until_empty(temporary)
+    assert_gone(directory, temporary)
 
 
 def test_children_are_found_without_the_file_of_children():
