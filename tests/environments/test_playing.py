@@ -50,9 +50,6 @@ class Calculator(Environment):
     def table(self) -> dict[str, int]:
         return {"sum": 7}
 
-    def breaks(self) -> str:
-        raise ValueError("no")
-
     def refuses(self) -> str:
         raise ToolError("not today")
 
@@ -112,11 +109,10 @@ def test_an_episode_with_a_tool_has_one_row_of_sampled_and_new_tokens():
 
 
 RESULTS = {
-    call("subtract"): "error: no tool is named 'subtract'; there are slow, add, big, raw, table, breaks, refuses",
+    call("subtract"): "error: no tool is named 'subtract'; there are slow, add, big, raw, table, refuses",
     call("add", '{"a": 3}'): "error: add: b: Field required",
     call("big"): "error: the result of big has 10,000,000 characters; at most 20,000",
     call("raw"): "error: raw returned a bytes, not a text or a value of JSON",
-    call("breaks"): "error: ValueError: no",
     call("refuses"): "error: not today",
     call("slow"): "error: slow took longer than 0.2 s",
     call("table"): '{"sum": 7}',
@@ -128,9 +124,8 @@ def test_what_is_wrong_with_a_call_is_an_answer_for_the_model():
     _, played = play(Calculator(), [*RESULTS, "7<|im_end|>"], call_seconds=0.2, turns=20)
     assert played.episode.ended == "done"
     answers = [message["content"] for message in played.episode.messages if message["role"] == "tool"]
-    assert [answer[: len(wanted)] for answer, wanted in zip(answers, RESULTS.values(), strict=True)] == [
-        *RESULTS.values()
-    ]
+    for answer, wanted in zip(answers, RESULTS.values(), strict=True):
+        assert answer.startswith(wanted)
     assert played.rewards == {"score": 1.0}
 
 

@@ -15,10 +15,12 @@ from hybridflow.environments.environment import Episode
 from hybridflow.errors import EnvironmentConfigError, RewardError
 from hybridflow.rewards.journal import RewardJournal
 
+own_run = pytest.mark.own_run("episodes: its environments neither hang nor die")
+
 
 def in_processes(test):
     """Mark a test that starts processes."""
-    return pytest.mark.runs(pytest.mark.own_run("episodes: its environments neither hang nor die")(test))
+    return pytest.mark.runs(own_run(test))
 
 
 CODE = '''
@@ -169,15 +171,7 @@ def episode(pool, *questions, number=0, **options):
     return run(pool, ask())
 
 
-places = pytest.mark.parametrize(
-    "processes",
-    [
-        0,
-        pytest.param(
-            2, marks=[pytest.mark.runs, pytest.mark.own_run("episodes: its environments neither hang nor die")]
-        ),
-    ],
-)
+places = pytest.mark.parametrize("processes", [0, pytest.param(2, marks=[pytest.mark.runs, own_run])])
 """In the rank, and in processes."""
 
 

@@ -34,19 +34,10 @@ def tools():
 
 def test_public_methods_are_tools_with_the_schema_of_their_types(tools):
     assert list(tools) == ["add", "say"]
-    assert tools["add"].schema() == {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Add two numbers.",
-            "parameters": {
-                "additionalProperties": False,
-                "properties": {"a": {"type": "integer"}, "b": {"default": 2, "type": "integer"}},
-                "required": ["a"],
-                "type": "object",
-            },
-        },
-    }
+    properties = {"a": {"type": "integer"}, "b": {"default": 2, "type": "integer"}}
+    parameters = {"additionalProperties": False, "properties": properties, "required": ["a"], "type": "object"}
+    function = {"name": "add", "description": "Add two numbers.", "parameters": parameters}
+    assert tools["add"].schema() == {"type": "function", "function": function}
 
 
 def test_arguments_are_checked_converted_and_have_the_defaults_of_the_method(tools):
