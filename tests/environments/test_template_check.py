@@ -15,17 +15,12 @@ def states(tokenizer, stop_ids=None):
     return {each.check: each.state for each in check_template(tokenizer, stop_ids or [tokenizer.eos_token_id])}
 
 
+IN_ROWS = dict.fromkeys(("a user answers", "a user answers reasoning", "a tool answers", "two tools answer"), "rows")
+LIMITED = {"two tools answer": "limited"}
+
+
 @pytest.mark.parametrize(
-    ("family", "others"),
-    [
-        ("qwen2_5", {}),
-        ("deepseek_v3", {}),
-        ("llama3", {"two tools answer": "limited"}),
-        (
-            "qwen3",
-            dict.fromkeys(("a user answers", "a user answers reasoning", "a tool answers", "two tools answer"), "rows"),
-        ),
-    ],
+    ("family", "others"), [("qwen2_5", {}), ("deepseek_v3", {}), ("llama3", LIMITED), ("qwen3", IN_ROWS)]
 )
 def test_the_templates_of_families_serve_episodes(family, others):
     found = states(chat_tokenizer(family))

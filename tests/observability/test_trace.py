@@ -32,12 +32,8 @@ def test_report_without_events():
 
 
 def test_transfer_metrics_exclude_probes():
-    assert transfer_metrics(iter(EVENTS)) == {
-        "transfer/bytes_flowed": 240,
-        "transfer/bytes_sent": 100,
-        "transfer/bytes_read": 40,
-        "transfer/seconds": 1.5,
-    }
+    moved = {"transfer/bytes_flowed": 240, "transfer/bytes_sent": 100, "transfer/bytes_read": 40}
+    assert transfer_metrics(iter(EVENTS)) == {**moved, "transfer/seconds": 1.5}
 
 
 def test_stage_seconds_is_the_union_of_its_calls():

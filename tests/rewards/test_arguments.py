@@ -39,14 +39,9 @@ def test_a_function_for_a_batch_gets_lists_by_plurals_and_columns():
     def score(prompts, completions, answers, level, levels, level_names): ...
 
     assert takes_batches(score)
-    assert arguments_of(score, as_batch([SAMPLE, OTHER]), {}) == {
-        "prompts": [PROMPT, PROMPT],
-        "completions": ["4", "5"],
-        "answers": ["four", "V"],
-        "level": [3, 1],
-        "levels": [3, 1],
-        "level_names": ["easy", None],
-    }
+    named = {"prompts": [PROMPT, PROMPT], "completions": ["4", "5"], "answers": ["four", "V"]}
+    columns = {"level": [3, 1], "levels": [3, 1], "level_names": ["easy", None]}
+    assert arguments_of(score, as_batch([SAMPLE, OTHER]), {}) == named | columns
 
     def of_trl(completions, answer, **_): ...
 

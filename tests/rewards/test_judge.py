@@ -19,10 +19,10 @@ def judge(server, response=RESPONSE, **changes):
         "solution_str": response,
         "ground_truth": "4",
         "extra_info": {"question": QUESTION},
-        "url": server.url.replace("/score", "/v1"),
-        "model": "judge-7b",
     }
-    return asyncio.run(judge_reward(**sample | changes))
+    return asyncio.run(
+        judge_reward(**sample | {"url": server.url.replace("/score", "/v1"), "model": "judge-7b"} | changes)
+    )
 
 
 def replies(server, content, **choice):

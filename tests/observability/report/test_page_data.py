@@ -80,12 +80,9 @@ def test_samples_of_an_older_version_are_shown(tmp_path):
         ("samples.jsonl", {"prompt": "p"}, "the row has no integer step"),
         ("samples.jsonl", {"step": 1, "prompt": 5}, "expected prompt and response as texts"),
         ("samples.jsonl", {"step": 1, "tokens": {"ids": [1], "texts": []}}, "tokens as lists of one length or 1"),
-        ("samples.jsonl", {"step": 1, "tokens": [1]}, "tokens as lists of one length or 1"),
         ("rollouts.jsonl", {"step": 9, "score": ["1"], "length": [1]}, "expected lists of equal length"),
         ("samples.jsonl", {"step": 1, "score": "high"}, "expected prompt and response as texts"),
         ("metrics.jsonl", {"step": 1, "actor/loss": [1]}, "expected numbers"),
-        ("metrics.jsonl", "[1]", "is not a JSON object"),
-        ("metrics.jsonl", "{", "not valid JSON"),
         ("trace/calls.jsonl", {"step": 1, "kind": "call"}, "is not an event of a trace"),
     ],
 )
