@@ -137,6 +137,7 @@ LINES = [
     ("an integer of 5,000 digits", b'{"question": ' + b"9" * 5000 + b"}", r"line 2: is not JSON: Exceeds the limit"),
     ("NaN", b'{"question": NaN}', r"line 2: is not JSON: NaN is not a number of JSON"),
     ("a key twice", b'{"question": "a", "question": "b"}', r"line 2: is not JSON: key 'question' occurs twice"),
+    ("a list", b"[1]", r"line 2: is a list; expected an object with question and answer"),
     ("a line of 100 MB", b'{"question": "' + b"a" * 10**8 + b'"}', r"line 2: is longer than 16,777,216 bytes"),
 ]
 
@@ -209,6 +210,13 @@ def test_a_bad_json_line_is_one_error(read, tmp_path, data, message):
     assert re.search(message, error), error
     assert error.startswith(f"{file}: line 2: ")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("data", [b"[" * 100_000, b'{"a": 1', b"\xff", GOOD_LINE, b'{"k": 1}'], ids=range(5))
+def test_a_bad_json_line_of_prompts_is_one_error(read, tmp_path, data):
+    file = tmp_path / "data.jsonl"
+    file.write_bytes(data)
+    assert error_of(read, file).startswith(f"{file}: line 1: ")
 
 
 @pytest.mark.parametrize(
