@@ -22,23 +22,8 @@ FUNCTIONS = """
 import asyncio, ctypes, os, random, sys, time
 
 def score(data_source, solution_str, ground_truth, extra_info):
-    if solution_str == "loop":
-        while True:
-            pass
-    if solution_str == "lock":
-        ctypes.PyDLL(None).sleep(1000)  # in C, holding the GIL
-    if solution_str == "exit":
-        os._exit(3)
-    if solution_str == "abort":
-        ctypes.string_at(0)
-    if solution_str == "allocate":
-        kept = []
-        while True:
-            kept.append(bytes(10**8))  # not touched, so that it takes no time
-    if solution_str == "raise":
-        raise ValueError("not this one")
-    if solution_str == "sysexit":
-        sys.exit(1)
+    if solution_str.startswith("do "):
+        exec(solution_str.removeprefix("do "), globals())
     print("a function may print")
     ground_truth["changed"] = True
     return {"score": len(solution_str), "answer": solution_str, "object": object(), "process": os.getpid()}
@@ -68,14 +53,15 @@ async def at_once(data_source, solution_str, ground_truth, extra_info):
     return float(number)
 """
 
+LOOP, RAISE = "do while True: pass", "do raise ValueError('not this one')"
 PROBLEMS = {
-    "loop": ("timeout", "took longer than reward.timeout_s=2.0"),
-    "exit": ("died", "ended its process: exit status 3"),
-    "raise": ("raised", "ValueError: not this one"),
-    "lock": ("timeout", "took longer than reward.timeout_s=2.0"),
-    "abort": ("died", "ended its process: killed by SIGSEGV"),
-    "allocate": ("memory", "MemoryError"),
-    "sysexit": ("raised", "SystemExit: 1"),
+    LOOP: ("timeout", "took longer than reward.timeout_s=2.0"),
+    "do os._exit(3)": ("died", "ended its process: exit status 3"),
+    RAISE: ("raised", "ValueError: not this one"),
+    "do ctypes.PyDLL(None).sleep(1000)  # in C, holding the GIL": ("timeout", "took longer than reward.timeout_s=2.0"),
+    "do ctypes.string_at(0)": ("died", "ended its process: killed by SIGSEGV"),
+    "do kept = []\nwhile True: kept.append(bytes(10**8))": ("memory", "MemoryError"),
+    "do sys.exit(1)": ("raised", "SystemExit: 1"),
 }
 
 
@@ -98,7 +84,7 @@ def test_failing_samples_are_reported_and_the_others_keep_their_scores(runner):
 
 
 def test_progress_counts_the_scored_responses(runner):
-    given, before = of_texts("a", "raise", "c"), progress()
+    given, before = of_texts("a", RAISE, "c"), progress()
     runner().run(given)
     assert progress() - before == 3
     call_here(lambda **sample: 1.0, [sample for _, sample in given], {})
@@ -107,10 +93,10 @@ def test_progress_counts_the_scored_responses(runner):
 
 def test_exceptions_and_hangs_do_not_affect_the_other_process(runner):
     scores, known = runner(num_processes=2, timeout_s=2.0), []
-    outcomes = scores.run(of_texts(*["fine", "raise", "fine"] * 40))
+    outcomes = scores.run(of_texts(*["fine", RAISE, "fine"] * 40))
     assert [outcome.kind for outcome in outcomes] == [None, "raised", None] * 40
     assert 1 <= len({outcome.result["process"] for outcome in outcomes if outcome.kind is None}) <= 2
-    outcomes = scores.call(of_texts("loop", *["fine"] * 50), lambda number, outcome: known.append(number))
+    outcomes = scores.call(of_texts(LOOP, *["fine"] * 50), lambda number, outcome: known.append(number))
     assert [outcome.kind for outcome in outcomes] == ["timeout", *[None] * 50]
     assert known.index(0) >= 49  # at most the sample that the process already had before it hung comes later
 
@@ -170,7 +156,7 @@ def test_each_sample_has_the_whole_time_limit(runner, monkeypatch):
 
 @pytest.mark.exhaustive
 def test_a_hanging_function_that_stops_reading_times_out(runner):
-    texts = ["loop", *["x" * 3_000_000] * 4]  # more than a pipe takes
+    texts = [LOOP, *["x" * 3_000_000] * 4]  # more than a pipe takes
     outcomes = runner(timeout_s=2.0).run(of_texts(*texts))
     assert [outcome.kind for outcome in outcomes] == ["timeout", None, None, None, None]
 
@@ -242,15 +228,15 @@ def score_all(scorer, *texts):
 
 def test_a_scorer_shows_a_failed_sample_or_scores_it_up_to_a_rate(runner):
     scores = runner(timeout_s=2.0)
-    with pytest.raises(RewardError, match=r"(?s)reward function score took longer .*solution: 'loop'"):
-        score_all(RewardScorer(runner=scores), "ab", "loop", "c")
-    result = score_all(RewardScorer(runner=scores, on_error="zero", error_score=-1.0), "ab", "loop", "raise", "c")
+    with pytest.raises(RewardError, match=r"(?s)reward function score took longer .*solution: 'do while"):
+        score_all(RewardScorer(runner=scores), "ab", LOOP, "c")
+    result = score_all(RewardScorer(runner=scores, on_error="zero", error_score=-1.0), "ab", LOOP, RAISE, "c")
     assert result.scores.tolist() == [2.0, -1.0, -1.0, 1.0]
     assert result.failed.tolist() == [False, True, True, False]
     assert result.timed_out.tolist() == [False, True, False, False]
     assert result.answers == ["ab", None, None, "c"]
     scorer = RewardScorer(runner=scores, on_error="zero", max_failure_rate=0.3)
-    assert score_all(scorer, "raise", *["ab"] * 3).num_errors == 1
+    assert score_all(scorer, RAISE, *["ab"] * 3).num_errors == 1
     wanted = r"(?s)2 of 4 rewards failed, more than reward.max_failure_rate=0.3.*not this one"
     with pytest.raises(RewardError, match=wanted):
-        score_all(scorer, "raise", "raise", "ab", "ab")
+        score_all(scorer, RAISE, RAISE, "ab", "ab")

@@ -56,27 +56,19 @@ def score(data_source, solution_str, ground_truth, extra_info):
         leave(ground_truth, kind)
     while len(os.listdir(ground_truth)) < before + extra_info["num_left"]:
         time.sleep(0.01)
-    if solution_str == "hang":
-        time.sleep(1000)
-    if solution_str == "kill":
-        os.killpg(0, signal.SIGKILL)
-    if solution_str == "stop the supervisor":
-        os.kill(os.getppid(), signal.SIGSTOP)
-        time.sleep(1000)
-    if solution_str == "kill the supervisor":
-        os.kill(os.getppid(), signal.SIGKILL)
-        time.sleep(1000)
+    exec(solution_str, globals())
     return os.listdir(tempfile.gettempdir()).index(os.path.basename(folder))
 """
 NUM_LEFT = len(KINDS) + 3  # the chain has four
 
 LATE = "took longer than reward.timeout_s=3.0"
+HANG, KILL_SUPERVISOR = "time.sleep(1000)", "os.kill(os.getppid(), signal.SIGKILL); time.sleep(1000)"
 ENDS = [
-    ("return", None, ""),
-    pytest.param("hang", "timeout", LATE, id="hang", marks=pytest.mark.exhaustive),
-    pytest.param("stop the supervisor", "timeout", LATE, id="stop the supervisor", marks=pytest.mark.exhaustive),
-    ("kill", "died", "ended its process: killed by SIGKILL"),
-    ("kill the supervisor", "died", "ended its process: killed by SIGKILL"),
+    ("", None, ""),
+    pytest.param(HANG, "timeout", LATE, marks=pytest.mark.exhaustive),
+    pytest.param(f"os.kill(os.getppid(), signal.SIGSTOP); {HANG}", "timeout", LATE, marks=pytest.mark.exhaustive),
+    ("os.killpg(0, signal.SIGKILL)", "died", "ended its process: killed by SIGKILL"),
+    (KILL_SUPERVISOR, "died", "ended its process: killed by SIGKILL"),
 ]
 
 
@@ -122,7 +114,7 @@ def temporary(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("end", "kind", "problem"), ENDS)
 def test_no_process_and_no_file_of_a_function_stays(runner, directory, temporary, end, kind, problem):
     scores = runner(timeout_s=3.0 if kind == "timeout" else 200.0, memory_bytes=0)
-    num_left = 0 if end == "kill the supervisor" else NUM_LEFT
+    num_left = 0 if end == KILL_SUPERVISOR else NUM_LEFT
     with subprocess.Popen(["sleep", "1000"]) as other:
         try:
             (outcome,) = scores.run([(0, sample(directory, end, KINDS if num_left else (), num_left))])
@@ -143,7 +135,7 @@ def test_no_process_and_no_file_of_a_function_stays_after_a_killed_run(file, dir
     program = f"""
 from hybridflow.rewards import RewardRunner
 runner = RewardRunner({f"{file}:score"!r}, num_processes=1, timeout_s=None, memory_bytes=0)
-runner.run([(0, {sample(directory, "hang")!r})])
+runner.run([(0, {sample(directory, HANG)!r})])
 """
     with subprocess.Popen([sys.executable, "-c", program]) as run:
         while len(pids(directory)) < NUM_LEFT:
@@ -157,7 +149,7 @@ runner.run([(0, {sample(directory, "hang")!r})])
 def test_nothing_stays_when_the_child_of_the_rank_is_killed(runner, directory, temporary):
     """As Ray kills the children of a worker that exits."""
     before = psutil.Process().children()
-    runner(memory_bytes=0).run([(0, sample(directory, "return"))])
+    runner(memory_bytes=0).run([(0, sample(directory, ""))])
     (child,) = [process for process in psutil.Process().children() if process not in before]
     assert os.listdir(temporary) != []
     child.kill()
@@ -194,7 +186,7 @@ def test_a_process_that_replaces_itself_all_the_time_is_killed(runner, file, tmp
     file.write_text(HOPPING)
     heartbeat = tmp_path / "heartbeat"
     scores = runner(memory_bytes=0)
-    (outcome,) = scores.run([(0, sample(heartbeat, "x"))])
+    (outcome,) = scores.run([(0, sample(heartbeat, ""))])
     assert outcome.result == 1.0
     while not heartbeat.exists():
         time.sleep(0.01)
@@ -207,4 +199,4 @@ def test_a_process_that_replaces_itself_all_the_time_is_killed(runner, file, tmp
 def test_a_temporary_directory_that_cannot_be_used_is_an_error(runner, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     with pytest.raises(RewardError, match=r"cannot be made: .*missing/hybridflow-reward-.*set TMPDIR to a directory"):
-        runner().run([(0, sample(tmp_path, "return"))])
+        runner().run([(0, sample(tmp_path, ""))])
