@@ -146,17 +146,19 @@ TOKENS = [
 ]
 
 
+def load_shards_of(directory):
+    """Load the policy parameter by parameter, as each rank of a sharded model does."""
+    model = build_with_placeholders(directory, "policy", torch.float32, torch.device("cpu"))
+    replace_parameters(model, lambda _, parameter: torch.nn.Parameter(torch.empty(parameter.shape)))
+    load_shards(model, directory)
+    return model
+
+
 def cases(table):
     return pytest.mark.parametrize(("damage", "message"), [c[1:] for c in table], ids=[c[0] for c in table])
 
 
-def loaders(first, *others):
-    """Return the functions that share their checks with the first one; they are tried in the exhaustive lane."""
-    marked = [pytest.param(other, marks=pytest.mark.exhaustive) for other in others]
-    return pytest.mark.parametrize("load", [first, *marked])
-
-
-@loaders(load_causal_lm, load_value_model, lambda directory: load_shards_of(directory))
+@pytest.mark.parametrize("load", [load_causal_lm, pytest.param(load_shards_of, marks=pytest.mark.exhaustive)])
 @cases(CONFIGS)
 def test_a_bad_config_is_a_model_error(directory, load, damage, message):
     damage(directory)
@@ -166,7 +168,7 @@ def test_a_bad_config_is_a_model_error(directory, load, damage, message):
     assert str(directory) in str(error.value)
 
 
-@loaders(StoredModel, load_causal_lm, load_value_model)
+@pytest.mark.parametrize("load", [StoredModel, pytest.param(load_causal_lm, marks=pytest.mark.exhaustive)])
 @cases(WEIGHTS)
 def test_bad_weights_are_a_model_error(directory, load, damage, message):
     damage(directory)
@@ -195,14 +197,6 @@ def test_a_head_that_differs_from_its_embedding_is_an_error(directory):
     weight("lm_head.weight", embedding.clone())(directory)
     for load in (load_causal_lm, load_shards_of):
         assert torch.equal(load(directory).get_parameter("model.embed_tokens.weight"), embedding)
-
-
-def load_shards_of(directory):
-    """Load the policy parameter by parameter, as each rank of a sharded model does."""
-    model = build_with_placeholders(directory, "policy", torch.float32, torch.device("cpu"))
-    replace_parameters(model, lambda _, parameter: torch.nn.Parameter(torch.empty(parameter.shape)))
-    load_shards(model, directory)
-    return model
 
 
 LOOPS = (

@@ -101,7 +101,6 @@ def test_error_after_retries_names_url_status_body_attempts_and_fix(server):
         ("86400", http_client.MAX_RETRY_AFTER_S),
         ("Fri, 31 Dec 9999 23:59:59 GMT", http_client.MAX_RETRY_AFTER_S),
         ("soon", 0.0),
-        ("-5", 0.0),
         ("nan", 0.0),
         ("Thu, 01 Jan 1970 00:00:00 GMT", 0.0),
     ],
@@ -194,18 +193,16 @@ def test_an_invalid_url_is_rejected(url, shown):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("name", "values", "message"),
     [
-        ({"retries": -1}, "retries=-1 must be a whole number, 0 or more"),
-        ({"retries": 1.5}, "retries=1.5 must be a whole number"),
-        ({"requests_per_second": -1.0}, "requests_per_second=-1.0 must be a finite number"),
-        ({"requests_per_second": float("nan")}, "requests_per_second=nan must be"),
-        ({"requests_per_second": "5"}, "requests_per_second='5' must be a finite number, 0 or more"),
-        ({"request_timeout_s": 0.0}, "request_timeout_s=0.0 must be more than 0"),
+        ("retries", (-1, 1.5), "must be a whole number, 0 or more"),
+        ("requests_per_second", (-1.0, float("nan"), "5"), "must be a finite number, 0 or more"),
+        ("request_timeout_s", (0.0,), "must be more than 0"),
     ],
 )
-def test_settings_out_of_range_are_rejected(server, changes, message):
-    assert message in failure(server.url, **changes)
+def test_settings_out_of_range_are_rejected(server, name, values, message):
+    for value in values:
+        assert f"{name}={value!r} {message}" in failure(server.url, **{name: value})
     assert server.requests == []
 
 

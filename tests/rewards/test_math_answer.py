@@ -30,50 +30,28 @@ def late_comparisons(monkeypatch):
     return limits
 
 
-EQUAL = {
-    # ground truth: answers
-    r"\frac{1}{2}": ["0.5", r"\dfrac{2}{4}"],
-    r"\frac{1}{3}": ["0.3333333"],
-    "0.5": [r"\frac{1}{2}"],
-    "1000": ["1{,}000", r"1\,000"],
-    r"\$18.90": ["18.9"],
-    r"11\text{ days}": ["11"],
-    r"90^\circ": ["90"],
-    r"10\%": ["10"],
-    "x=5": ["5"],
-    r"\{1,2,3\}": [r"\{3,2,1\}"],
-    "1,-2": ["-2, 1"],
-    r"3 \pm 2": ["5, 1"],
-    r"(-\infty, 2) \cup (3,\infty)": [r"(3,\infty)\cup(-\infty,2)"],
-    "x^2-1": ["(x-1)(x+1)"],
-    r"\text{Evelyn}": ["Evelyn"],
-    r"e^{x^2}": ["e^{x^{2}}"],
-    "5!": ["120"],
-    r"6.626\times10^{-34}": [r"6.626\times 10^{-34}"],
-    "10": ["10."],
-    "7": [r"\color{red}{7}"],
-    "1e-3": ["0.001"],
-    "1.6e-19": [r"1.6\times10^{-19}"],
-    "1/3": ["0.333333"],
-    "2^{2^{2^{2}}}": ["2^{2^{2^{2}}}"],
-}
-DIFFERENT = {
-    r"\frac{1}{2}": ["0.51"],
-    r"\frac{1}{3}": ["0.33"],
-    "5": ["4.999", "-5", "5, 6", "", r"\frac{5}{0}", "\x00"],
-    r"6.626\times10^{-34}": [r"1.6\times 10^{-19}"],
-    "0.0000005": ["0.0000001"],
-    "(1,2)": ["(2,1)"],
-    "[1,2]": ["(1,2)"],
-    r"\begin{pmatrix}1&2\\3&4\end{pmatrix}": [r"\begin{pmatrix}1&2\\3&5\end{pmatrix}"],
-}
+EQUAL = [
+    # ground truth, answer
+    *((r"\frac{1}{2}", "0.5"), (r"\frac{1}{2}", r"\dfrac{2}{4}"), (r"\frac{1}{3}", "0.3333333"), ("1/3", "0.333333")),
+    *(("0.5", r"\frac{1}{2}"), ("1000", "1{,}000"), ("1000", r"1\,000"), (r"\$18.90", "18.9"), ("10", "10.")),
+    *((r"11\text{ days}", "11"), (r"90^\circ", "90"), (r"10\%", "10"), ("x=5", "5"), ("7", r"\color{red}{7}")),
+    *((r"\{1,2,3\}", r"\{3,2,1\}"), ("1,-2", "-2, 1"), (r"3 \pm 2", "5, 1"), (r"\text{Evelyn}", "Evelyn")),
+    *(("x^2-1", "(x-1)(x+1)"), (r"e^{x^2}", "e^{x^{2}}"), ("5!", "120"), ("2^{2^{2^{2}}}", "2^{2^{2^{2}}}")),
+    *(("1e-3", "0.001"), ("1.6e-19", r"1.6\times10^{-19}"), (r"6.626\times10^{-34}", r"6.626\times 10^{-34}")),
+    (r"(-\infty, 2) \cup (3,\infty)", r"(3,\infty)\cup(-\infty,2)"),
+]
+DIFFERENT = [
+    *((r"\frac{1}{2}", "0.51"), (r"\frac{1}{3}", "0.33"), ("0.0000005", "0.0000001"), ("(1,2)", "(2,1)")),
+    *(("5", answer) for answer in ("4.999", "-5", "5, 6", "", r"\frac{5}{0}", "\x00")),
+    *(("[1,2]", "(1,2)"), (r"6.626\times10^{-34}", r"1.6\times 10^{-19}")),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&2\\3&5\end{pmatrix}"),
+]
 
 
 @pytest.mark.parametrize(("table", "expected"), [(EQUAL, 1.0), (DIFFERENT, 0.0)], ids=["equal", "different"])
 def test_answers_are_compared_by_value(table, expected):
-    for truth, answers in table.items():
-        for answer in answers:
-            assert score(rf"So it is $\boxed{{{answer}}}$.", truth) == expected, (truth, answer)
+    for truth, answer in table:
+        assert score(rf"So it is $\boxed{{{answer}}}$.", truth) == expected, (truth, answer)
 
 
 LAST_IS_5 = [
