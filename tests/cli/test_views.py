@@ -45,18 +45,10 @@ def runs(tmp_path):
         pytest.param("ray_two", 6, marks=[pytest.mark.runs, pytest.mark.ray]),
     ],
 )
-def test_every_view_of_a_trained_run_has_its_steps(name, steps, request, shown, tmp_path):
+def test_the_timeline_of_a_trained_run_has_its_steps(name, steps, request, shown, tmp_path):
     run = request.getfixturevalue(f"{name}_run")
-    shown("report", run, "--output", tmp_path / "page.html")
-    assert f"<title>{run.name} · hybridflow</title>" in (tmp_path / "page.html").read_text()
     assert f"in the metrics of steps 1 to {steps}" in shown("diagnose", run)[0]
-    row = next(line for line in shown("runs", run.parent)[0].splitlines() if line.split()[:1] == [run.name])
-    assert f"{steps}/{steps}" in row
-    assert "finished" in row
-    out, _ = shown("compare", run, run)
-    assert "configuration: the same" in out
-    assert f"common steps, {0 if name != 'episodes' else 1} to {steps}" in out
-
+    assert "configuration: the same" in shown("compare", run, run)[0]
     lines = shown("timeline", run)[0].splitlines()
     of_steps = {line.partition(",")[0]: line for line in lines if line.startswith("step ")}
     assert {f"step {step}" for step in range(1, steps + 1)} <= of_steps.keys()

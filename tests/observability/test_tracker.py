@@ -1,17 +1,13 @@
 """The contract of every tracker, tested on each, and features of single trackers."""
 
-import io
 import math
-import re
 import sys
 
 import pytest
-from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hybridflow.errors import ConfigError
 from hybridflow.observability import (
-    ConsoleTracker,
     GuardedTracker,
     JsonlWriter,
     MLflowTracker,
@@ -36,23 +32,8 @@ def steps_of_events(directory):
     return [(event.step, event.value) for event in events.Scalars(METRIC)] if known else []
 
 
-def console_case(**options):
-    file = io.StringIO()
-    console = Console(file=file, width=120, color_system=None, **options)
-
-    def steps():
-        frames = re.findall(r"step (\d+)/10(?:(?!step).)*?reward (\S+)", file.getvalue(), re.DOTALL)
-        return list(dict.fromkeys((int(step), float(reward)) for step, reward in frames))
-
-    return ConsoleTracker(10, console=console, figures={"reward": METRIC}), steps
-
-
 def make(kind, directory):
     """Return a tracker, and a function that gives the steps and values that it stored."""
-    if kind == "console":
-        return console_case()
-    if kind == "live console":
-        return console_case(force_terminal=True)
     rows = directory / "metrics.jsonl"
     trackers = {"rows": lambda: JsonlWriter(rows), "tensorboard": lambda: TensorBoardTracker(directory / "events")}
     if kind == "several":
@@ -61,7 +42,7 @@ def make(kind, directory):
     return trackers[kind](), lambda: stored(rows if kind == "rows" else directory / "events")
 
 
-@pytest.mark.parametrize("kind", ["rows", "tensorboard", "console", "live console", "several"])
+@pytest.mark.parametrize("kind", ["rows", "tensorboard", "several"])
 def test_metrics_are_stored_when_log_returns(kind, tmp_path):
     tracker, steps = make(kind, tmp_path)
     tracker.log(1, {})
