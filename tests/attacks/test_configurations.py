@@ -25,12 +25,10 @@ OVERRIDES = [
     ("an empty run directory", "trainer.run_dir=", r"trainer\.run_dir='' is invalid: expected a text that is not"),
     ("too many threads", "controller.threads=100000", r"expected a value less than or equal to 1024"),
     ("a temperature that overflows", "rollout.temperature=1e-300", r"logits divided by it overflow; use 0"),
-    ("a slow factor below 1.5", "recovery.slow_factor=1.4", r"slow_factor=1\.4 is invalid: equal ranks differ by"),
     ("a number beyond float64", "actor.optimizer.lr=1e400", r"lr=inf is invalid: expected a finite number"),
     ("NaN in an array", "algorithm.rollout_weight_bounds=[nan, 1.0]", r"is invalid: expected a finite number"),
     ("a float for an integer", "trainer.total_steps=3.0", r"=3\.0 is invalid: expected a valid integer"),
     ("a function without a file", "algorithm.advantage=:score", r"advantage=':score' is invalid: expected one of"),
-    ("a key of another framework", "rollout.n=4", r"rollout\.n: no such key; the key here is rollout\.group_size"),
 ]
 
 RECIPES = [

@@ -75,14 +75,8 @@ def test_a_parameter_that_names_nothing_or_is_a_part_of_the_sample_is_an_error()
 
 
 FUNCTIONS = """
-import asyncio
-
 def one(completion, answer, prompt, level, bonus=0.0):
     return float(completion == answer) + level + bonus + 100 * len(prompt)
-
-async def waits(completion, answer, prompt, level, bonus=0.0):
-    await asyncio.sleep(0)
-    return one(completion, answer, prompt, level, bonus)
 
 def batch(completions, answers, prompts, level, bonus=0.0):
     return [one(*row, bonus) for row in zip(completions, answers, prompts, level)]
@@ -101,7 +95,7 @@ COLUMNS = {
 
 @pytest.mark.runs
 @pytest.mark.own_run("grpo: its reward function takes the four arguments")
-@pytest.mark.parametrize(("name", "bonus"), [("one", 0.5), ("waits", 0.0), ("batch", 0.5)])
+@pytest.mark.parametrize(("name", "bonus"), [("one", 0.0), ("batch", 0.5)])
 def test_scores_are_the_same_in_this_process_and_in_others(file, runner, name, bonus):
     kwargs = {"bonus": bonus} if bonus else {}
     for scorer in (RewardScorer(f"{file}:{name}", kwargs=kwargs), RewardScorer(runner=runner(name, kwargs=kwargs))):
