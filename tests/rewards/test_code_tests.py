@@ -84,23 +84,6 @@ assert "SECRET" not in os.environ
 print("ok")
 """
 
-WRITES = """
-import os, tempfile
-with tempfile.TemporaryFile() as file:
-    file.write(b"x")
-os.mkdir("locked", 0)
-os.makedirs("1-moved/x/y")
-os.symlink("/", "root")
-directory = os.open(".", os.O_RDONLY)
-for _ in range(50):
-    os.mkdir("deeper" * 40, dir_fd=directory)
-    inner = os.open("deeper" * 40, os.O_RDONLY, dir_fd=directory)
-    os.close(directory)
-    directory = inner
-print("done")
-"""
-
-
 SPOIL_FILTER = """
 import marshal
 settings = marshal.loads(bytes.fromhex(sys.argv[1]))
@@ -127,7 +110,6 @@ def score(program: str, truth: object, **settings):
         ("add = 1", ADD, NOTHING),
         ("print('don')", PRINTS, NOTHING),
         ("import numpy\nprint('done')", PRINTS, NOTHING),
-        (WRITES, PRINTS, ALL),
         ("import threading\nt = threading.Thread(target=print, args=('done',))\nt.start()\nt.join()", PRINTS, ALL),
         (
             "import dataclasses, pickle\n@dataclasses.dataclass\nclass P:\n    x: int\n"
