@@ -1,7 +1,5 @@
 """The error of a failed reward function names the file, the line and the source line of the user's code."""
 
-from pathlib import Path
-
 import pytest
 
 from hybridflow.errors import RewardError
@@ -46,7 +44,13 @@ WRONG_CALL = FUNCTIONS.splitlines().index("def wrong_call(**sample):") + 2
 FORMS = ["plain", "waiting", "batch", "async_batch", "wrapped", "instance", "partial", "wrong_call"]
 
 
-def assert_shown(scorer: RewardScorer, file: Path, function: str) -> None:
+in_processes = [pytest.mark.runs, pytest.mark.own_run("grpo: its reward function does not fail")]
+
+
+@pytest.mark.parametrize("place", ["rank", pytest.param("process", marks=in_processes)])
+@pytest.mark.parametrize("function", FORMS)
+def test_error_names_the_line_of_the_users_file(file, runner, function, place):
+    scorer = RewardScorer(f"{file}:{function}") if place == "rank" else RewardScorer(runner=runner(function))
     with pytest.raises(RewardError) as error:
         scorer.score(["1", "{"], ["d", "d"], [None, None])
     message = str(error.value)
@@ -56,18 +60,6 @@ def assert_shown(scorer: RewardScorer, file: Path, function: str) -> None:
     else:
         assert "raised JSONDecodeError: Expecting property name" in message
         assert f" at {file}:{LINE}, in parse: `return json.loads(text)  # THE LINE`. The sample:" in message
-
-
-@pytest.mark.parametrize("function", FORMS)
-def test_error_names_the_line_of_the_users_file(file, function):
-    assert_shown(RewardScorer(f"{file}:{function}"), file, function)
-
-
-@pytest.mark.runs
-@pytest.mark.own_run("grpo: its reward function does not fail")
-@pytest.mark.parametrize("function", ["plain", "async_batch", "partial"])
-def test_error_of_a_process_names_the_line_of_the_users_file(file, runner, function):
-    assert_shown(RewardScorer(runner=runner(function)), file, function)
 
 
 def test_error_of_a_built_in_function_has_no_line():

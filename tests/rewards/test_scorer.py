@@ -44,11 +44,12 @@ def test_numbers_of_many_types_are_scores():
 
 def test_other_numbers_of_a_dict_become_extras():
     def reward(solution_str, **row):
-        result = {"score": 1.0, "format": solution_str == "a", "pred": solution_str}
+        result = {"score": 1.0, "format": solution_str == "a", "pred": solution_str, "answer": 10**20 + 1}
         return result if solution_str == "a" else {**result, "length": np.int64(3)}
 
     result = RewardScorer(reward).score(["a", "b", "c"], ["x"] * 3, ["1"] * 3)
     assert result.extras == [{"format": 1.0}, {"format": 0.0, "length": 3.0}, {"format": 0.0, "length": 3.0}]
+    assert result.answers == ["100000000000000000001"] * 3
 
 
 def test_a_function_gets_copies_of_its_arguments():
