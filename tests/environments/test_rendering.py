@@ -5,8 +5,8 @@ import random
 import pytest
 
 from fixtures.chat_tokenizers import ADDED, CONTROL, chat_tokenizer
-from hybridflow.environments import AssistantTurn, ChatRenderer, Tool, ToolCall
-from hybridflow.errors import DataError, EnvironmentConfigError
+from hybridflow.environments import AssistantTurn, ChatRenderer, Tool
+from hybridflow.errors import EnvironmentConfigError
 
 FAMILIES = tuple(CONTROL)
 QUESTION = {"role": "user", "content": "What is 3 + 4?"}
@@ -104,11 +104,3 @@ def test_tools_need_a_template_of_a_known_format():
     tokenizer.chat_template = None
     with pytest.raises(EnvironmentConfigError, match="has no chat template"):
         ChatRenderer(tokenizer)
-
-
-def test_a_template_that_raises_is_an_error_with_its_reason():
-    tokenizer = chat_tokenizer("llama3")
-    renderer = ChatRenderer(tokenizer, [Tool.of(add)])
-    call = ToolCall("add", {"a": 1, "b": 2})
-    with pytest.raises(DataError, match="only supports single tool-calls"):
-        renderer.start([QUESTION, AssistantTurn("", "", (call, call)).message()])

@@ -63,18 +63,3 @@ def test_statements_that_run_something_are_accepted():
         "if add(1, 2) != 3:\n    raise ValueError",
     ):
         require_check(statements)
-
-
-@pytest.mark.runs
-@pytest.mark.own_run("grpo: programs of a model run in processes of their own")
-@pytest.mark.parametrize(
-    "statements",
-    [
-        f"{CHECK}\ncheck(add)",
-        f"{CLASS}\nassert unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(Tests))"
-        ".wasSuccessful()",
-    ],
-)
-def test_the_fix_in_the_message_tells_right_programs_from_wrong_ones(statements):
-    scores = [code_reward("code", program(operator), {"tests": [statements]}, timeout_s=25.0) for operator in "+-"]
-    assert [score["score"] for score in scores] == [1.0, 0.0]
