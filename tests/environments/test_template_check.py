@@ -4,11 +4,18 @@ from fixtures.chat_tokenizers import CONTROL, chat_tokenizer
 from hybridflow.cli.main import main
 from hybridflow.environments import check_template
 
-BROKEN = {
-    "no header": ("{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}", "", "prompt"),
-    "another end": ("<|im_end|>", "<|endoftext|>", "stop token"),
-    "calls as Python": ('\\n<tool_call>\\n{"name": "', '\\n<tool_call>\\n{name: "', "round trip"),
-}
+PLAIN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+BROKEN = [
+    # the check that fails, the change of a template
+    ("prompt", lambda template: template.partition("{%- if add_generation_prompt %}")[0]),
+    ("prompt", lambda template: "{{ raise_exception('no') }}<tool_call></tool_call>"),
+    ("stop token", lambda template: template.replace("<|im_end|>", "<|endoftext|>")),
+    ("round trip", lambda template: template.replace('\\n<tool_call>\\n{"name": "', '\\n<tool_call>\\n{name: "')),
+    ("tools", lambda template: PLAIN),
+]
 
 
 def states(tokenizer, stop_ids=None):
@@ -34,28 +41,14 @@ def test_a_template_that_ends_turns_by_the_next_role_needs_these_as_stop_tokens(
     assert states(tokenizer, tokenizer.convert_tokens_to_ids(["[gMASK]"]))["stop token"] == "failed"
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_template_fails_in_its_check(name):
-    old, new, check = BROKEN[name]
+@pytest.mark.parametrize(("check", "change"), BROKEN, ids=range(len(BROKEN)))
+def test_a_broken_template_fails_in_its_check(check, change):
     tokenizer = chat_tokenizer("qwen2_5")
-    if name == "no header":
-        tokenizer.chat_template = tokenizer.chat_template.partition("{%- if add_generation_prompt %}")[0]
-    else:
-        assert old in tokenizer.chat_template
-        tokenizer.chat_template = tokenizer.chat_template.replace(old, new)
-    assert states(tokenizer)[check] == "failed"
-
-
-def test_a_template_without_a_known_format_or_that_raises_fails_with_its_reason():
-    tokenizer = chat_tokenizer("qwen2_5")
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
+    whole, tokenizer.chat_template = tokenizer.chat_template, change(tokenizer.chat_template)
+    assert tokenizer.chat_template != whole
     found = states(tokenizer)
-    assert (found["tools"], found["a user answers"]) == ("failed", "ok")
-    tokenizer.chat_template = "{{ raise_exception('no') }}<tool_call></tool_call>"
-    assert states(tokenizer)["prompt"] == "failed"
+    assert found[check] == "failed"
+    assert check != "tools" or found["a user answers"] == "ok"
 
 
 @pytest.fixture
