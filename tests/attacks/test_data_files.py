@@ -19,17 +19,8 @@ LONGEST_LINE = 1000
 MEGABYTE = "x" * 2**20
 
 
-def good_row():
-    return {
-        "prompt": [{"role": "user", "content": "w3"}],
-        "data_source": "countdown",
-        "reward_model": {"style": "rule", "ground_truth": "1"},
-    }
-
-
-def rows(*changes):
-    """Return a writer of a file whose rows are a good one with these changes."""
-    return lambda path: pq.write_table(pa.Table.from_pylist([good_row() | change for change in changes]), path)
+TRUTH = {"style": "rule", "ground_truth": "1"}
+GOOD = {"prompt": [{"role": "user", "content": "w3"}], "data_source": "countdown", "reward_model": TRUTH}
 
 
 def column(name, values):
@@ -37,7 +28,7 @@ def column(name, values):
 
     def write(path):
         array = values()
-        table = pa.table({key: pa.array([value]).take(zeros(len(array))) for key, value in good_row().items()})
+        table = pa.table({key: pa.array([value]).take(zeros(len(array))) for key, value in GOOD.items()})
         table = table.set_column(table.column_names.index(name), name, array)
         pq.write_table(table, path, store_schema=False, compression="zstd")
 
@@ -57,19 +48,14 @@ def damaged(change):
     """Return a writer of a good file whose bytes a function has changed."""
 
     def write(path):
-        rows({})(path)
+        pq.write_table(pa.Table.from_pylist([GOOD]), path)
         path.write_bytes(change(path.read_bytes()))
 
     return write
 
 
-def repeated_text():
-    return pa.DictionaryArray.from_arrays(zeros(100_000), [MEGABYTE])
-
-
-def table(make):
-    """Return a writer of a table that a function makes."""
-    return lambda path: pq.write_table(pa.table(make()), path)
+def nulls(path):
+    pq.write_table(pa.table({key: pa.nulls(30_000_000) for key in GOOD}), path)
 
 
 def deep(path):
@@ -80,17 +66,13 @@ def deep(path):
 
 
 def twice(path):
-    table = pa.Table.from_pylist([good_row()])
+    table = pa.Table.from_pylist([GOOD])
     pq.write_table(table.append_column("prompt", table["prompt"]), path)
 
 
 def struct_with_a_name_twice(path):
     messages = pa.StructArray.from_arrays([pa.array(["user"]), pa.array(["w3"])], ["role", "role"])
     column("prompt", lambda: pa.ListArray.from_arrays(pa.array([0, 1], pa.int32()), messages))(path)
-
-
-def not_utf8():
-    return pa.array([b"\xff\xfe"]).view(pa.string())
 
 
 def footer(data):
@@ -102,12 +84,20 @@ FILES = [
     ("no bytes", contents(b""), r"not a readable parquet file \(Parquet file size is 0 bytes\)"),
     ("without its data", damaged(lambda d: d[:4] + d[-footer(d) :]), r"not a readable parquet file"),
     ("a footer of 2 GB", damaged(lambda d: d[:-8] + b"\xff\xff\xff\x7fPAR1"), r"not a readable parquet file"),
-    ("30 million nulls", table(lambda: {key: pa.nulls(30_000_000) for key in good_row()}), r"has 30,000,000 rows; at "),
-    ("100 GB by a dictionary", column("data_source", repeated_text), r"'data_source' has [\d.]+ GiB uncompresse"),
+    ("30 million nulls", nulls, r"has 30,000,000 rows; at "),
+    (
+        "100 GB by a dictionary",
+        column("data_source", lambda: pa.DictionaryArray.from_arrays(zeros(10**5), [MEGABYTE])),
+        r"'data_source' has [\d.]+ GiB uncompresse",
+    ),
     ("a column twice", twice, r"there are 2 columns named 'prompt'; remove all but one"),
     ("a list of depth 200", deep, r"not a readable parquet file \(Parquet schema too deeply nested"),
     ("a field twice", struct_with_a_name_twice, r"a value cannot be read \(ValueError: .*duplicate field names"),
-    ("a text that is not UTF-8", column("data_source", not_utf8), r"a value cannot be read \(UnicodeDecodeError"),
+    (
+        "a text that is not UTF-8",
+        column("data_source", lambda: pa.array([b"\xff\xfe"]).view(pa.string())),
+        r"a value cannot be read \(UnicodeDecodeError",
+    ),
 ]
 PATHS = [
     # name, maker of the path, what the error says
@@ -173,7 +163,7 @@ def test_a_bad_parquet_file_is_one_error(read, tmp_path, write, message):
 def test_texts_that_repeat_their_prefix_are_counted_before_they_are_expanded(read, tmp_path, monkeypatch):
     monkeypatch.setattr("hybridflow.data.parquet_bounds.MAX_BYTES", 2**29)
     file = tmp_path / "bad.parquet"
-    part = pa.table({key: pa.array([value]).take(zeros(100)) for key, value in good_row().items()})
+    part = pa.table({key: pa.array([value]).take(zeros(100)) for key, value in GOOD.items()})
     texts = pa.array([MEGABYTE]).take(zeros(100))
     part = part.set_column(part.column_names.index("data_source"), "data_source", texts)
     encodings = {"data_source": "DELTA_BYTE_ARRAY"}
