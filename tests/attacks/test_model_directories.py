@@ -20,7 +20,7 @@ from hybridflow.trainers.preconditions import with_required_files
 
 NAN, INFINITY = float("nan"), float("inf")
 GENERATION = "generation_config.json"
-LAYER = "model.layers.0"
+BIAS, UP = "model.layers.0.self_attn.q_proj.bias", "model.layers.0.mlp.up_proj.weight"
 
 
 @pytest.fixture
@@ -57,12 +57,10 @@ def weight(name, change):
 
 def in_two_files(directory):
     """Store one weight in a second file too."""
-    weights = load_file(directory / "model.safetensors")
+    weights, name = load_file(directory / "model.safetensors"), "model.norm.weight"
     (directory / "model.safetensors").rename(directory / "a.safetensors")
-    save_file(
-        {"model.norm.weight": weights["model.norm.weight"]}, directory / "b.safetensors", metadata={"format": "pt"}
-    )
-    index({"weight_map": dict.fromkeys(weights, "a.safetensors") | {"model.norm.weight": "b.safetensors"}})(directory)
+    save_file({name: weights[name]}, directory / "b.safetensors", metadata={"format": "pt"})
+    index({"weight_map": dict.fromkeys(weights, "a.safetensors") | {name: "b.safetensors"}})(directory)
 
 
 def index(document):
@@ -80,9 +78,6 @@ def pipe(name):
     return damage
 
 
-ROPE = {"rope_type": "default", "rope_theta": NAN}
-
-
 def rope(**changes):
     return config(rope_parameters={"rope_type": "default", "rope_theta": 10_000.0} | changes)
 
@@ -95,7 +90,7 @@ CONFIGS = [
     ("ten million layers", config(num_hidden_layers=10_000_000), r"num_hidden_layers=10000000 is out of range: .*"),
     ("a huge width", config(hidden_size=10**9), r"hidden_size=1000000000 is out of range"),
     ("NaN for the rotary base", config(rope_theta=NAN), r"rope_theta=nan is not a finite number"),
-    ("NaN inside a table", config(rope_parameters=ROPE), r"rope_parameters\.rope_theta=nan is not a finite number"),
+    ("NaN inside a table", rope(rope_theta=NAN), r"rope_parameters\.rope_theta=nan is not a finite number"),
     ("infinity for epsilon", config(rms_norm_eps=INFINITY), r"rms_norm_eps=inf is not a finite number"),
     ("a rotary base of 0", rope(rope_theta=0), r"rope_parameters\.rope_theta=0 is out of range: expected a number"),
     ("a rotary base of text", rope(rope_theta="x"), r"cannot be loaded"),
@@ -107,18 +102,10 @@ CONFIGS = [
     ("deep nesting", text("[" * 100_000), r"maximum recursion depth exceeded"),
     ("an integer of 5,000 digits", text('{"vocab_size": ' + "9" * 5000 + "}"), r"Exceeds the limit"),
     ("a pipe", pipe("config.json"), r"config\.json not found"),
-    (
-        "a bias that the model lacks",
-        weight(f"{LAYER}.self_attn.q_proj.bias", torch.ones(32)),
-        r"have .*q_proj\.bias, wh",
-    ),
+    ("a bias that the model lacks", weight(BIAS, torch.ones(32)), r"have .*q_proj\.bias, wh"),
     ("NaN", weight("model.norm.weight", lambda w: w * NAN), r"model\.norm\.weight has NaN or infinity as"),
     ("beyond float32", weight("model.norm.weight", lambda w: w.double() * 1e300), r"norm\.weight has NaN or"),
-    (
-        "transposed",
-        weight("model.layers.0.mlp.up_proj.weight", lambda w: w.T.contiguous()),
-        r"up_proj\.weight has shape",
-    ),
+    ("transposed", weight(UP, lambda w: w.T.contiguous()), r"up_proj\.weight has shape"),
 ]
 
 WEIGHTS = [
