@@ -14,12 +14,7 @@ LONGEST_LINE = 1000
 
 OVERRIDES = [
     # name, argument, what the error says
-    ("no equals sign", "trainer.total_steps", r"'trainer.total_steps' is not an override; write section.key=value"),
-    ("no key", "=3", r"'=3' is not an override"),
-    ("unknown key", "trainer.total_stepz=3", r"trainer\.total_stepz: no such key; did you mean"),
     ("unknown section", "trainr.total_steps=3", r"did you mean trainer(\.total_steps)?\?"),
-    ("a key below a value", "trainer.seed.x=3", r"trainer\.seed={'x': 3} is invalid: expected a valid integer"),
-    ("a value for a section", "trainer=3", r"trainer=3 is invalid: expected a section; set one of its keys, such as"),
     ("a key of 5,000 parts", ".".join(["a"] * 5000) + "=1", r"no such key; it has 9999 characters"),
     ("a key of 10 MB", "a" * 10_000_000 + "=1", r"no such key; it has 10000000 characters"),
     ("an integer of 5,000 digits", "trainer.total_steps=" + "9" * 5000, r"is invalid: expected a valid integer"),
@@ -30,29 +25,18 @@ OVERRIDES = [
     ("an empty run directory", "trainer.run_dir=", r"trainer\.run_dir='' is invalid: expected a text that is not"),
     ("too many threads", "controller.threads=100000", r"expected a value less than or equal to 1024"),
     ("a temperature that overflows", "rollout.temperature=1e-300", r"logits divided by it overflow; use 0"),
-    ("a slow factor below 1.5", "recovery.slow_factor=1.4", r"slow_factor=1\.4 is invalid: equal ranks differ by"),
     ("a number beyond float64", "actor.optimizer.lr=1e400", r"lr=inf is invalid: expected a finite number"),
     ("NaN in an array", "algorithm.rollout_weight_bounds=[nan, 1.0]", r"is invalid: expected a finite number"),
     ("a float for an integer", "trainer.total_steps=3.0", r"=3\.0 is invalid: expected a valid integer"),
-    ("a text for a boolean", "trainer.deterministic=yes", r"='yes' is invalid: expected a valid boolean"),
-    ("a list for a table", "memory.offload=[1]", r"is invalid: expected a table"),
     ("a function without a file", "algorithm.advantage=:score", r"advantage=':score' is invalid: expected one of"),
-    ("a probability above 1", "rollout.top_p=1.1", r"=1\.1 is invalid: expected a value less than or equal to 1"),
-    ("a negative rate", "actor.optimizer.lr=-1e-5", r"is invalid: expected a value greater than"),
-    ("a key of another framework", "rollout.n=4", r"rollout\.n: no such key; the key here is rollout\.group_size"),
 ]
 
 RECIPES = [
     # name, bytes of the recipe, what the error says
-    ("not TOML", b"trainer: 3", r"recipe\.toml, line 1: .*trainer: 3"),
-    ("an open table", b"[trainer\nseed = 1", r"recipe\.toml, line 1"),
     ("UTF-16", "[trainer]\nseed = 1".encode("utf-16"), r"byte 0 is not UTF-8; save the recipe as UTF-8"),
     ("an integer of 5,000 digits", b"[trainer]\nseed = " + b"9" * 5000, r"recipe\.toml: a number has too many"),
     ("a key of 5,000 parts", b".".join([b"a"] * 5000) + b" = 1", r"values are nested too deeply"),
-    ("a deep array", b"x = " + b"[" * 3000 + b"]" * 3000, r"values are nested too deeply"),
-    ("a key twice", b"[trainer]\nseed = 1\nseed = 2", r"recipe\.toml: this key already has a value: each key once"),
     ("a date for a text", b"[model]\npath = 2024-01-01", r"model\.path=datetime\.date\(2024, 1, 1\) is invalid"),
-    ("an old section", b"[sft]\nbatch_size = 3", r"sft: no such section; renamed to \[offline\]"),
 ]
 
 

@@ -19,17 +19,8 @@ LONGEST_LINE = 1000
 MEGABYTE = "x" * 2**20
 
 
-def good_row():
-    return {
-        "prompt": [{"role": "user", "content": "w3"}],
-        "data_source": "countdown",
-        "reward_model": {"style": "rule", "ground_truth": "1"},
-    }
-
-
-def rows(*changes):
-    """Return a writer of a file whose rows are a good one with these changes."""
-    return lambda path: pq.write_table(pa.Table.from_pylist([good_row() | change for change in changes]), path)
+TRUTH = {"style": "rule", "ground_truth": "1"}
+GOOD = {"prompt": [{"role": "user", "content": "w3"}], "data_source": "countdown", "reward_model": TRUTH}
 
 
 def column(name, values):
@@ -37,7 +28,7 @@ def column(name, values):
 
     def write(path):
         array = values()
-        table = pa.table({key: pa.array([value]).take(zeros(len(array))) for key, value in good_row().items()})
+        table = pa.table({key: pa.array([value]).take(zeros(len(array))) for key, value in GOOD.items()})
         table = table.set_column(table.column_names.index(name), name, array)
         pq.write_table(table, path, store_schema=False, compression="zstd")
 
@@ -57,32 +48,14 @@ def damaged(change):
     """Return a writer of a good file whose bytes a function has changed."""
 
     def write(path):
-        rows({})(path)
+        pq.write_table(pa.Table.from_pylist([GOOD]), path)
         path.write_bytes(change(path.read_bytes()))
 
     return write
 
 
-def nulls_in_one_list():
-    count = 100_000_001
-    return pa.ListArray.from_arrays(pa.array([0, count], pa.int32()), pa.nulls(count, pa.int8()))
-
-
-def repeated_message():
-    """Return 100,000 rows of one message of a megabyte, which a dictionary holds once."""
-    text = pa.DictionaryArray.from_arrays(zeros(100_000), [MEGABYTE])
-    role = pa.DictionaryArray.from_arrays(zeros(100_000), ["user"])
-    messages = pa.StructArray.from_arrays([role, text], ["role", "content"])
-    return pa.ListArray.from_arrays(pa.array(range(100_001), pa.int32()), messages)
-
-
-def repeated_text():
-    return pa.DictionaryArray.from_arrays(zeros(100_000), [MEGABYTE])
-
-
-def table(make):
-    """Return a writer of a table that a function makes."""
-    return lambda path: pq.write_table(pa.table(make()), path)
+def nulls(path):
+    pq.write_table(pa.table({key: pa.nulls(30_000_000) for key in GOOD}), path)
 
 
 def deep(path):
@@ -93,17 +66,13 @@ def deep(path):
 
 
 def twice(path):
-    table = pa.Table.from_pylist([good_row()])
+    table = pa.Table.from_pylist([GOOD])
     pq.write_table(table.append_column("prompt", table["prompt"]), path)
 
 
 def struct_with_a_name_twice(path):
     messages = pa.StructArray.from_arrays([pa.array(["user"]), pa.array(["w3"])], ["role", "role"])
     column("prompt", lambda: pa.ListArray.from_arrays(pa.array([0, 1], pa.int32()), messages))(path)
-
-
-def not_utf8():
-    return pa.array([b"\xff\xfe"]).view(pa.string())
 
 
 def footer(data):
@@ -113,33 +82,23 @@ def footer(data):
 FILES = [
     # name, writer, what the error says
     ("no bytes", contents(b""), r"not a readable parquet file \(Parquet file size is 0 bytes\)"),
-    ("text", contents(b"prompt,data_source\n" * 9), r"not a readable parquet file \(Parquet magic bytes not found"),
     ("without its data", damaged(lambda d: d[:4] + d[-footer(d) :]), r"not a readable parquet file"),
     ("a footer of 2 GB", damaged(lambda d: d[:-8] + b"\xff\xff\xff\x7fPAR1"), r"not a readable parquet file"),
-    ("no rows", lambda path: pq.write_table(pa.Table.from_pylist([good_row()]).slice(0, 0), path), r"has no rows"),
-    ("30 million nulls", table(lambda: {key: pa.nulls(30_000_000) for key in good_row()}), r"has 30,000,000 rows; at "),
-    ("100 million nulls in a row", column("prompt", nulls_in_one_list), r"has 100,000,001 values; at most 100,0"),
-    ("100 GB by a dictionary", column("data_source", repeated_text), r"'data_source' has [\d.]+ GiB uncompresse"),
-    ("the same in a message", column("prompt", repeated_message), r"column 'prompt.list.element.content' has [\d.]+"),
+    ("30 million nulls", nulls, r"has 30,000,000 rows; at "),
     (
-        "10,001 columns",
-        table(lambda: {f"c{number}": pa.array([1]) for number in range(10_001)}),
-        r"the file has 10,001 columns; at most 10,000\. Split the file",
+        "100 GB by a dictionary",
+        column("data_source", lambda: pa.DictionaryArray.from_arrays(zeros(10**5), [MEGABYTE])),
+        r"'data_source' has [\d.]+ GiB uncompresse",
     ),
     ("a column twice", twice, r"there are 2 columns named 'prompt'; remove all but one"),
     ("a list of depth 200", deep, r"not a readable parquet file \(Parquet schema too deeply nested"),
     ("a field twice", struct_with_a_name_twice, r"a value cannot be read \(ValueError: .*duplicate field names"),
-    ("a text that is not UTF-8", column("data_source", not_utf8), r"a value cannot be read \(UnicodeDecodeError"),
-    ("no prompt column", table(lambda: {"text": ["a"]}), r"'prompt' is missing; the f"),
-    ("no message", rows({}, {"prompt": []}), r"row 1: column 'prompt' has no messages"),
-    ("a null prompt", rows({}, {"prompt": None}), r"row 1: column 'prompt' has no value \(null\)"),
-    ("a source of numbers", rows({"data_source": 3}), r"row 0: column 'data_source' must be a text, got 3"),
-    ("a null truth", rows({"reward_model": {"style": "rule", "ground_truth": None}}), r"must hold style and ground"),
-    ("a message of a number", rows({"prompt": [{"role": "user", "content": 3}]}), r"must be a text, got 3"),
-    ("images", rows({"images": [b"PNG"]}), r"row 0: column 'images' holds data, but prompts with images"),
+    (
+        "a text that is not UTF-8",
+        column("data_source", lambda: pa.array([b"\xff\xfe"]).view(pa.string())),
+        r"a value cannot be read \(UnicodeDecodeError",
+    ),
 ]
-TAKE_SECONDS = ("100 million nulls in a row", "10,001 columns", "the same in a message")
-
 PATHS = [
     # name, maker of the path, what the error says
     ("missing", lambda path: None, r"no such file\.$"),
@@ -169,10 +128,6 @@ LINES = [
     ("NaN", b'{"question": NaN}', r"line 2: is not JSON: NaN is not a number of JSON"),
     ("a key twice", b'{"question": "a", "question": "b"}', r"line 2: is not JSON: key 'question' occurs twice"),
     ("a list", b"[1]", r"line 2: is a list; expected an object with question and answer"),
-    ("an empty object", b"{}", r"line 2: 'question' is missing; the row has no keys"),
-    ("a number for the question", b'{"question": 3, "answer": "#### 1"}', r"line 2: 'question' must be a text,"),
-    ("no number in the answer", b'{"question": "a", "answer": "b"}', r"line 2: the answer must end in '#### number'"),
-    ("10,000 keys", json.dumps({f"k{n}": n for n in range(10**4)}).encode(), r"'question' is missing; the row has"),
     ("a line of 100 MB", b'{"question": "' + b"a" * 10**8 + b'"}', r"line 2: is longer than 16,777,216 bytes"),
 ]
 
@@ -195,10 +150,7 @@ def error_of(function, *arguments):
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("write", "message"),
-    [pytest.param(*case[1:], id=case[0], marks=[pytest.mark.exhaustive] * (case[0] in TAKE_SECONDS)) for case in FILES],
-)
+@pytest.mark.parametrize(("write", "message"), [case[1:] for case in FILES], ids=[case[0] for case in FILES])
 def test_a_bad_parquet_file_is_one_error(read, tmp_path, write, message):
     file = tmp_path / "bad.parquet"
     write(file)
@@ -211,7 +163,7 @@ def test_a_bad_parquet_file_is_one_error(read, tmp_path, write, message):
 def test_texts_that_repeat_their_prefix_are_counted_before_they_are_expanded(read, tmp_path, monkeypatch):
     monkeypatch.setattr("hybridflow.data.parquet_bounds.MAX_BYTES", 2**29)
     file = tmp_path / "bad.parquet"
-    part = pa.table({key: pa.array([value]).take(zeros(100)) for key, value in good_row().items()})
+    part = pa.table({key: pa.array([value]).take(zeros(100)) for key, value in GOOD.items()})
     texts = pa.array([MEGABYTE]).take(zeros(100))
     part = part.set_column(part.column_names.index("data_source"), "data_source", texts)
     encodings = {"data_source": "DELTA_BYTE_ARRAY"}
@@ -261,7 +213,6 @@ def test_a_bad_json_line_of_prompts_is_one_error(read, tmp_path, data):
     ("write", "status", "message"),
     [
         (contents(b"PAR1"), 1, r"not a readable parquet file"),
-        (rows({"data_source": "evil"}), 2, r"no built-in reward function serves data_source 'evil'"),
         (lambda path: path.mkdir(), 2, r"; expected a file\.$|; name a file\.$"),
     ],
 )

@@ -20,7 +20,7 @@ from hybridflow.trainers.preconditions import with_required_files
 
 NAN, INFINITY = float("nan"), float("inf")
 GENERATION = "generation_config.json"
-LAYER = "model.layers.0"
+BIAS, UP = "model.layers.0.self_attn.q_proj.bias", "model.layers.0.mlp.up_proj.weight"
 
 
 @pytest.fixture
@@ -55,30 +55,12 @@ def weight(name, change):
     return damage
 
 
-def spoil(tensor, value):
-    """Return a copy, one of whose numbers is another value."""
-    tensor = tensor.clone()
-    tensor.view(-1)[3] = value
-    return tensor
-
-
-def shards(second_copy=None, **index):
-    """Return a damage that stores the weights in two files, in both of which one weight may be."""
-
-    def damage(directory):
-        weights = load_file(directory / "model.safetensors")
-        (directory / "model.safetensors").unlink()
-        names = sorted(weights)
-        parts = {"a.safetensors": names[:5], "b.safetensors": names[5:]}
-        for file, listed in parts.items():
-            contents = {name: weights[name] for name in listed}
-            if second_copy:
-                contents[second_copy] = weights[second_copy] * (2 if file.startswith("b") else 1)
-            save_file(contents, directory / file, metadata={"format": "pt"})
-        listed = {"weight_map": {name: file for file, part in parts.items() for name in part}, "metadata": {}}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(listed | index))
-
-    return damage
+def in_two_files(directory):
+    """Store one weight in a second file too."""
+    weights, name = load_file(directory / "model.safetensors"), "model.norm.weight"
+    (directory / "model.safetensors").rename(directory / "a.safetensors")
+    save_file({name: weights[name]}, directory / "b.safetensors", metadata={"format": "pt"})
+    index({"weight_map": dict.fromkeys(weights, "a.safetensors") | {name: "b.safetensors"}})(directory)
 
 
 def index(document):
@@ -96,28 +78,20 @@ def pipe(name):
     return damage
 
 
-ROPE = {"rope_type": "default", "rope_theta": NAN}
-
-
 def rope(**changes):
     return config(rope_parameters={"rope_type": "default", "rope_theta": 10_000.0} | changes)
 
 
 CONFIGS = [
-    ("not JSON", text("{"), "not a valid JSON file"),
     ("a list", text("[]"), "expected a table, got list"),
-    ("an empty table", text("{}"), "should have a `model_type` key"),
     ("unknown model type", config(model_type="evil"), r"model_type='evil' is unknown to the installed transformers"),
     ("architectures of a text", config(architectures="Llama"), r"architectures='Llama' is not a list"),
     ("a quantized model", config(quantization_config={"bits": 4}), r"quantized .* use the original weights"),
     ("ten million layers", config(num_hidden_layers=10_000_000), r"num_hidden_layers=10000000 is out of range: .*"),
     ("a huge width", config(hidden_size=10**9), r"hidden_size=1000000000 is out of range"),
-    ("a text for a width", config(hidden_size="wide"), r"'hidden_size' expected int, got str"),
     ("NaN for the rotary base", config(rope_theta=NAN), r"rope_theta=nan is not a finite number"),
-    ("NaN inside a table", config(rope_parameters=ROPE), r"rope_parameters\.rope_theta=nan is not a finite number"),
+    ("NaN inside a table", rope(rope_theta=NAN), r"rope_parameters\.rope_theta=nan is not a finite number"),
     ("infinity for epsilon", config(rms_norm_eps=INFINITY), r"rms_norm_eps=inf is not a finite number"),
-    ("another width than the weights", config(intermediate_size=64), r"has shape .* in the weights, but .* by"),
-    ("more layers than the weights", config(num_hidden_layers=3), r"the weights lack model\.layers\.2"),
     ("a rotary base of 0", rope(rope_theta=0), r"rope_parameters\.rope_theta=0 is out of range: expected a number"),
     ("a rotary base of text", rope(rope_theta="x"), r"cannot be loaded"),
     ("a negative epsilon", config(rms_norm_eps=-1.0), r"rms_norm_eps=-1\.0 is out of range: expected 0 or more"),
@@ -128,65 +102,50 @@ CONFIGS = [
     ("deep nesting", text("[" * 100_000), r"maximum recursion depth exceeded"),
     ("an integer of 5,000 digits", text('{"vocab_size": ' + "9" * 5000 + "}"), r"Exceeds the limit"),
     ("a pipe", pipe("config.json"), r"config\.json not found"),
-    (
-        "a bias that the model lacks",
-        weight(f"{LAYER}.self_attn.q_proj.bias", torch.ones(32)),
-        r"have .*q_proj\.bias, wh",
-    ),
+    ("a bias that the model lacks", weight(BIAS, torch.ones(32)), r"have .*q_proj\.bias, wh"),
     ("NaN", weight("model.norm.weight", lambda w: w * NAN), r"model\.norm\.weight has NaN or infinity as"),
     ("beyond float32", weight("model.norm.weight", lambda w: w.double() * 1e300), r"norm\.weight has NaN or"),
-    (
-        "transposed",
-        weight("model.layers.0.mlp.up_proj.weight", lambda w: w.T.contiguous()),
-        r"up_proj\.weight has shape",
-    ),
+    ("transposed", weight(UP, lambda w: w.T.contiguous()), r"up_proj\.weight has shape"),
 ]
 
 WEIGHTS = [
-    ("a weight in two files", shards("model.norm.weight"), r"norm\.weight is in a\.safetensors and in"),
+    ("a weight in two files", in_two_files, r"norm\.weight is in a\.safetensors and in"),
     (
         "only a pickle",
         lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"),
         r"no file named model\.safe",
     ),
-    ("empty", text("", "model.safetensors"), "deserializing header"),
     ("a pipe", pipe("model.safetensors"), r"model\.safetensors is not a regular file"),
     ("uint8", weight("lm_head.weight", lambda w: w.to(torch.uint8)), r"lm_head\.weight .* stored as U8, .*"),
     ("float8", weight("lm_head.weight", lambda w: w.to(torch.float8_e4m3fn)), r"lm_head\.weight .* stored as"),
-    ("an index with a parent folder", index({"weight_map": {"a": "../x"}}), r"lists '\.\./x', which is not a file"),
     ("an index with a number", index({"weight_map": {"a": 3}}), r"lists 3, which is not a file"),
     ("an index without a map", index({}), r"has no weight_map"),
     ("an index of deep nesting", index("[" * 100_000), r"maximum recursion depth"),
-    ("an index of a missing file", index({"weight_map": {"a": "absent.safetensors"}}), r"absent\.safetensors"),
 ]
 
 CODE = '{"auto_map": {"AutoTokenizer": ["evil.Evil", null]}, "tokenizer_class": "Evil"}'
 TOKENS = [
     ("a stop token beyond the vocabulary", text('{"eos_token_id": 1000000}', GENERATION), r"stop token 1000000 .*"),
-    ("stop tokens that are not JSON", text("{", GENERATION), r"generation_config\.json: cannot be read as JSON"),
-    ("stop tokens that are a list", text("[]", GENERATION), r"generation_config\.json: expected a table, got list"),
-    ("no model type", lambda d: (d / "config.json").write_text("{}"), r"cannot be loaded .* should have a"),
-    ("a tokenizer that is not JSON", text("{", "tokenizer.json"), r"tokenizer='.*' cannot be loaded \(Expecting"),
     ("a pipe for a tokenizer", pipe("tokenizer.json"), r"tokenizer='.*' cannot be loaded"),
     ("a pipe for a tokenizer's settings", pipe("tokenizer_config.json"), r"has no EOS token"),
     ("a tokenizer with code", text(CODE, "tokenizer_config.json"), r"it needs code of its directory, which"),
-    ("no tokenizer", lambda d: (d / "tokenizer.json").unlink(), r"has no tokenizer: expected tokenizer\.json"),
-    ("a stop token of text", text('{"eos_token_id": "</s>"}', GENERATION), r"must be a number or a list"),
     ("a smaller vocabulary than the tokenizer's", config(vocab_size=8), r"token '.*' of id \d+, but the model has a"),
 ]
+
+
+def load_shards_of(directory):
+    """Load the policy parameter by parameter, as each rank of a sharded model does."""
+    model = build_with_placeholders(directory, "policy", torch.float32, torch.device("cpu"))
+    replace_parameters(model, lambda _, parameter: torch.nn.Parameter(torch.empty(parameter.shape)))
+    load_shards(model, directory)
+    return model
 
 
 def cases(table):
     return pytest.mark.parametrize(("damage", "message"), [c[1:] for c in table], ids=[c[0] for c in table])
 
 
-def loaders(first, *others):
-    """Return the functions that share their checks with the first one; they are tried in the exhaustive lane."""
-    marked = [pytest.param(other, marks=pytest.mark.exhaustive) for other in others]
-    return pytest.mark.parametrize("load", [first, *marked])
-
-
-@loaders(load_causal_lm, load_value_model, lambda directory: load_shards_of(directory))
+@pytest.mark.parametrize("load", [load_causal_lm, pytest.param(load_shards_of, marks=pytest.mark.exhaustive)])
 @cases(CONFIGS)
 def test_a_bad_config_is_a_model_error(directory, load, damage, message):
     damage(directory)
@@ -196,7 +155,7 @@ def test_a_bad_config_is_a_model_error(directory, load, damage, message):
     assert str(directory) in str(error.value)
 
 
-@loaders(StoredModel, load_causal_lm, load_value_model)
+@pytest.mark.parametrize("load", [StoredModel, pytest.param(load_causal_lm, marks=pytest.mark.exhaustive)])
 @cases(WEIGHTS)
 def test_bad_weights_are_a_model_error(directory, load, damage, message):
     damage(directory)
@@ -227,21 +186,12 @@ def test_a_head_that_differs_from_its_embedding_is_an_error(directory):
         assert torch.equal(load(directory).get_parameter("model.embed_tokens.weight"), embedding)
 
 
-def load_shards_of(directory):
-    """Load the policy parameter by parameter, as each rank of a sharded model does."""
-    model = build_with_placeholders(directory, "policy", torch.float32, torch.device("cpu"))
-    replace_parameters(model, lambda _, parameter: torch.nn.Parameter(torch.empty(parameter.shape)))
-    load_shards(model, directory)
-    return model
-
-
 LOOPS = (
     "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}"
 )
 TEMPLATES = [
     ("empty", "", "chat template is empty"),
     ("a syntax error", "{% if %}", "chat template rejects the messages"),
-    ("an error of its own", "{{ raise_exception('no system') }}", "rejects the messages: no system"),
     ("a text of 100 GB", "{{ 'x' * 10**11 }}", "rejects the messages: MemoryError"),
     ("a way out of the sandbox", "{{ ''.__class__.__mro__[1].__subclasses__() }}", "rejects the messages: access to"),
     ("loops in loops", LOOPS, "took longer than 0.5 s for one prompt"),

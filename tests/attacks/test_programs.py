@@ -46,15 +46,8 @@ def failures_of(names: list[str], user: int) -> dict[str, object]:
     with tempfile.TemporaryDirectory(prefix="attacks-") as directory:
         Path(directory).chmod(0o777)
         environment = {"PATH": os.environ["PATH"], "TMPDIR": directory, "PYTHONPATH": os.pathsep.join(paths)}
-        done = subprocess.run(
-            [*command, *names],
-            cwd=directory,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=1000,
-            check=False,
-        )
+        captured = {"capture_output": True, "text": True, "timeout": 1000}
+        done = subprocess.run([*command, *names], cwd=directory, env=environment, **captured)
     if done.returncode != 0 and any(word in done.stderr for word in ("unshare failed", "mount:", "setpriv:")):
         pytest.skip(f"running Python as another user failed: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr

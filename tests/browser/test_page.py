@@ -6,14 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
-from fixtures.report_runs import HOSTILE, write_run
+from fixtures.report_runs import HOSTILE, served, write_run
 from hybridflow.observability.report import write_report
-from hybridflow.observability.report.live import LiveServer
 from hybridflow.observability.run_files import RunFiles
 
 pytestmark = pytest.mark.browser
@@ -330,12 +328,8 @@ def test_axes_have_round_numbers_and_a_constant_is_in_the_middle(open_page, page
 def live(tmp_path):
     """Return a run of three steps and a server of its page."""
     run = write_run(tmp_path / "run", steps=3)
-    with LiveServer([run], 0) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    with served(run) as server:
         yield run, server
-        server.shutdown()
-        thread.join()
 
 
 def test_an_error_of_drawing_does_not_end_a_live_page(open_page, live):

@@ -48,19 +48,11 @@ def test_errors_of_ray_and_its_workers_keep_class_and_code():
         assert exit_code(raised_from(WorkerError("an argument does not fit"), full)) is ExitCode.AGAIN
 
 
-class JudgeIsGone(RewardError):
-    """An error of a user's program."""
-
-
-class TypingError(ConfigError):
-    """An error of a user's program."""
-
-
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (JudgeIsGone(), ExitCode.FAILED),
-        (TypingError(), ExitCode.USAGE),
+        (type("OfUser", (RewardError,), {})(), ExitCode.FAILED),
+        (type("OfUser", (ConfigError,), {})(), ExitCode.USAGE),
         (HybridFlowError(), ExitCode.FAILED),
         (ZeroDivisionError(), ExitCode.FAILED),
         (raised_from(WorkerError("failed"), ZeroDivisionError()), ExitCode.FAILED),

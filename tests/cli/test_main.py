@@ -84,13 +84,7 @@ def test_a_command_gets_its_arguments_and_its_status_is_returned(fake_command, s
     ("error", "cause", "status", "printed"),
     [
         (DataError("data.parquet is empty"), None, 1, "error: data.parquet is empty\n"),
-        (WorkerDiedError("worker actor/0 died"), None, 75, "error: worker actor/0 died\n"),
-        (
-            LostWeightSyncError("process 7 exited"),
-            OSError("a traceback of the worker"),
-            75,
-            "error: process 7 exited\n",
-        ),
+        (LostWeightSyncError("process 7 exited"), OSError("of a worker"), 75, "error: process 7 exited\n"),
         (KeyboardInterrupt(), None, 130, "interrupted\n"),
     ],
 )

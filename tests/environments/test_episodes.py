@@ -59,9 +59,9 @@ def loop():
     loop.close()
 
 
-def player_of(environment):
+def player_of(environment, turns=LIMITS.turns):
     client = EpisodeClient(LocalPlace(lambda: EnvironmentHost(lambda: environment, CallLimits())))
-    return Player(client, ChatRenderer(TOKENIZER), [STOP], LIMITS)
+    return Player(client, ChatRenderer(TOKENIZER), [STOP], EpisodeLimits(turns=turns, tokens=LIMITS.tokens))
 
 
 def starts_of(seconds, count=6):
@@ -100,15 +100,8 @@ def test_log_probs_of_sampled_tokens_are_those_of_the_model(model, loop):
         torch.testing.assert_close(chosen[sampled], torch.tensor(row.log_probs)[sampled], atol=1e-4, rtol=1e-4)
 
 
-class Once(Talk):
-    """Ends each episode after its first turn."""
-
-    async def step(self, turn):
-        return []
-
-
 def test_a_group_of_episodes_of_one_turn_equals_a_group_without_episodes(model, loop):
-    starts = [EpisodeStart(player_of(Once(0)), {"prompt": "question"}, (7, 0), index) for index in range(4)]
+    starts = [EpisodeStart(player_of(Talk(0), turns=1), {"prompt": "question"}, (7, 0), index) for index in range(4)]
     played = play_episodes(EmbeddedRollout(model), starts, SAMPLING, loop)
     prompt = ChatRenderer(TOKENIZER).start([{"role": "user", "content": "question"}]).ids
     group = generate(EmbeddedRollout(model), [Request(0, prompt, SAMPLING, group_size=4, noise_key=(7, 0))])

@@ -10,6 +10,8 @@ from hybridflow.environments import FORMATS, ToolCall, format_of, parse_plain
 BY_NAME = {each.name: each for each in FORMATS}
 FAMILIES = {"qwen2_5": "hermes", "qwen3": "hermes", "llama3": "llama3", "glm4_5": "glm", "deepseek_v3": "deepseek"}
 DEEPSEEK = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+LLAMA3 = '{"name": "add", "parameters": {"a": 1, "b": "x"}}'
+GLM = "<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n<arg_value>x</arg_value>"
 ADD = ToolCall("add", {"a": 1, "b": "x"})
 
 
@@ -25,20 +27,11 @@ def test_the_format_of_a_family_is_known_by_its_template():
         ("hermes", 'so <tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x"}}\n</tool_call>', [ADD]),
         ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": \\"x\\"}"}</tool_call>', [ADD]),
         ("hermes", '<tool_call>{"name": "now"}</tool_call>' * 2, [ToolCall("now"), ToolCall("now")]),
-        ("llama3", '{"name": "add", "parameters": {"a": 1, "b": "x"}}', [ADD]),
-        (
-            "llama3",
-            '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": "x"}}; {"name": "now"}',
-            [ADD, ToolCall("now")],
-        ),
+        ("llama3", LLAMA3, [ADD]),
+        ("llama3", f'<|python_tag|>{LLAMA3}; {{"name": "now"}}', [ADD, ToolCall("now")]),
         ("deepseek", DEEPSEEK.format("add", '{"a": 1, "b": "x"}'), [ADD]),
         ("deepseek", DEEPSEEK.format("function", 'add\n```json\n{"a": 1, "b": "x"}\n```'), [ADD]),
-        (
-            "glm",
-            "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n"
-            "<arg_value>x</arg_value>\n</tool_call>",
-            [ToolCall("add", {"a": "1", "b": "x"}, is_text=True)],
-        ),
+        ("glm", f"<tool_call>add\n{GLM}\n</tool_call>", [ToolCall("add", {"a": "1", "b": "x"}, is_text=True)]),
     ],
 )
 def test_calls_are_read_as_each_family_writes_them(name, text, calls):
@@ -88,10 +81,7 @@ def test_reasoning_is_apart_from_the_answer(text, reasoning, content):
 @pytest.mark.parametrize("name", BY_NAME)
 def test_no_text_of_marks_and_letters_is_an_error(name):
     marks = [*{mark for group in (*CONTROL.values(), *ADDED.values()) for mark in group}, "<think>", "</think>"]
-    pieces = [
-        *sorted(marks),
-        *('{"name": "f", "arguments": {"a": [1, null]}}', '"parameters"', "```json\n", "\n", '"', "{", "}", "é\x00"),
-    ]
+    pieces = [*sorted(marks), '{"name": "f", "arguments": {"a": [1, null]}}', '"parameters"', "```json\n", *'\n"{}é\0']
     drawn = random.Random(0)
     for _ in range(1000):
         text = "".join(drawn.choices(pieces, k=drawn.randrange(12)))

@@ -50,9 +50,6 @@ class Calculator(Environment):
     def table(self) -> dict[str, int]:
         return {"sum": 7}
 
-    def breaks(self) -> str:
-        raise ValueError("no")
-
     def refuses(self) -> str:
         raise ToolError("not today")
 
@@ -63,28 +60,22 @@ class Calculator(Environment):
         self.closed = True
 
 
-def renderer_of(environment):
-    tools = tools_of(environment, METHODS)
-    return ChatRenderer(TOKENIZER, [Tool.of(tool.function) for tool in tools.values()])
-
-
 def client_of(environment, call_seconds=60.0, seconds=math.inf):
-    return EpisodeClient(
-        LocalPlace(lambda: EnvironmentHost(lambda: environment, CallLimits(call_seconds))), seconds=seconds
-    )
+    place = LocalPlace(lambda: EnvironmentHost(lambda: environment, CallLimits(call_seconds)))
+    return EpisodeClient(place, seconds=seconds)
 
 
-def play(environment, texts, *, row=ROW, call_seconds=60.0, seconds=math.inf, **limits):
+def play(environment, texts, *, tokenizer=TOKENIZER, stop=STOP, call_seconds=60.0, seconds=math.inf, **limits):
     """Play an episode in which the model says these texts; one without <|im_end|> was cut."""
-    client = client_of(environment, call_seconds, seconds)
-    player = Player(client, renderer_of(environment), [STOP], EpisodeLimits(**limits))
+    renderer = ChatRenderer(tokenizer, [Tool.of(tool.function) for tool in tools_of(environment, METHODS).values()])
+    player = Player(client_of(environment, call_seconds, seconds), renderer, [stop], EpisodeLimits(**limits))
 
     async def run():
-        contexts = [await player.begin(row)]
+        contexts = [await player.begin(ROW)]
         for text in texts:
             if contexts[-1] is None:
                 break
-            ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             contexts.append(await player.take(ids, [-1.0] * len(ids), [3] * len(ids)))
         return contexts, await player.finish()
 
@@ -118,11 +109,10 @@ def test_an_episode_with_a_tool_has_one_row_of_sampled_and_new_tokens():
 
 
 RESULTS = {
-    call("subtract"): "error: no tool is named 'subtract'; there are slow, add, big, raw, table, breaks, refuses",
+    call("subtract"): "error: no tool is named 'subtract'; there are slow, add, big, raw, table, refuses",
     call("add", '{"a": 3}'): "error: add: b: Field required",
     call("big"): "error: the result of big has 10,000,000 characters; at most 20,000",
     call("raw"): "error: raw returned a bytes, not a text or a value of JSON",
-    call("breaks"): "error: ValueError: no",
     call("refuses"): "error: not today",
     call("slow"): "error: slow took longer than 0.2 s",
     call("table"): '{"sum": 7}',
@@ -134,9 +124,8 @@ def test_what_is_wrong_with_a_call_is_an_answer_for_the_model():
     _, played = play(Calculator(), [*RESULTS, "7<|im_end|>"], call_seconds=0.2, turns=20)
     assert played.episode.ended == "done"
     answers = [message["content"] for message in played.episode.messages if message["role"] == "tool"]
-    assert [answer[: len(wanted)] for answer, wanted in zip(answers, RESULTS.values(), strict=True)] == [
-        *RESULTS.values()
-    ]
+    for answer, wanted in zip(answers, RESULTS.values(), strict=True):
+        assert answer.startswith(wanted)
     assert played.rewards == {"score": 1.0}
 
 
@@ -278,21 +267,10 @@ def test_trained_tokens_are_exactly_the_sampled_ones(name):
 
 
 def test_a_template_of_one_call_at_a_time_gets_the_first_of_several():
-    tokenizer = chat_tokenizer("llama3")
-    environment = Calculator()
-    renderer = ChatRenderer(tokenizer, [Tool.of(tool.function) for tool in tools_of(environment, METHODS).values()])
-    stop = tokenizer.convert_tokens_to_ids("<|eot_id|>")
-    player = Player(client_of(environment), renderer, [stop], EpisodeLimits())
     calls = '<|python_tag|>{"name": "add", "parameters": {"a": 3, "b": 4}}; {"name": "table", "parameters": {}}'
-
-    async def run():
-        await player.begin(ROW)
-        for text in (calls, "7"):
-            ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], stop]
-            await player.take(ids, [0.0] * len(ids), [0] * len(ids))
-        return await player.finish()
-
-    played = asyncio.run(run())
+    tokenizer = chat_tokenizer("llama3")
+    stop = tokenizer.convert_tokens_to_ids("<|eot_id|>")
+    _, played = play(Calculator(), [f"{calls}<|eot_id|>", "7<|eot_id|>"], tokenizer=tokenizer, stop=stop)
     answers = [message["content"] for message in played.episode.messages if message["role"] == "tool"]
     assert answers == ["7", "error: one call at a time: the calls after the first one were not made"]
     assert (played.episode.ended, played.rewards) == ("done", {"score": 1.0})

@@ -194,10 +194,12 @@ def conversation(texts):
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=20, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_control_tokens_in_texts_stay_text(family, data):
+def test_control_tokens_in_texts_and_schemas_stay_text(family, data):
     texts = data.draw(st.tuples(*[hostile(family)] * 6))
     tokenizer, encoder = TOKENIZERS[family], encoder_of(family)
-    plain, rows = encoder(conversation([""] * 6), TOOLS, "row 0"), encoder(conversation(texts), TOOLS, "row 0")
+    function = {**TOOLS[0]["function"], "description": "".join(CONTROL[family])}
+    tools = [{"type": "function", "function": function}]
+    plain, rows = encoder(conversation([""] * 6), TOOLS, "row 0"), encoder(conversation(texts), tools, "row 0")
     special = set(tokenizer.convert_tokens_to_ids(list(CONTROL[family])))
 
     def control(row):
@@ -210,16 +212,6 @@ def test_control_tokens_in_texts_stay_text(family, data):
     empty = [tokenizer.decode(ids) for _, _, ids in turns_of(plain)]
     written = texts[2] if family == "glm4_5" else json.dumps(texts[2], ensure_ascii=False)[1:-1]
     assert said == [empty[0].replace("xx", f"x{written}x"), empty[1].replace("yy", f"y{texts[4]}y"), empty[2]]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_control_tokens_in_schemas_stay_text(family):
-    function = TOOLS[0]["function"]
-    schema = {"type": "function", "function": {**function, "description": "".join(CONTROL[family])}}
-    rows = [encoder_of(family)(EPISODE, tools, "row 0") for tools in (TOOLS, [schema])]
-    special = set(TOKENIZERS[family].convert_tokens_to_ids(list(CONTROL[family])))
-    plain, marked = ([token for row in each for token in row.prompt if token in special] for each in rows)
-    assert plain == marked
 
 
 WITHOUT_TOOL = (

@@ -4,28 +4,30 @@ from fixtures.chat_tokenizers import CONTROL, chat_tokenizer
 from hybridflow.cli.main import main
 from hybridflow.environments import check_template
 
-BROKEN = {
-    "no header": ("{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}", "", "prompt"),
-    "another end": ("<|im_end|>", "<|endoftext|>", "stop token"),
-    "calls as Python": ('\\n<tool_call>\\n{"name": "', '\\n<tool_call>\\n{name: "', "round trip"),
-}
+PLAIN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+BROKEN = [
+    # the check that fails, the change of a template
+    ("prompt", lambda template: template.partition("{%- if add_generation_prompt %}")[0]),
+    ("prompt", lambda template: "{{ raise_exception('no') }}<tool_call></tool_call>"),
+    ("stop token", lambda template: template.replace("<|im_end|>", "<|endoftext|>")),
+    ("round trip", lambda template: template.replace('\\n<tool_call>\\n{"name": "', '\\n<tool_call>\\n{name: "')),
+    ("tools", lambda template: PLAIN),
+]
 
 
 def states(tokenizer, stop_ids=None):
     return {each.check: each.state for each in check_template(tokenizer, stop_ids or [tokenizer.eos_token_id])}
 
 
+IN_ROWS = dict.fromkeys(("a user answers", "a user answers reasoning", "a tool answers", "two tools answer"), "rows")
+LIMITED = {"two tools answer": "limited"}
+
+
 @pytest.mark.parametrize(
-    ("family", "others"),
-    [
-        ("qwen2_5", {}),
-        ("deepseek_v3", {}),
-        ("llama3", {"two tools answer": "limited"}),
-        (
-            "qwen3",
-            dict.fromkeys(("a user answers", "a user answers reasoning", "a tool answers", "two tools answer"), "rows"),
-        ),
-    ],
+    ("family", "others"), [("qwen2_5", {}), ("deepseek_v3", {}), ("llama3", LIMITED), ("qwen3", IN_ROWS)]
 )
 def test_the_templates_of_families_serve_episodes(family, others):
     found = states(chat_tokenizer(family))
@@ -39,28 +41,14 @@ def test_a_template_that_ends_turns_by_the_next_role_needs_these_as_stop_tokens(
     assert states(tokenizer, tokenizer.convert_tokens_to_ids(["[gMASK]"]))["stop token"] == "failed"
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_template_fails_in_its_check(name):
-    old, new, check = BROKEN[name]
+@pytest.mark.parametrize(("check", "change"), BROKEN, ids=range(len(BROKEN)))
+def test_a_broken_template_fails_in_its_check(check, change):
     tokenizer = chat_tokenizer("qwen2_5")
-    if name == "no header":
-        tokenizer.chat_template = tokenizer.chat_template.partition("{%- if add_generation_prompt %}")[0]
-    else:
-        assert old in tokenizer.chat_template
-        tokenizer.chat_template = tokenizer.chat_template.replace(old, new)
-    assert states(tokenizer)[check] == "failed"
-
-
-def test_a_template_without_a_known_format_or_that_raises_fails_with_its_reason():
-    tokenizer = chat_tokenizer("qwen2_5")
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
+    whole, tokenizer.chat_template = tokenizer.chat_template, change(tokenizer.chat_template)
+    assert tokenizer.chat_template != whole
     found = states(tokenizer)
-    assert (found["tools"], found["a user answers"]) == ("failed", "ok")
-    tokenizer.chat_template = "{{ raise_exception('no') }}<tool_call></tool_call>"
-    assert states(tokenizer)["prompt"] == "failed"
+    assert found[check] == "failed"
+    assert check != "tools" or found["a user answers"] == "ok"
 
 
 @pytest.fixture
@@ -87,18 +75,10 @@ def test_the_command_fails_for_a_template_that_cannot_be_trained(model, capsys):
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        (
-            "class Calculator:\n    def __init__(self, size):\n        pass\n",
-            "cannot be made without arguments: TypeError",
-        ),
-        ("class Calculator:\n    pass\n", "has no public methods"),
-        ("class Other:\n    pass\n", "has no class 'Calculator'; it has Other"),
-        ("class Calculator:\n    def add(self, a):\n        pass\n", "parameter 'a' has no type"),
-    ],
+    ("body", "message"),
+    [("def __init__(self, size): ...", "cannot be made without arguments: TypeError"), ("", "has no public methods")],
 )
-def test_a_class_without_tools_is_an_error_that_names_it(model, tmp_path, capsys, source, message):
-    (tmp_path / "tools.py").write_text(source)
+def test_a_class_without_tools_is_an_error_that_names_it(model, tmp_path, capsys, body, message):
+    (tmp_path / "tools.py").write_text(f"class Calculator:\n    {body or 'pass'}\n")
     assert main(["check-template", str(model), "--tools", f"{tmp_path}/tools.py:Calculator"]) == 2
     assert message in capsys.readouterr().err

@@ -34,19 +34,10 @@ def tools():
 
 def test_public_methods_are_tools_with_the_schema_of_their_types(tools):
     assert list(tools) == ["add", "say"]
-    assert tools["add"].schema() == {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Add two numbers.",
-            "parameters": {
-                "additionalProperties": False,
-                "properties": {"a": {"type": "integer"}, "b": {"default": 2, "type": "integer"}},
-                "required": ["a"],
-                "type": "object",
-            },
-        },
-    }
+    properties = {"a": {"type": "integer"}, "b": {"default": 2, "type": "integer"}}
+    parameters = {"additionalProperties": False, "properties": properties, "required": ["a"], "type": "object"}
+    function = {"name": "add", "description": "Add two numbers.", "parameters": parameters}
+    assert tools["add"].schema() == {"type": "function", "function": function}
 
 
 def test_arguments_are_checked_converted_and_have_the_defaults_of_the_method(tools):
@@ -71,32 +62,26 @@ def test_a_wrong_call_is_an_error_for_the_model(tools, call, message):
         tool_of(tools, call).arguments(call)
 
 
-class Untyped:
-    def add(self, a, b):
-        return a + b
+def untyped(self, a, b): ...
 
 
-class Variadic:
-    def add(self, *numbers: int):
-        return sum(numbers)
+def variadic(self, *numbers: int): ...
 
 
-class Odd:
-    def add(self, a: Calculator):
-        return a
+def odd(self, a: Calculator): ...
 
 
 @pytest.mark.parametrize(
-    ("made_of", "message"),
+    ("method", "message"),
     [
-        (Untyped, "tool 'add': parameter 'a' has no type; write one, as in a: int"),
-        (Variadic, r"tool 'add': \*numbers has no schema"),
-        (Odd, "tool 'add': its parameters have no JSON schema"),
+        (untyped, "tool 'untyped': parameter 'a' has no type; write one, as in a: int"),
+        (variadic, r"tool 'variadic': \*numbers has no schema"),
+        (odd, "tool 'odd': its parameters have no JSON schema"),
     ],
 )
-def test_a_method_without_a_schema_is_an_error_that_names_it(made_of, message):
+def test_a_method_without_a_schema_is_an_error_that_names_it(method, message):
     with pytest.raises(EnvironmentConfigError, match=message):
-        tools_of(made_of())
+        tools_of(type("Made", (), {"add": method})())
 
 
 class Filled:

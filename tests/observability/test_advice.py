@@ -1,4 +1,4 @@
-"""Each finding of the advice is raised by a run with that fault, and a healthy run raises none."""
+"""Each finding of the advice is raised by metrics or data with that fault, and healthy ones raise none."""
 
 import shutil
 
@@ -240,95 +240,28 @@ def test_offline_runs_are_judged_by_their_own_metrics():
     assert advice[0].seen == "sft/lr is 0"
 
 
-REWARD = """
-import time
-
-def constant(**sample):
-    return {"score": 0.5, "format": 0}
-
-def of_the_prompt(ground_truth, **sample):
-    return ground_truth["target"] % 3 / 2
-
-def failing(solution_str, **sample):
-    words = len(solution_str.split())
-    if words == 2:
-        raise ValueError("two words")
-    if words > 8:
-        time.sleep(60)
-    return words % 3 / 2
-"""
-
-SHORT = ("rollout.stop_strings=['1']", "data.max_response_length=24", "rollout.group_size=4")
-"""Responses that end by themselves, at a number with the digit 1."""
-GRPO = (*SHORT, "algorithm.kl_in_loss=true", "actor.mini_batch_size=4", "reward.function={task}/reward.py:with_format")
-RUNS = {
-    "healthy": GRPO,
-    "lr": (*GRPO, "actor.optimizer.lr=0.0", "trainer.total_steps=1"),
-    "cut": ("data.max_response_length=2", "trainer.total_steps=1"),
-    "constant": (*SHORT, "reward.function={task}/faults.py:constant", "trainer.total_steps=1"),
-    "groups": (*SHORT, "reward.function={task}/faults.py:of_the_prompt", "trainer.total_steps=1"),
-    "failing": (
-        *SHORT,
-        "reward.function={task}/faults.py:failing",
-        *("reward.on_error=zero", "reward.max_failure_rate=1.0", "reward.timeout_s=0.3", "trainer.total_steps=1"),
-    ),
-    "large_lr": (*GRPO, "actor.optimizer.lr=0.03", "actor.epochs=2"),
-    "collapsed": (*GRPO, "actor.optimizer.lr=1.0"),
-    "budget": (*SHORT, "memory.max_tokens_per_micro_batch=40", "rollout.group_size=64", "trainer.total_steps=1"),
-    "unpacked": (*(*SHORT, "memory.packing=false", "memory.max_tokens_per_micro_batch=4096", "trainer.total_steps=1"),),
-    "repeated": (*SHORT, "data.train_files=['{task}/repeated.parquet']", "trainer.log_samples=8"),
-    "template": (*SHORT, "model.path={task}/chat", "data.max_prompt_length=32", "trainer.total_steps=1"),
-}
-EXPECTED = {
-    "healthy": set(),
-    "lr": {"learning rate 0"},
-    "cut": {"truncation"},
-    "constant": {"equal rewards", "format never right"},
-    "groups": {"groups without variance"},
-    "failing": {"reward errors", "reward time-outs"},
-    "large_lr": {"KL running away", "updates too large", "ratio clipped"},
-    "collapsed": {"entropy collapse"},
-    "budget": {"token budget too small"},
-    "unpacked": {"padding"},
-    "repeated": {"data repeated", "data contradictory"},
-    "template": {"chat template suspicious"},
-}
 TEMPLATE = "{% for m in messages %}<|im_start|>user {{ m.content }}<|im_end|>{% endfor %}"
 
 
-@pytest.fixture(scope="module")
-def runs(task, tmp_path_factory):
-    """Return the directory of tiny real runs, one for each name in RUNS."""
-    directory = tmp_path_factory.mktemp("faults")
-    shutil.copytree(task, directory, dirs_exist_ok=True)
-    (directory / "faults.py").write_text(REWARD)
+@pytest.mark.exhaustive
+@pytest.mark.own_run("grpo: its data have faults")
+def test_a_run_whose_data_have_faults_raises_their_findings(task, tmp_path):
     numbers = [{"target": target, "numbers": [target]} for target in (3, 4)]
     rows = [
         prompt_row(data_source="countdown", prompt=f"{i % 6} =>", ground_truth=numbers[i // 12], split="train", index=i)
         for i in range(24)
     ]
-    write_prompt_file(directory / "repeated.parquet", rows)
-    shutil.copytree(directory / "model", directory / "chat")
-    (directory / "chat" / "chat_template.jinja").write_text(TEMPLATE)
+    write_prompt_file(tmp_path / "repeated.parquet", rows)
+    shutil.copytree(task / "model", tmp_path / "chat")
+    (tmp_path / "chat" / "chat_template.jinja").write_text(TEMPLATE)
+    changes = [f"data.train_files=['{tmp_path}/repeated.parquet']", "data.val_files=[]", "data.max_prompt_length=32"]
+    changes += [f"model.path={tmp_path}/chat", "trainer.log_samples=8", f"trainer.run_dir={tmp_path}/run"]
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    for name, changes in RUNS.items():
-        settings = [change.replace("{task}", str(directory)) for change in changes]
-        command = ["train", f"{task}/rl.toml", "data.val_files=[]", f"trainer.run_dir={directory}/runs/{name}"]
-        idle = "advice.idle=1.0"  # on a busy machine any process waits
-        assert main([*command, idle, *settings]) == 0, name
+    assert main(["train", f"{task}/rl.toml", *changes]) == 0
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(deterministic)
-    return directory / "runs"
-
-
-@pytest.mark.exhaustive
-@pytest.mark.own_run("grpo: each run has a fault of its own")
-@pytest.mark.parametrize("name", RUNS)
-def test_a_run_made_to_have_a_fault_raises_its_finding(runs, name):
-    advice = find_advice(RunFiles(runs / name))
-    found = {each.name for each in advice}
-    assert EXPECTED[name] <= found, [each.line for each in advice]
-    assert found <= EXPECTED[name] or name in ("large_lr", "collapsed"), [each.line for each in advice]
+    names = {each.name for each in find_advice(RunFiles(tmp_path / "run"))}
+    assert {"data repeated", "data contradictory", "chat template suspicious"} <= names
 
 
 @pytest.mark.runs

@@ -24,7 +24,8 @@ def printed():
         tracker = ConsoleTracker(total, console=Console(file=file), clock=clock, **options)
         for seconds, step, metrics in steps:
             clock.now = seconds
-            tracker.log(step, metrics)
+            tracker.log(step, {"note": "text", "nothing": None, **metrics})
+            assert f"step {step}" in file.getvalue().splitlines()[-1]
         tracker.log_samples([{"prompt": "a", "response": "b", "score": 1.0}])  # not in a file
         return file.getvalue().splitlines()
 
@@ -72,6 +73,7 @@ def test_a_terminal_shows_a_bar_samples_log_lines_and_the_last_validation(capsys
     warning = logging.makeLogRecord({"msg": "a warning", "name": "x", "levelname": "WARNING"})
     logging.StreamHandler.emit(handler, warning)
     tracker.log(2, {"critic/score/mean": 0.75})
+    tracker.close()
     tracker.close()
     shown = file.getvalue()
     for text in ("step 2/3", "use [1, 2] make 3", "1 + 2", "[bold]", "━", "a warning"):

@@ -96,7 +96,7 @@ def test_a_trace_without_steps_has_the_span_of_its_events():
     assert step_span([]) == (0.0, 0.0)
 
 
-def test_the_line_names_the_largest_shares_first():
+def test_the_line_names_the_largest_shares_first_and_adds_up_small_ones():
     path = critical_path(STEP, 0.0, 20.0)
     lengths = [*range(1, 100), 125]  # the 99th percentile is 99.26
     assert path_line(12, path, lengths) == (
@@ -104,16 +104,10 @@ def test_the_line_names_the_largest_shares_first():
         "12% controller; 8% transfer"
     )
     assert "longest" not in path_line(12, path, [7, 7, 7])
-
-
-def test_small_shares_are_added_up():
+    assert longest_share([]) is longest_share([5]) is longest_share([0, 0]) is None
+    assert longest_share([8, 8, 8]) == 0.0
+    assert longest_share([10] * 999 + [40]) == pytest.approx(0.75)
     segments = [Segment(f"stage_{i}", "a/0", "computing", 0.0, 0.008) for i in range(5)]
     path = CriticalPath(0.0, 1.0, (*segments, Segment("update_actor", "a/0", "computing", 0.0, 0.96)))
     assert path_line(1, path) == "step 1, 1 s: 96% update_actor; 4% other"
     assert path_line(0, critical_path([], 0.0, 0.0)) == "step 0, 0 s: no time"
-
-
-def test_the_share_of_the_longest_is_unknown_without_lengths():
-    assert longest_share([]) is longest_share([5]) is longest_share([0, 0]) is None
-    assert longest_share([8, 8, 8]) == 0.0
-    assert longest_share([10] * 999 + [40]) == pytest.approx(0.75)

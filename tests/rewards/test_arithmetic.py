@@ -26,17 +26,16 @@ def test_expressions_are_evaluated_by_the_rules_of_arithmetic(text, value, numbe
     assert evaluate_arithmetic(text) == (value, numbers)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "", " ", "1 +", "* 2", "1 2", "(1", "1)", "()", "1 ** 2", "1 // 2", "1.5 + 2", "1e3", "x + 1", "1 + 2 = 3",
-        "__import__('os')", "2 ^ 3", "1 % 2", "٣ + ٤", "²", "1\x00", "lambda: 1", "(1)(2)", "1 / 0",
-        "5 / (3 - 3)",
-    ],
-)  # fmt: skip
-def test_other_texts_are_rejected(text):
-    with pytest.raises(ExpressionError):
-        evaluate_arithmetic(text)
+OTHERS = [
+    *("", " ", "1 +", "* 2", "1 2", "(1", "1)", "()", "1 ** 2", "1 // 2", "1.5 + 2", "1e3", "x + 1", "1 + 2 = 3"),
+    *("__import__('os')", "2 ^ 3", "1 % 2", "٣ + ٤", "²", "1\x00", "lambda: 1", "(1)(2)", "1 / 0", "5 / (3 - 3)"),
+]
+
+
+def test_other_texts_are_rejected():
+    for text in OTHERS:
+        with pytest.raises(ExpressionError):
+            evaluate_arithmetic(text)
 
 
 @pytest.mark.timeout(120)

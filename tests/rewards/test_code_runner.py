@@ -25,12 +25,10 @@ import errno, os
 made = 0
 try:
     while True:
-        with open(str(made), "wb") as file:
-            file.write(b"x")
+        open(str(made), "w").close()
         made += 1
 except OSError as error:
-    print(made, errno.errorcode[error.errno])
-print(open("0").read(), len(os.listdir()))
+    print(made, errno.errorcode[error.errno], len(os.listdir()))
 """
 
 COUNT_THREADS = """
@@ -54,7 +52,7 @@ def output(program: str) -> str:
 
 
 def test_a_program_may_create_a_number_of_files_and_start_a_number_of_threads():
-    assert output(COUNT_FILES).split() == [str(MAX_CREATED_FILES), "EDQUOT", "x", str(MAX_CREATED_FILES + 1)]
+    assert output(COUNT_FILES).split() == [str(MAX_CREATED_FILES), "EDQUOT", str(MAX_CREATED_FILES + 1)]
     assert output(COUNT_THREADS) == f"{MAX_STARTED_THREADS} can't start new thread\n"
     program = b"def make(n):\n    for i in range(n):\n        open(str(i), 'w').close()\n    return n"
     for number, passes in ((MAX_CREATED_FILES, True), (MAX_CREATED_FILES + 1, False)):

@@ -54,34 +54,12 @@ def test_statements_that_check_nothing_are_an_error(statements, fix):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "statements",
-    [
-        "pass",
-        "add(1, 2)",
-        "x = add(1, 2)",
-        f"{CHECK}\ncheck(add)",
+def test_statements_that_run_something_are_accepted():
+    for statements in (
+        *("pass", "add(1, 2)", "x = add(1, 2)", f"{CHECK}\ncheck(add)", r"assert add('\d', '') == '\\d'"),
         "class T:\n    assert add(1, 2) == 3",
         "@lambda test: test()\ndef test():\n    assert add(1, 2) == 3",
         "for x in range(3):\n    assert add(x, 2) == x + 2",
         "if add(1, 2) != 3:\n    raise ValueError",
-        r"assert add('\d', '') == '\\d'",
-    ],
-)
-def test_statements_that_run_something_are_accepted(statements):
-    require_check(statements)
-
-
-@pytest.mark.runs
-@pytest.mark.own_run("grpo: programs of a model run in processes of their own")
-@pytest.mark.parametrize(
-    "statements",
-    [
-        f"{CHECK}\ncheck(add)",
-        f"{CLASS}\nassert unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(Tests))"
-        ".wasSuccessful()",
-    ],
-)
-def test_the_fix_in_the_message_tells_right_programs_from_wrong_ones(statements):
-    scores = [code_reward("code", program(operator), {"tests": [statements]}, timeout_s=25.0) for operator in "+-"]
-    assert [score["score"] for score in scores] == [1.0, 0.0]
+    ):
+        require_check(statements)

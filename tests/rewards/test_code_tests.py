@@ -1,12 +1,8 @@
 """The reward for code: what tests are, what passes them, and what stops them. Hostile programs: tests/attacks."""
 
-import contextlib
 import json
-import os
 import subprocess
 import sys
-import tempfile
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +11,7 @@ import numpy as np
 import pytest
 
 from hybridflow.errors import RewardError
-from hybridflow.rewards import RewardRunner, code_reward, code_runner, code_tests
+from hybridflow.rewards import code_reward, code_runner, code_tests
 from hybridflow.rewards.code_runner import run_program
 
 pytestmark = [pytest.mark.runs, pytest.mark.own_run("grpo: programs of a model run in processes of their own")]
@@ -88,20 +84,11 @@ assert "SECRET" not in os.environ
 print("ok")
 """
 
-WRITES = """
-import os, tempfile
-with tempfile.TemporaryFile() as file:
-    file.write(b"x")
-os.mkdir("locked", 0)
-os.makedirs("1-moved/x/y")
-os.symlink("/", "root")
-directory = os.open(".", os.O_RDONLY)
-for _ in range(50):
-    os.mkdir("deeper" * 40, dir_fd=directory)
-    inner = os.open("deeper" * 40, os.O_RDONLY, dir_fd=directory)
-    os.close(directory)
-    directory = inner
-print("done")
+SPOIL_FILTER = """
+import marshal
+settings = marshal.loads(bytes.fromhex(sys.argv[1]))
+settings['{}'] = bytes(8)
+sys.argv[1] = marshal.dumps(settings).hex()
 """
 
 
@@ -109,34 +96,6 @@ def score(program: str, truth: object, **settings):
     limits: dict[str, Any] = {"timeout_s": 100.0, "total_timeout_s": 1000.0, **settings}
     solution = f"Here it is:\n```python\n{program}\n```\n"
     return code_reward(data_source="code", solution_str=solution, ground_truth=truth, extra_info=None, **limits)
-
-
-def open_files() -> set[tuple[str, str]]:
-    """Return the descriptors of this process with what they refer to."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing
-            found.add((name, os.readlink(f"/proc/self/fd/{name}")))
-    return found
-
-
-def children() -> set[str]:
-    while True:
-        try:
-            tasks = list(Path("/proc/self/task").iterdir())
-            return {pid for task in tasks for pid in (task / "children").read_text().split()}
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # the thread has ended: its children belong to another one now
-
-
-@pytest.fixture(autouse=True)
-def leaves_nothing_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    files, others = open_files(), children()
-    yield
-    assert list(tmp_path.glob("hybridflow-code-*")) == []
-    assert open_files() <= files  # each by number and target: files of earlier tests may be closed meanwhile
-    assert children() <= others
 
 
 @pytest.mark.parametrize(
@@ -149,11 +108,8 @@ def leaves_nothing_behind(tmp_path, monkeypatch):
         ("def add(a, b):\n    return a + b\nif __name__ == '__main__':\n    input()", ADD, ALL),
         ("def add(a, b):\n    return 3", ADD, HALF),
         ("add = 1", ADD, NOTHING),
-        ("print('done')\nraise ValueError", PRINTS, NOTHING),
-        ("print('done')\nimport os\nos._exit(1)", PRINTS, NOTHING),
         ("print('don')", PRINTS, NOTHING),
         ("import numpy\nprint('done')", PRINTS, NOTHING),
-        (WRITES, PRINTS, ALL),
         ("import threading\nt = threading.Thread(target=print, args=('done',))\nt.start()\nt.join()", PRINTS, ALL),
         (
             "import dataclasses, pickle\n@dataclasses.dataclass\nclass P:\n    x: int\n"
@@ -186,17 +142,7 @@ def test_ground_truth_may_be_json_or_hold_arrays():
     assert score("print(sum(map(int, input().split())))", {**arrays, "tests": None}) == ALL
 
 
-def test_code_reward_works_in_any_thread():
-    results = []
-    thread = threading.Thread(target=lambda: results.append(score("def add(a, b):\n    return a + b", ADD)))
-    thread.start()
-    thread.join()
-    assert results == [ALL]
-
-
-@pytest.mark.parametrize(
-    "kind", ["statements", *(pytest.param(k, marks=pytest.mark.exhaustive) for k in ("input", "processor time"))]
-)
+@pytest.mark.parametrize("kind", ["statements", pytest.param("input", marks=pytest.mark.exhaustive)])
 def test_a_program_that_hangs_is_not_run_on_further_tests(kind, monkeypatch):
     runs = []
     monkeypatch.setattr(code_tests, "run_program", lambda *a, **k: runs.append(run_program(*a, **k)) or runs[-1])
@@ -205,8 +151,6 @@ def test_a_program_that_hangs_is_not_run_on_further_tests(kind, monkeypatch):
     if kind == "input":
         truth = {"inputs": [str(n) for n in numbers], "outputs": [str(n) for n in numbers]}
         program += "\nprint(f(int(input())))"
-    if kind == "processor time":
-        program = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\n" + program
     result = score(program, truth, timeout_s=2.0, partial_credit=True)
     assert result == {"score": 0.25, "passed": 0.25, "compiled": 1.0}
     assert [run.is_late for run in runs] == [False, False, True]
@@ -226,31 +170,11 @@ def test_tests_after_the_total_time_count_as_not_passed(monkeypatch):
     assert score("f = int", truth)["passed"] == 1.0
 
 
-@pytest.mark.exhaustive
-@pytest.mark.timeout(300)
-def test_a_program_that_hangs_in_every_test_scores_within_the_reward_timeout():
-    solution = "```python\ndef f(x):\n    while True:\n        pass\n```"
-    truth = {"tests": [f"assert f({n}) == {n}" for n in range(15)]}
-    runner = RewardRunner("hybridflow.rewards:code_reward", num_processes=1, timeout_s=60.0, memory_bytes=0)
-    sample = {"data_source": "code", "solution_str": solution, "ground_truth": truth, "extra_info": {}}
-    (outcome,) = runner.run([(0, sample)])
-    runner.close()
-    assert (outcome.kind, outcome.result) == (None, NOTHING)
-
-
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (
-            "import marshal\ns = marshal.loads(bytes.fromhex(sys.argv[1])) | {'strict_filter': bytes(8)}\n"
-            "sys.argv[1] = marshal.dumps(s).hex()",
-            "the kernel rejects seccomp filters",
-        ),
-        (
-            "import marshal\ns = marshal.loads(bytes.fromhex(sys.argv[1])) | {'counting_filter': bytes(8)}\n"
-            "sys.argv[1] = marshal.dumps(s).hex()",
-            "the kernel rejects seccomp notifications",
-        ),
+        (SPOIL_FILTER.format("strict_filter"), "the kernel rejects seccomp filters"),
+        (SPOIL_FILTER.format("counting_filter"), "the kernel rejects seccomp notifications"),
         ("import code_limits\ncode_limits._libc.capset = lambda *a: 0", "drops all capabilities"),
         ("import code_limits\ncode_limits._CREATE_RULESET = 9999", "Landlock"),
         ("import sys\nsys.modules['ctypes'] = None", "ModuleNotFoundError"),
@@ -274,6 +198,6 @@ code_process.main()
     assert not (tmp_path / "new").exists()
 
 
-def test_importing_the_reward_table_does_not_import_math_verify():
-    program = "import sys, hybridflow.rewards; sys.exit('math_verify' in sys.modules)"
+def test_importing_the_reward_table_does_not_import_what_takes_long():
+    program = "import sys, hybridflow.rewards; sys.exit(bool({'math_verify', 'httpx2'} & sys.modules.keys()))"
     subprocess.run([sys.executable, "-c", program], check=True)

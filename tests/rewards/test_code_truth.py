@@ -20,24 +20,11 @@ def test_no_program_runs_on_an_unsupported_machine(monkeypatch):
         code_reward("code", "```python\npass\n```", ADD)
 
 
-@pytest.mark.parametrize(
-    "truth",
-    [
-        None,
-        "no JSON",
-        "[]",
-        {},
-        {"tests": []},
-        {"tests": "assert True"},
-        {"tests": [1]},
-        {"inputs": ["1"], "outputs": []},
-        {"inputs": ["1"]},
-        {**SUM, **ADD},
-    ],
-)
-def test_ground_truth_without_tests_is_an_error(truth):
-    with pytest.raises(RewardError, match="the ground truth must look like"):
-        code_reward("code", "```python\n1\n```", truth)
+def test_ground_truth_without_tests_is_an_error():
+    of_tests = ({"tests": []}, {"tests": "assert True"}, {"tests": [1]}, {**SUM, **ADD})
+    for truth in (None, "no JSON", "[]", {}, {"inputs": ["1"], "outputs": []}, {"inputs": ["1"]}, *of_tests):
+        with pytest.raises(RewardError, match="the ground truth must look like"):
+            code_reward("code", "```python\n1\n```", truth)
 
 
 @pytest.mark.parametrize(
@@ -68,17 +55,16 @@ def test_a_response_without_a_program_scores_zero():
 
 
 @pytest.mark.parametrize(
-    ("limit", "message"),
+    ("name", "values", "message"),
     [
-        ({"timeout_s": 0}, "timeout_s=0 must be more than 0 seconds"),
-        ({"timeout_s": float("nan")}, "timeout_s=nan must be more than 0 seconds"),
-        ({"total_timeout_s": 0}, "total_timeout_s=0 must be more than 0 seconds"),
-        ({"memory_bytes": 2**20}, "memory_bytes=1048576 must be a whole number, 33554432 or more"),
-        ({"memory_bytes": 1.5e9}, "memory_bytes=1500000000.0 must be a whole number"),
-        ({"max_output_bytes": 0}, "max_output_bytes=0 must be a whole number, 1 or more"),
-        ({"max_tests": -1}, "max_tests=-1 must be a whole number, 0 or more"),
+        ("timeout_s", (0, float("nan")), "must be more than 0 seconds"),
+        ("total_timeout_s", (0,), "must be more than 0 seconds"),
+        ("memory_bytes", (2**20, 1.5e9), "must be a whole number, 33554432 or more"),
+        ("max_output_bytes", (0,), "must be a whole number, 1 or more"),
+        ("max_tests", (-1,), "must be a whole number, 0 or more"),
     ],
 )
-def test_limits_out_of_range_are_an_error(limit, message):
-    with pytest.raises(RewardError, match=message):
-        code_reward("code", "```python\n1\n```", SUM, **limit)
+def test_limits_out_of_range_are_an_error(name, values, message):
+    for value in values:
+        with pytest.raises(RewardError, match=f"{name}={value} {message}"):
+            code_reward("code", "```python\n1\n```", SUM, **{name: value})

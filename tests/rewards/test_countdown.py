@@ -11,17 +11,12 @@ def score(solution: str, truth: object = TRUTH) -> float:
     return countdown_reward(data_source="countdown", solution_str=solution, ground_truth=truth, extra_info={})
 
 
-@pytest.mark.parametrize(
-    "solution",
-    [
-        "<answer>44 + 19 + 35</answer>",
-        "I try <answer>44</answer>, no: <answer>(35+19)+44</answer> done",
-        "<answer>\n 44 + (19 + 35) = 98 \n</answer></answer>",
-        "<answer>44<answer>44 + 19 + 35</answer>",
-    ],
-)
-def test_the_last_answer_scores_one_if_it_solves_the_problem(solution):
-    assert score(solution) == 1.0
+def test_the_last_answer_scores_one_if_it_solves_the_problem():
+    for solution in (
+        *("<answer>44 + 19 + 35</answer>", "I try <answer>44</answer>, no: <answer>(35+19)+44</answer> done"),
+        *("<answer>\n 44 + (19 + 35) = 98 \n</answer></answer>", "<answer>44<answer>44 + 19 + 35</answer>"),
+    ):
+        assert score(solution) == 1.0, solution
 
 
 def test_other_responses_score_zero_without_an_error():

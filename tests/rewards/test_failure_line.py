@@ -1,7 +1,5 @@
 """The error of a failed reward function names the file, the line and the source line of the user's code."""
 
-from pathlib import Path
-
 import pytest
 
 from hybridflow.errors import RewardError
@@ -39,56 +37,29 @@ partial = functools.partial(plain)
 
 def wrong_call(**sample):
     return parse()
-
-class Mute(Exception):
-    def __str__(self):
-        raise ValueError
-
-def mute(**sample):
-    raise Mute
-
-async def async_mute(**sample):
-    raise Mute
 """
 LINE = next(number for number, line in enumerate(FUNCTIONS.splitlines(), 1) if "# THE LINE" in line)
 WRONG_CALL = FUNCTIONS.splitlines().index("def wrong_call(**sample):") + 2
 
-FORMS = [
-    *("plain", "waiting", "batch", "async_batch", "wrapped", "instance", "partial", "wrong_call", "mute", "async_mute")
-]
+FORMS = ["plain", "waiting", "batch", "async_batch", "wrapped", "instance", "partial", "wrong_call"]
 
 
-def error_of(scorer: RewardScorer) -> str:
+in_processes = [pytest.mark.runs, pytest.mark.own_run("grpo: its reward function does not fail")]
+
+
+@pytest.mark.parametrize("place", ["rank", pytest.param("process", marks=in_processes)])
+@pytest.mark.parametrize("function", FORMS)
+def test_error_names_the_line_of_the_users_file(file, runner, function, place):
+    scorer = RewardScorer(f"{file}:{function}") if place == "rank" else RewardScorer(runner=runner(function))
     with pytest.raises(RewardError) as error:
         scorer.score(["1", "{"], ["d", "d"], [None, None])
-    return str(error.value)
-
-
-def assert_shown(scorer: RewardScorer, file: Path, function: str) -> None:
-    message = error_of(scorer)
+    message = str(error.value)
     if function == "wrong_call":
         assert "raised TypeError: parse() missing 1 required positional argument: 'text'" in message
         assert f"at {file}:{WRONG_CALL}, in wrong_call: `return parse()`" in message
-    elif "mute" in function:
-        assert f"raised Mute: (its text is missing: __str__ raised ValueError) at {file}:" in message
     else:
         assert "raised JSONDecodeError: Expecting property name" in message
         assert f" at {file}:{LINE}, in parse: `return json.loads(text)  # THE LINE`. The sample:" in message
-
-
-@pytest.mark.parametrize("function", FORMS)
-def test_error_names_the_line_of_the_users_file(file, function):
-    assert_shown(RewardScorer(f"{file}:{function}"), file, function)
-
-
-@pytest.mark.runs
-@pytest.mark.own_run("grpo: its reward function does not fail")
-@pytest.mark.parametrize(
-    "function",
-    [pytest.param(form, marks=[pytest.mark.exhaustive] * (number % 3 > 0)) for number, form in enumerate(FORMS)],
-)
-def test_error_of_a_process_names_the_line_of_the_users_file(file, runner, function):
-    assert_shown(RewardScorer(runner=runner(function)), file, function)
 
 
 def test_error_of_a_built_in_function_has_no_line():

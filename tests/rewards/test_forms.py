@@ -26,8 +26,8 @@ async def counted(wanted, **sample):
     return {"score": len(sample["solution_str"]), "in_hand": most}
 
 async def slow(data_source, solution_str, ground_truth, extra_info, seconds=0.3):
-    if solution_str == "raise":
-        raise ValueError("no")
+    if solution_str.startswith("do "):
+        exec(solution_str.removeprefix("do "), globals())
     if solution_str == "late":
         await asyncio.sleep(60)
     if solution_str == "stubborn":
@@ -36,18 +36,13 @@ async def slow(data_source, solution_str, ground_truth, extra_info, seconds=0.3)
                 await asyncio.sleep(60)
             except asyncio.CancelledError:
                 pass
-    if solution_str == "block":
-        time.sleep(60)
-    if solution_str == "exit":
-        os._exit(3)
-    if solution_str == "own":
-        raise TimeoutError("raised by the function")
     await asyncio.sleep(seconds)
     return {"score": len(solution_str), "seconds": seconds}
 
 def batch(data_sources, solution_strs, ground_truths, extra_infos, factor=1):
-    if "raise" in solution_strs:
-        raise ValueError("no")
+    for text in solution_strs:
+        if text.startswith("do "):
+            exec(text.removeprefix("do "))
     if "short" in solution_strs:
         return [1.0]
     longest = max(map(len, solution_strs))
@@ -59,9 +54,6 @@ async def async_batch(data_sources, solution_strs, ground_truths, extra_infos):
 
 def scaled(data_source, solution_str, ground_truth, extra_info, factor, offset=0):
     return factor * len(solution_str) + offset
-
-def lists(**sample):
-    return [1, 2]
 
 def reads(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "input":
@@ -85,15 +77,15 @@ patient = Patient()
 def wrapped(**sample):
     return patient(**sample)
 
-def voted(data_source, solution_str, ground_truth, extra_info):
-    return {"score": 1, "answer": 10**20 + 1 if solution_str == "big" else 7}
-
 def forks(data_source, solution_str, ground_truth, extra_info):
     child = os.fork()
     if child:
         assert os.waitpid(child, 0)[1] == 0
     return len(solution_str)
 """
+
+
+RAISE = "do raise ValueError('no')"
 
 
 def scores(outcomes):
@@ -110,7 +102,7 @@ def test_an_async_function_runs_as_many_samples_as_allowed_in_order(runner):
 
 
 def test_a_failure_of_an_async_function_affects_one_sample(runner):
-    texts = ["a", "raise", "late", "b", "own", "c"]
+    texts = ["a", RAISE, "late", "b", "do raise TimeoutError('raised by the function')", "c"]
     outcomes = runner("slow", timeout_s=1.0, kwargs={"seconds": 0.0}).run(samples(texts))
     assert [outcome.kind for outcome in outcomes] == [None, "raised", "timeout", None, "raised", None]
     assert outcomes[1].problem.startswith("ValueError: no at ")
@@ -119,7 +111,9 @@ def test_a_failure_of_an_async_function_affects_one_sample(runner):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("bad", "kind"), [("block", "timeout"), ("stubborn", "timeout"), ("exit", "died")])
+@pytest.mark.parametrize(
+    ("bad", "kind"), [("do time.sleep(60)", "timeout"), ("stubborn", "timeout"), ("do os._exit(3)", "died")]
+)
 def test_a_sample_that_ends_its_process_fails_alone(runner, monkeypatch, bad, kind):
     monkeypatch.setattr(runner_module, "GRACE_S", 0.5)
     texts = ["a", "bb", bad, "ccc", "dddd"] * 2
@@ -134,23 +128,15 @@ def test_a_batch_function_gets_all_samples_of_a_call(runner):
     assert scores(two.run(samples(["a", "bbbb", "cc"]))) == [2.5, 10.0, 5.0]
     drawn = [[outcome.result["drawn"] for outcome in r.run(samples(["a", "b"]))] for r in (one, two)]
     assert drawn[0] == drawn[1]  # by the seeds of the samples
-    assert [outcome.kind for outcome in one.run(samples(["a", "raise"]))] == ["raised", "raised"]
+    assert [outcome.kind for outcome in one.run(samples(["a", RAISE]))] == ["raised", "raised"]
     (first, _) = one.run(samples(["a", "short"]))
     assert "must return a list of 2 results, one for each sample, not 1 results" in first.problem
 
 
-def test_a_list_for_one_sample_is_not_a_score(runner):
-    scorer = RewardScorer(runner=runner("lists"))
-    with pytest.raises(RewardError, match=r"returned \[1, 2\], which is not a finite number"):
-        scorer.score(["x"], ["d"], [None])
-
-
-def test_missing_kwargs_are_rejected_at_the_start(runner, file):
+def test_missing_kwargs_are_rejected_at_the_start(runner):
     for kwargs, problem in (({}, "missing a required argument: 'factor'"), ({"factor": 1, "x": 2}, "unexpected")):
         with pytest.raises(RewardError, match=problem):
             runner("scaled", kwargs=kwargs).start()
-        with pytest.raises(RewardError, match=problem):
-            RewardScorer(f"{file}:scaled", kwargs=kwargs)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +160,7 @@ def test_every_form_is_called_in_the_rank_and_in_processes(runner, file, functio
 
 
 def test_failures_in_the_rank_affect_a_sample_or_the_batch(file):
-    rows = {"solution_texts": ["a", "raise"], "data_sources": ["d", "d"], "ground_truths": [None, None]}
+    rows = {"solution_texts": ["a", RAISE], "data_sources": ["d", "d"], "ground_truths": [None, None]}
     zero = {"on_error": "zero", "max_failure_rate": 1.0}
     assert RewardScorer(f"{file}:slow", **zero).score(**rows).failed.tolist() == [False, True]
     assert RewardScorer(f"{file}:batch", **zero).score(**rows).failed.tolist() == [True, True]
@@ -189,8 +175,3 @@ def test_a_function_cannot_read_samples_from_stdin(runner):
 def test_exit_is_detected_while_a_child_holds_the_connection(runner):
     outcomes = runner("reads", timeout_s=None).run(samples(["behind", "a"]))
     assert [outcome.kind for outcome in outcomes] == ["died", None]
-
-
-def test_large_integers_are_kept_exactly_as_answers(runner):
-    answers = [outcome.result["answer"] for outcome in runner("voted").run(samples(["big", "a"]))]
-    assert answers == [10**20 + 1, 7]

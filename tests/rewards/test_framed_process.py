@@ -46,19 +46,16 @@ ATTACK = 2
 
 ATTACKS = [
     ("text", b"hello\n", r"wrote b'hello\\n"),
-    ("the start of a mark", MARK[:2], r"wrote b'hfhfr"),
     ("a huge length", HEAD.pack(MARK, 2**63), r"wrote b'hfr\\x00\\x00\\x00\\x00"),
     ("not JSON", frame(b"not JSON"), r"wrote b'not JSON', which is not a reply, to its connection to the run"),
     ("deep nesting", frame(b"[" * 100_000), r"wrote b'\[\[\["),
     ("a number of text", frame({"number": "2", "result": 1.0}), r"sent {'number': '2', 'result': 1\.0}, which"),
-    ("a number that is true", frame({"number": True, "result": 1.0}), r"sent {'number': True"),
     ("an unknown number", frame({"number": 10**9, "result": 1.0}), r"sent a reply that is not expected,"),
     ("a reply to the next sample", frame({"number": 3, "result": 1.0}), r"sent a reply that is not expected"),
     ("its own reply, so that it has two", frame({"number": 2, "result": 9.0}), r"sent a reply that is not expected"),
     ("ready again", frame({"ready": True, "is_async": True, "takes_batches": True, "source": ""}), r"not a reply to a"),
     ("an unknown kind", frame({"number": 2, "kind": "x"}), r"which is not a reply: kind='x' is not one of raised,"),
     ("a result that is a table", frame({"number": 2, "result": {"a": 1}}), r"not a reply: {'a': 1} is not a value"),
-    ("a list of numbers", frame({"number": 2, "list": [1]}), r"not a reply: 1 is not a result"),
 ]
 
 
@@ -84,21 +81,6 @@ def test_bytes_that_are_not_a_reply_at_import_are_an_error(runner, file, content
     file.write_text(f"{FUNCTIONS}\nwrite_to_a_socket({contents!r})\n")
     with pytest.raises(RewardError, match=r"the import of reward function '.*mine\.py:score' (wrote|sent) "):
         runner().start()
-
-
-def test_a_forked_child_that_returns_does_not_reply(runner, file):
-    file.write_text("""
-import os
-
-def score(data_source, solution_str, ground_truth, extra_info):
-    child = os.fork() if solution_str == "fork" else None
-    if child == 0:
-        return 77.0
-    if child:
-        os.waitpid(child, 0)
-    return len(solution_str)
-""")
-    assert [outcome.result for outcome in runner().run(samples(["a", "fork", "ccc"]))] == [1, 4, 3]
 
 
 def test_a_process_whose_rank_was_killed_exits_without_a_traceback():

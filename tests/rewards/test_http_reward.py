@@ -4,7 +4,7 @@ import json
 import pytest
 
 from hybridflow.errors import RewardError
-from hybridflow.rewards import RewardScorer, http_reward
+from hybridflow.rewards import http_reward
 
 SAMPLE = {
     "data_source": "sums",
@@ -55,11 +55,3 @@ def test_the_settings_reach_the_client(server, monkeypatch):
     server.answer = lambda request: {"echo": request.headers["Authorization"]}
     with pytest.raises(RewardError, match=r"'Bearer \[hidden\]'"):
         score(server, api_key_env="SCORER_KEY")
-
-
-def test_the_scorer_accepts_its_results(server):
-    server.answer = lambda request: {"score": 0.5, "length": 10}
-    result = score(server)
-    scored = RewardScorer(lambda **sample: result).score(["4"], ["sums"], ["4"])
-    assert scored.scores.tolist() == [0.5]
-    assert scored.extras == [{"length": 10.0}]

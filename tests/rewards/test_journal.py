@@ -107,14 +107,15 @@ def test_outcomes_written_before_a_kill_are_reused(place, scorer):
     assert asked(place) == ["a", "b", "c", "c"]
 
 
-def test_failures_are_kept_only_with_on_error_zero(place, scorer):
+@pytest.mark.parametrize("function", ["score", "all_at_once"])
+def test_failures_are_kept_only_with_on_error_zero(place, scorer, function):
     for _ in range(2):
-        assert score(scorer(on_error="zero"), ["bad", "a"]).failed.tolist() == [True, False]
-    assert asked(place) == ["bad", "a"]
-    for _ in range(2):
+        assert score(scorer(function, on_error="zero"), ["bad"]).failed.tolist() == [True]
+    assert asked(place) == ["bad"]
+    for step in (0, 1, 1):
         with pytest.raises(RewardError, match="ValueError: no"):
-            score(scorer(), ["bad"], step=1)
-    assert asked(place) == ["bad", "a", "bad", "bad"]
+            score(scorer(function), ["bad"], step=step)
+    assert asked(place) == ["bad"] * 4
 
 
 def test_a_batch_is_journaled_and_called_as_a_whole(place, scorer):
@@ -141,57 +142,32 @@ def test_files_before_the_oldest_checkpoint_are_removed(place, scorer):
     for step in range(4):
         score(one, ["a"], step=step)
     RewardJournal(place / "rewards", 0, None, failures=False).forget_before(2)
-    assert [path.name for path in sorted((place / "rewards").iterdir())] == [
-        "step_000002_rank_0.jsonl",
-        "step_000003_rank_0.jsonl",
-    ]
+    assert sorted(os.listdir(place / "rewards")) == ["step_000002_rank_0.jsonl", "step_000003_rank_0.jsonl"]
 
 
 def test_damaged_rows_are_named_in_the_error(tmp_path):
-    for row in (
-        '{"key": 3}',
-        '{"key": "a", "number": 0, "outcome": "[]"}',
-        '{"key": "a", "number": 0, "outcome": "{\\"mapping\\": [1]}"}',
-        "[]",
-        "garbage",
-    ):
+    outcomes = ("[]", '{"mapping": [1]}')
+    rows = [json.dumps({"key": "a", "number": 0, "outcome": outcome}) for outcome in outcomes]
+    for row in ('{"key": 3}', "[]", "garbage", *rows):
         (tmp_path / "step_000000_rank_0.jsonl").write_text(row + "\n")
         with pytest.raises(RewardError, match=r"step_000000_rank_0.jsonl, line 1, is damaged"):
             RewardJournal(tmp_path, 0, None, failures=False).open(0)
 
 
-@pytest.mark.parametrize(
-    "outcome",
-    [
-        Outcome(1.5),
-        Outcome("text"),
-        Outcome({"score": float("nan"), "answer": "x \ud800"}),
-        Outcome(None, "timeout", "late"),
-    ],
-)
-def test_outcomes_survive_serialization(tmp_path, outcome):
+def test_outcomes_of_equal_calls_survive_serialization_in_call_order(tmp_path):
+    texts = {"score": float("nan"), "answer": "x \ud800"}
+    outcomes = [Outcome(1.5), Outcome("text"), Outcome(texts), Outcome(None, "timeout", "late")]
+    asked = {"solution_str": "\ud800", "ground_truth": {1: object, "a": np.arange(3)}}, [{"role": "user"}]
     journal = RewardJournal(tmp_path, 0, None, failures=True)
     journal.open(0)
-    asked = {"solution_str": "\ud800", "ground_truth": {1: object, "a": np.arange(3)}}
-    journal.write(journal.call(asked, [{"role": "user"}]), outcome, is_answer=False)
+    calls = [journal.call(*asked) for _ in outcomes]
+    for call, outcome in list(zip(calls, outcomes, strict=True))[::-1]:
+        journal.write(call, outcome, is_answer=False)
     again = RewardJournal(tmp_path, 0, None, failures=True)
     again.open(0)
-    found = again.call(asked, [{"role": "user"}]).known
-    assert found is not None
-    assert json.dumps(found.to_message()) == json.dumps(outcome.to_message())
-    assert again.call(asked, [{"role": "user"}]).known is None
-
-
-def test_equal_calls_keep_their_outcomes_in_call_order(tmp_path):
-    journal = RewardJournal(tmp_path, 0, None, failures=False)
-    journal.open(0)
-    first, second = (journal.call({"solution_str": "x"}, None) for _ in range(2))
-    journal.write(second, Outcome(2.0), is_answer=True)
-    journal.write(first, Outcome(1.0), is_answer=True)
-    again = RewardJournal(tmp_path, 0, None, failures=False)
-    again.open(0)
-    known = [again.call({"solution_str": "x"}, None).known for _ in range(3)]
-    assert [outcome and outcome.result for outcome in known] == [1.0, 2.0, None]
+    found = [again.call(*asked).known for _ in range(5)]
+    assert [json.dumps(each.to_message()) for each in found if each] == [json.dumps(o.to_message()) for o in outcomes]
+    assert found[-1] is None
 
 
 def test_an_invalid_result_that_stopped_the_run_is_called_again(place, scorer):
@@ -199,15 +175,6 @@ def test_an_invalid_result_that_stopped_the_run_is_called_again(place, scorer):
     with pytest.raises(RewardError, match="missing or not a finite number"):
         score(scorer(), ["a"])
     assert score(scorer(), ["a"]).scores.tolist() == [1.0]
-
-
-@pytest.mark.parametrize("function", ["score", "all_at_once"])
-def test_kept_failures_are_called_again_if_failures_stop_the_run(place, scorer, function):
-    assert score(scorer(function, on_error="zero"), ["bad"]).failed.tolist() == [True]
-    (place / "asked").unlink()
-    with pytest.raises(RewardError, match="ValueError: no"):
-        score(scorer(function), ["bad"])
-    assert asked(place) == ["bad"]
 
 
 @pytest.mark.runs
@@ -226,10 +193,7 @@ def test_a_runner_not_yet_started_journals_a_batch_as_a_whole(place):
 @pytest.mark.parametrize("kind", ["a symbolic link", "a FIFO"])
 def test_journal_that_is_not_a_regular_file_is_an_error_at_the_start(tmp_path, kind):
     path = tmp_path / "step_000003_rank_0.jsonl"
-    if kind == "a FIFO":
-        os.mkfifo(path)
-    else:
-        path.symlink_to(tmp_path / "elsewhere")
+    os.mkfifo(path) if kind == "a FIFO" else path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RewardError, match=rf"step_000003_rank_0\.jsonl' is {kind}, not a regular file; remove it"):
         RewardJournal(tmp_path, 0, "identity", failures=False)
     assert not (tmp_path / "elsewhere").exists()

@@ -19,10 +19,10 @@ def judge(server, response=RESPONSE, **changes):
         "solution_str": response,
         "ground_truth": "4",
         "extra_info": {"question": QUESTION},
-        "url": server.url.replace("/score", "/v1"),
-        "model": "judge-7b",
     }
-    return asyncio.run(judge_reward(**sample | changes))
+    return asyncio.run(
+        judge_reward(**sample | {"url": server.url.replace("/score", "/v1"), "model": "judge-7b"} | changes)
+    )
 
 
 def replies(server, content, **choice):
@@ -44,14 +44,9 @@ def test_the_judge_gets_one_request_and_its_number_is_scaled(server):
     assert judge(server, max_tokens=99, temperature=0.5, seed=3) == {"score": 0.7, "judge_score": 7.0}
     (request,) = server.requests
     assert request.path == "/v1/chat/completions"
-    assert request.json | {"messages": None} == {
-        "model": "judge-7b",
-        "messages": None,
-        "max_tokens": 99,
-        "temperature": 0.5,
-        "seed": 3,
-    }
-    assert [message["role"] for message in request.json["messages"]] == ["user"]
+    settings = {"max_tokens": 99, "temperature": 0.5, "seed": 3}
+    (message,) = request.json.pop("messages")
+    assert (request.json, message["role"]) == ({"model": "judge-7b", **settings}, "user")
 
 
 def test_the_url_may_end_with_a_slash(server):
@@ -85,16 +80,8 @@ def test_a_structured_ground_truth_is_inserted_as_json(server, ground_truth, sho
 
 SCORES = {
     7.0: (
-        *(
-            "Score: 7",
-            "Score: 7/10",
-            "Score: 7 / 10.",
-            "Score: 7 out of 10",
-            "Score: 7.",
-            "**Score: 7**",
-            "**Score:** 7/10",
-        ),
-        *("### Final score: **7**/10", "- Score: [7]", "Score: 7 (step 3 is wrong)"),
+        *("Score: 7", "Score: 7/10", "Score: 7 / 10.", "Score: 7 out of 10", "Score: 7.", "**Score: 7**"),
+        *("**Score:** 7/10", "### Final score: **7**/10", "- Score: [7]", "Score: 7 (step 3 is wrong)"),
     ),
     7.5: ("score:7.5",),
     0.5: ("SCORE = .5",),
@@ -192,29 +179,27 @@ def test_prompt_file_replaces_the_default_prompt(server, tmp_path):
     ("text", "message"),
     [
         (
-            "{response} {answer} {Question}",
-            "the judge's prompt has unknown {Question}, {answer}; known are {question}, {ground_",
+            b"{response} {answer} {Question}",
+            "the judge's prompt has unknown {Question}, {answer}; known are {question}, ",
         ),
-        ("Give a score.", "the judge's prompt has no {response}; insert it where"),
+        (b"Give a score.", "the judge's prompt has no {response}; insert it where"),
         (b"\xff{response}", "cannot be read: 'utf-8' codec"),
-        (None, "cannot be read: [Errno 2] No such file"),
     ],
 )
 def test_an_invalid_prompt_file_is_rejected(server, tmp_path, text, message):
-    file = tmp_path / "prompt.txt"
-    if text is not None:
-        file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    assert message in failure(server, prompt_file=str(file))
+    (tmp_path / "prompt.txt").write_bytes(text)
+    assert message in failure(server, prompt_file=str(tmp_path / "prompt.txt"))
+    assert "cannot be read: [Errno 2] No such file" in failure(server, prompt_file=str(tmp_path / "absent.txt"))
     assert server.requests == []
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lowest": 10.0, "highest": 0.0}, "must be finite, and lowest must be less than highest"),
-        ({"lowest": 1.0, "highest": 1.0}, "must be finite, and lowest must be less than highest"),
-        ({"highest": float("inf")}, "must be finite, and lowest must be less than highest"),
-        ({"lowest": float("nan")}, "must be finite, and lowest must be less than highest"),
+        *(
+            (ends, "must be finite, and lowest must be less than highest")
+            for ends in ({"lowest": 10.0}, {"lowest": 11.0}, {"highest": float("inf")}, {"lowest": float("nan")})
+        ),
         ({"lowest": "0"}, "lowest='0' and highest=10.0 must be finite"),
         ({"max_tokens": 0}, "max_tokens=0 must be a whole number, 1 or more"),
         ({"temperature": -0.5}, "temperature=-0.5 must be a finite number, 0 or more"),
@@ -223,9 +208,3 @@ def test_an_invalid_prompt_file_is_rejected(server, tmp_path, text, message):
 def test_invalid_settings_are_rejected_before_any_request(server, changes, message):
     assert message in failure(server, **changes)
     assert server.requests == []
-
-
-def test_a_busy_judge_is_retried(server):
-    server.answer_in_turn((429, {"Retry-After": "0"}, "slow down"), completion("Score: 10"))
-    assert judge(server)["score"] == 1.0
-    assert len(server.requests) == 2

@@ -4,19 +4,16 @@ from hybridflow.errors import RewardError
 from hybridflow.rewards import multiplication_reward
 
 
-@pytest.mark.parametrize(
-    ("solution", "expected"),
-    [
-        ("<answer>56088</answer>", 1.0),
-        ("no <answer>1</answer> but <answer> 56,088. </answer>", 1.0),
-        ("<answer>56087</answer>", 0.0),
-        ("<answer>123 * 456</answer>", 0.0),
-        ("<answer>56088</answer><answer></answer>", 0.0),
-        ("56088", 0.0),
-    ],
-)
-def test_the_last_answer_must_be_the_product(solution, expected):
-    assert multiplication_reward("multiplication", solution, "56088", {}) == expected
+def test_the_last_answer_must_be_the_product():
+    for solution in ("<answer>56088</answer>", "no <answer>1</answer> but <answer> 56,088. </answer>"):
+        assert multiplication_reward("multiplication", solution, "56088", {}) == 1.0
+    for answer in (
+        "<answer>56087</answer>",
+        "<answer>123 * 456</answer>",
+        "<answer>56088</answer><answer></answer>",
+        "56088",
+    ):
+        assert multiplication_reward("multiplication", answer, "56088", {}) == 0.0
 
 
 def test_products_beyond_float_precision_compare_exactly():

@@ -37,27 +37,19 @@ def test_a_user_function_gets_the_four_keyword_arguments():
 
 
 def test_numbers_of_many_types_are_scores():
-    for value in (
-        1,
-        1.0,
-        True,
-        np.float32(1),
-        np.int64(1),
-        np.bool_(True),
-        Fraction(1),
-        torch.tensor(1.0),
-        {"score": 1},
-    ):
+    of_libraries = (np.float32(1), np.int64(1), np.bool_(True), torch.tensor(1.0))
+    for value in (1, 1.0, True, Fraction(1), {"score": 1}, *of_libraries):
         assert RewardScorer(lambda value=value, **row: value).score(["s"], ["x"], ["1"]).scores.tolist() == [1.0]
 
 
 def test_other_numbers_of_a_dict_become_extras():
     def reward(solution_str, **row):
-        result = {"score": 1.0, "format": solution_str == "a", "pred": solution_str}
+        result = {"score": 1.0, "format": solution_str == "a", "pred": solution_str, "answer": 10**20 + 1}
         return result if solution_str == "a" else {**result, "length": np.int64(3)}
 
     result = RewardScorer(reward).score(["a", "b", "c"], ["x"] * 3, ["1"] * 3)
     assert result.extras == [{"format": 1.0}, {"format": 0.0, "length": 3.0}, {"format": 0.0, "length": 3.0}]
+    assert result.answers == ["100000000000000000001"] * 3
 
 
 def test_a_function_gets_copies_of_its_arguments():

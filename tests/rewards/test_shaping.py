@@ -3,24 +3,17 @@ import pytest
 from hybridflow.errors import RewardError
 from hybridflow.rewards import format_score, length_score, shaped_reward
 
+WRONG = [
+    *("<think>a</think> so <answer>c</answer>", "<think>a</think><answer>c</answer> done", "<think>a</think>", ""),
+    *("<answer>c</answer><think>a</think>", "<think>a</think><think>b</think><answer>c</answer>"),
+    *("<think>a<think>b</think><answer>c</answer>", "<think>a</think><answer>c</answer><answer>d</answer>"),
+]
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("<think>a\nb</think><answer>c</answer>", 1.0),
-        (" <think></think>\n\n<answer></answer>\n", 1.0),
-        ("<think>a</think> so <answer>c</answer>", 0.0),
-        ("<think>a</think><answer>c</answer> done", 0.0),
-        ("<answer>c</answer><think>a</think>", 0.0),
-        ("<think>a</think><think>b</think><answer>c</answer>", 0.0),
-        ("<think>a<think>b</think><answer>c</answer>", 0.0),
-        ("<think>a</think><answer>c</answer><answer>d</answer>", 0.0),
-        ("<think>a</think>", 0.0),
-        ("", 0.0),
-    ],
-)
-def test_the_default_format_is_one_thought_and_one_answer(text, expected):
-    assert format_score(text) == expected
+
+def test_the_default_format_is_one_thought_and_one_answer():
+    for text in ("<think>a\nb</think><answer>c</answer>", " <think></think>\n\n<answer></answer>\n"):
+        assert format_score(text) == 1.0
+    assert {text: format_score(text) for text in WRONG} == dict.fromkeys(WRONG, 0.0)
 
 
 def test_a_pattern_must_match_the_whole_text():
@@ -43,14 +36,9 @@ def test_a_long_text_never_matches_and_the_default_is_linear():
         assert all(format_score(text) == 0.0 for _ in range(100))  # a quadratic time would be minutes
 
 
-@pytest.mark.parametrize(
-    ("length", "expected"), [(0, 1.0), (100, 1.0), (125, 0.75), (150, 0.5), (200, 0.0), (10**9, 0.0)]
-)
-def test_length_score_is_one_up_to_a_bound_then_decays_linearly(length, expected):
-    assert length_score(length, 100, 200) == expected
-
-
-def test_equal_bounds_are_a_step():
+def test_length_score_is_one_up_to_a_bound_then_decays_linearly():
+    for length, expected in ((0, 1.0), (100, 1.0), (125, 0.75), (150, 0.5), (200, 0.0), (10**9, 0.0)):
+        assert length_score(length, 100, 200) == expected
     assert length_score(100, 100, 100) == 1.0
     assert length_score(101, 100, 100) == 0.0
 
@@ -75,10 +63,7 @@ def test_shaped_reward_scores_correctness_format_and_length():
     assert shaped(right, pattern="x", max_chars=28, falls_to_zero_at=48) == halfway
 
 
-def test_shaped_reward_reads_the_score_of_a_dict():
+def test_shaped_reward_reads_the_score_of_a_dict_and_rejects_an_unknown_source():
     assert shaped("no program", "code", {"tests": ["assert True"]})["correct"] == 0.0
-
-
-def test_shaped_reward_rejects_an_unknown_data_source():
     with pytest.raises(RewardError, match="no built-in reward function serves data_source 'poems'; known are"):
         shaped("x", "poems")

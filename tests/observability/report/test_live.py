@@ -1,13 +1,12 @@
 import http.client
 import json
 import socket
-import threading
 
 import pytest
 
-from fixtures.report_runs import write_run
+from fixtures.report_runs import served, write_run
 from hybridflow.observability.report import live
-from hybridflow.observability.report.live import LOOPBACK, LiveServer
+from hybridflow.observability.report.live import LOOPBACK
 
 
 @pytest.fixture
@@ -17,12 +16,8 @@ def run(tmp_path):
 
 @pytest.fixture
 def server(run):
-    with LiveServer([run], 0) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    with served(run) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture
