@@ -205,3 +205,24 @@ def quick_start(text: str) -> list[str]:
 def test_readme_has_the_quick_start_of_the_gpu_page():
     assert len(quick_start(page("gpu.md"))) == 4
     assert quick_start(README) == quick_start(page("gpu.md"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.own_run("grpo: runs the commands of the quick start")
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.ray)])
+def test_quick_start_runs_with_a_tiny_model_on_the_cpu(ranks, tmp_path, tiny_model):
+    hub_name = tmp_path / load_config(ROOT / "recipes/gpu/one_gpu.toml").model.path
+    hub_name.parent.mkdir()
+    hub_name.symlink_to(tiny_model(max_position_embeddings=512))
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    (tmp_path / ".venv").symlink_to(Path(sys.executable).parents[1])
+    _, data, *trainings = quick_start(page("gpu.md"))
+    words = "'w3 w4 {numbers} {target} w5'"  # the tiny model knows no others
+    small = (
+        "model.dtype=float32 data.train_batch_size=2 data.max_response_length=4 validation.max_samples=2 "
+        f"rollout.group_size=2 trainer.total_steps=1 memory.max_tokens_per_micro_batch=2048 "
+        f"{'controller.num_workers=2' * (ranks > 1)}"
+    )
+    commands = [f"{data} --train-size 8 --test-size 2 --prompt-template {words}", f"{trainings[ranks - 1]} {small}"]
+    run_script("\n".join(commands), tmp_path)
+    assert (tmp_path / f"runs/{'gpu' if ranks == 1 else 'eight_gpus'}/metrics.jsonl").read_text()

@@ -49,3 +49,20 @@ def test_make_test_gpu_names_every_gpu_test_and_installs_nothing():
     done = make("-n", "test-gpu", ENVIRONMENT, "PART=trainig")
     assert done.returncode != 0
     assert f"PART=trainig has no GPU tests: expected one of {' '.join(parts)}" in done.stderr
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("arguments", "error", "hint"),
+    [
+        (["test-gpu", "PART=observability", "ARGS=-q -n 0"], "need a CUDA device", "`make test-gpu ARGS=--rehearse`"),
+        (["bench-gpu", "ARGS=--part mfu"], "error: this benchmark needs a CUDA device", "ARGS=--smoke"),
+    ],
+)
+def test_without_a_gpu_one_line_says_so(arguments, error, hint):
+    done = make(*arguments, ENVIRONMENT, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode != 0
+    assert done.stderr.count(error) == 1
+    assert hint in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "mfu_0.5B" not in done.stdout

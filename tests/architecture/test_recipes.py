@@ -1,6 +1,7 @@
 """Every recipe is a valid configuration that trains, and every algorithm has a recipe."""
 
 import math
+import random
 import shutil
 import tomllib
 from pathlib import Path
@@ -81,6 +82,21 @@ def test_a_recipe_trains_a_step_of_a_tiny_model(
     row = read_jsonl(tmp_path / "run/metrics.jsonl")[-1]
     loss = {"train": "actor", "reward-model": "reward_model"}.get(kind_of(name), kind_of(name))
     assert all(math.isfinite(row[f"{loss}/{figure}"]) for figure in ("loss", "grad_norm"))
+
+
+DRAWN_BY_COMMAND = 4
+
+
+@pytest.mark.runs
+@pytest.mark.own_run("grpo: runs the recipes that the seed of --sample draws")
+def test_drawn_recipes_train_by_their_command(pytestconfig, task, episode_task, scorer, tmp_path, fork_server):
+    seed, names = pytestconfig.option.sample, sorted(RECIPES)
+    drawn = names if seed == "all" else random.Random(seed).sample(names, DRAWN_BY_COMMAND)
+    for i, name in enumerate(drawn):
+        settings = [*small(name, task, episode_task, scorer), f"trainer.run_dir={tmp_path}/{i}"]
+        done = fork_server.run(["-m", "hybridflow", kind_of(name), *map(str, RECIPES[name]), *settings])
+        assert done.returncode == 0, f"{name}: {done.stderr[-3000:]}"
+        assert (tmp_path / str(i) / "checkpoints/step_000001").is_dir(), name
 
 
 def test_every_estimator_and_policy_loss_has_a_recipe_of_its_own():

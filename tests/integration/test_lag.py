@@ -31,10 +31,22 @@ def test_a_batch_is_sampled_with_weights_that_are_lag_steps_old(lag_run):
 
 @pytest.mark.runs
 @pytest.mark.own_run("resumed: with batches begun")
-def test_a_run_resumed_with_batches_begun_equals_an_uninterrupted_one(run, task):
-    more = [*LAG, "algorithm.advantage=remax", "trainer.val_every=2", "trainer.total_steps=5"]
-    more += ["actor.mini_batch_size=4", f"data.val_files=['{task}/test.parquet']"]
-    whole = run(*more, name="whole")
+@pytest.mark.parametrize(
+    "background", ["true", pytest.param("false", marks=pytest.mark.exhaustive)], ids=lambda value: f"background={value}"
+)
+def test_a_run_resumed_with_batches_begun_equals_an_uninterrupted_one(run, task, background, caplog):
+    more = [
+        *LAG,
+        "algorithm.advantage=remax",
+        "trainer.val_every=2",
+        "trainer.total_steps=5",
+        "actor.mini_batch_size=4",
+    ]
+    more += [f"trainer.save_in_background={background}", f"data.val_files=['{task}/test.parquet']"]
+    with caplog.at_level("INFO"):
+        whole = run(*more, name="whole")
+        assert "a batch is sampled with weights 4 optimizer steps old, and its last mini-batch is 5" in caplog.text
+        assert "share processes, so they run in turn" in caplog.text
     rows = read_jsonl(whole / "metrics.jsonl")[1:]
     assert [row["staleness/max"] for row in rows] == [0, 2, 4, 4, 4]
     assert [row["sampling/queue_length"] for row in rows] == [2, 2, 2, 1, 0]
@@ -68,16 +80,42 @@ def test_a_run_with_a_lag_on_two_pools_equals_that_in_one_process(task, lag_run,
 
 @pytest.mark.exhaustive
 @pytest.mark.ray
-@pytest.mark.own_run("lag: other lags")
+@pytest.mark.own_run("lag: other lags and layouts")
 def test_generation_begins_before_an_update_ends_if_there_is_a_lag(task, tmp_path, run_in_turn):
-    command = ["train", task / "rl.toml", *POOLS, "algorithm.rollout_weights=token", "trainer.total_steps=4"]
-    command += ["data.max_response_length=200", "memory.max_tokens_per_micro_batch=4096"]
-    run_in_turn(
-        *([*command, f"trainer.lag={lag}", f"trainer.run_dir={tmp_path}/{lag}"] for lag in (0, 1)), shares_cluster=True
+    long = (
+        "data.max_response_length=200",
+        "memory.max_tokens_per_micro_batch=4096",
+        "rollout.sync_bucket_bytes=100000",
     )
-    for lag in (0, 1):
-        generated, updates = (spans(tmp_path / str(lag), name) for name in ("generate_sequences", "update_actor"))
-        assert [generated[step + 1][0] < updates[step][1] for step in range(3)] == [lag > 0] * 3
+    command = ["train", task / "rl.toml", *long, "algorithm.rollout_weights=token", "trainer.total_steps=4"]
+    commands = []
+    for lag in (0, 1, 3):
+        for name, where in (("local", ()), ("ray", POOLS)):
+            changes = (f"trainer.lag={lag}", *where, f"trainer.run_dir={tmp_path}/{name}_{lag}")
+            stops = [("--stop-after", 2), ()] if (lag, name) == (3, "ray") else [()]
+            commands += [[*command, *changes, *stop] for stop in stops]
+    run_in_turn(*commands, shares_cluster=True)
+    for lag in (0, 1, 3):
+        names = frozenset({"actor.safetensors", "samples"})
+        assert differing(tmp_path / f"ray_{lag}", tmp_path / f"local_{lag}", 4, names=names) == set()
+        generated, updates = (spans(tmp_path / f"ray_{lag}", name) for name in ("generate_sequences", "update_actor"))
+        if lag < 3:  # the resumed run waited for its checkpoint
+            assert [generated[step + 1][0] < updates[step][1] for step in range(3)] == [lag > 0] * 3
+
+
+@pytest.mark.exhaustive
+@pytest.mark.ray
+@pytest.mark.own_run("lag: on two and four ranks")
+def test_several_training_ranks_with_a_lag_equal_one_in_float64(task, lag_run, tmp_path, run_in_turn):
+    exact = ["train", task / "rl.toml", "model.dtype=float64", "trainer.lag=1", "algorithm.rollout_weights=token"]
+    exact += ["actor.mini_batch_size=4", "actor.epochs=2", "algorithm.kl_in_loss=true", *POOLS]
+    pools = {ranks: f"placement.pools={{learn=[{ranks}],generate=[1]}}" for ranks in (2, 4)}
+    run_in_turn(
+        *([*exact, pool, f"trainer.run_dir={tmp_path}/{ranks}"] for ranks, pool in pools.items()), shares_cluster=True
+    )
+    for ranks in pools:
+        same = ("actor/", "critic/", "staleness/", "rollout_correction/", "response_length/", "rollout/log_prob_kl")
+        assert metrics_differ(lag_run, tmp_path / str(ranks), *same) == []
 
 
 IN_FLIGHT = """

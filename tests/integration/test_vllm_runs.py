@@ -1,4 +1,11 @@
+"""Tiny runs with vLLM: colocated with training, one engine shared by ranks, and engines in a separate pool."""
+
+import contextlib
 import math
+import os
+import re
+import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -174,3 +181,48 @@ def test_evaluate_and_generate_work_with_vllm(recipe, hybridflow, command):
     done = hybridflow(command, recipe, *VLLM, *(["--prompt", "1 2 3 => 6 :"] if command == "generate" else []))
     assert done.status == 0
     assert {"evaluate": "score", "generate": "response"}[command] in done.out
+
+
+def process_with_vllm(driver):
+    """Return the worker process among the descendants of a driver that has loaded vLLM."""
+    parents, candidates = {}, []
+    for directory in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # the process has exited
+            parents[int(directory.name)] = int((directory / "stat").read_text().rpartition(")")[2].split()[1])
+            if "/vllm/_C" in (directory / "maps").read_text():
+                candidates.append(int(directory.name))
+
+    def is_descendant(pid):
+        return pid == driver or (pid in parents and is_descendant(parents[pid]))
+
+    (pid,) = (pid for pid in candidates if is_descendant(pid))
+    return pid
+
+
+@exhaustive
+@pytest.mark.parametrize(
+    ("signal_number", "problem"),
+    [(signal.SIGKILL, "died before"), (signal.SIGSTOP, "longer than its deadline of 40 s")],
+)
+def test_dead_or_hanging_engine_ends_the_run(recipe, start, tmp_path, signal_number, problem):
+    run = ["train", recipe, *VLLM, "controller.backend=ray", "controller.cpus_per_worker=0.5"]
+    run += ["data.val_files=[]", "trainer.epochs=200", "placement.pools={learn=[1],generate=[1]}"]
+    run += ["placement.roles.rollout=generate", "controller.call_timeout_s=40", f"trainer.run_dir={tmp_path}/run"]
+    run += ["recovery.max_restarts=0", "controller.heartbeat_timeout_s=none"]
+    process = start(*run)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 300
+    while not (metrics.exists() and len(metrics.read_bytes().splitlines()) >= 2):
+        assert process.poll() is None, process.communicate()[1][-3000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    pid = process_with_vllm(process.pid)
+    os.kill(pid, signal_number)
+    try:
+        _, errors = process.communicate(timeout=300)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    assert process.returncode == 75
+    assert re.search(problem, errors), errors[-3000:]
+    assert "rollout" in errors

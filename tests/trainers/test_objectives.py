@@ -107,6 +107,25 @@ def test_two_steps_equal_two_steps_on_the_whole_loss(task, settings, name, avera
             torch.testing.assert_close(learned[parameter_name], parameter.detach(), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize(
+    ("build", "changes"),
+    [
+        (build_dpo_trainer, ("offline.preference_loss=ipo", "offline.average_log_probs=true")),
+        pytest.param(build_dpo_trainer, (), marks=pytest.mark.exhaustive),
+        pytest.param(build_reward_model_trainer, (), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_splitting_a_pair_over_micro_batches_changes_only_rounding(settings, tmp_path, build, changes):
+    losses = []
+    for tokens in (128, 4096):
+        memory = f"memory.max_tokens_per_micro_batch={tokens}"
+        with build(settings(memory, *changes, f"trainer.run_dir={tmp_path}/{tokens}")) as trainer:
+            trainer.train_step()
+            trainer.train_step()  # of weights that the first one has changed
+            losses.append(trainer.metrics[f"{'dpo' if build is build_dpo_trainer else 'reward_model'}/loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
 class Role:
     """A policy and a reference with given log-probs, which keeps the slopes of the update."""
 
