@@ -129,7 +129,8 @@ def test_performance_is_a_table_of_workers_and_nodes(shown, runs):
     assert "calls.jsonl not found" in shown("report-performance", runs / "b", status=2)[1]
     JsonlWriter(run / "trace" / "calls.jsonl").write({"step": 1.5})
     assert "the row has no integer step; remove the line or" in shown("report-performance", run, status=1)[1]
-    for row in ({"step": 1}, {"step": 1, **trace_row(EVENTS[1][0]), "sources": [3]}):
+    whole = {"step": 1, **trace_row(EVENTS[1][0])}
+    for row in ({"step": 1}, whole | {"sources": [3]}, whole | {"start": float("nan")}, whole | {"waited_s": 1e12}):
         write_rows(run, row, file="trace/calls.jsonl")
         with pytest.raises(DataError, match="is not an event of a trace"):
             performance_report(run)

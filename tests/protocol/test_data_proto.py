@@ -405,6 +405,8 @@ def test_equal_contents_unite_and_nan_equals_nan(make):
             for mine, theirs in (
                 ([1], (1,)),
                 ([1], [1, 2]),
+                ([1], 1),
+                ([1], np.ones(1)),
                 ({"a": 1}, {"b": 1}),
                 ({"a": 1}, {"a": 2}),
                 ({"a": 1}, 3),
