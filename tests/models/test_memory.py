@@ -1,6 +1,5 @@
 """The memory formula against peaks measured on the CPU, and against hand counts."""
 
-import gc
 from dataclasses import asdict
 
 import pytest
@@ -126,40 +125,6 @@ def test_memory_of_adapters_is_within_15_percent(directory_of, dtype):
     check(training_memory(model_sizes(directory_of()), layout, TOKENS, responses(256)), peak)
 
 
-@pytest.fixture
-def without_kernels():
-    """Compute with PyTorch's operations, as on a GPU."""
-    from hybridflow.kernels import use_kernels
-
-    use_kernels(False)
-    yield
-    use_kernels(True)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("without_kernels")
-@pytest.mark.filterwarnings("ignore")  # warnings of torch.compile
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-@pytest.mark.parametrize("kernels", ["eager", "compiled"])
-def test_memory_of_the_operations_of_a_gpu_is_within_15_percent(directory_of, family, kernels):
-    """Measure in float32: in bfloat16 a CPU computes attention in float32, and a GPU does not."""
-    directory = directory_of(family)
-    peak = measured(directory, 256, dtype="float32", compile=kernels == "compiled")
-    layout = MemoryLayout(dtype="float32", kernels=kernels)
-    check(training_memory(model_sizes(directory), layout, TOKENS, responses(256)), peak)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("without_kernels")
-def test_eager_norms_in_bfloat16_keep_a_float32_copy_of_their_input(directory_of):
-    peak = measured(directory_of(), 256, dtype="bfloat16")
-    layout = MemoryLayout(dtype="bfloat16", kernels="eager")
-    # A CPU computes attention in float32: queries, keys, values and output twice as wide, and the output cast.
-    attention = SIZES["num_hidden_layers"] * TOKENS * ((2 * 256 + 2 * 64) * 2 + 256 * 2)
-    estimate = training_memory(model_sizes(directory_of()), layout, TOKENS, responses(256))
-    assert estimate.total + attention == pytest.approx(peak, rel=0.05)
-
-
 @pytest.mark.exhaustive
 @pytest.mark.own_run("grpo: two ranks")
 @pytest.mark.parametrize(
@@ -198,20 +163,6 @@ def test_generation_memory_is_within_15_percent(directory_of, dtype):
     layout = MemoryLayout(dtype=str(dtype).removeprefix("torch."), kernels="cpu")
     estimate = generation_memory(model_sizes(directory_of()), layout, 128 * 256, 128, prompt_tokens=16 * 64)
     check(estimate, peak_bytes(lambda: generate(engine, requests)))
-
-
-def test_a_measured_peak_does_not_depend_on_garbage_of_an_earlier_one():
-    from fixtures.peak_memory import peak_bytes
-
-    def make_garbage():
-        cycle = [torch.zeros(1000)]
-        cycle.append(cycle)
-
-    def free_garbage():
-        gc.collect()
-        torch.zeros(1000)
-
-    assert [peak_bytes(call) for call in (make_garbage, free_garbage)] == [4000, 4000]
 
 
 def test_parts_of_a_rank_are_counted_by_hand():

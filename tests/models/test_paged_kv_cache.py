@@ -74,24 +74,3 @@ def test_decoding_in_pages_equals_attention_over_whole_sequences():
             torch.testing.assert_close(out[row, 0], expected[row][prompts[row] + step])
         lengths += running
     assert bool(cache.keys[0][rows[2][2]].isnan().all())  # the row that did not run wrote to a scratch page
-
-
-def test_a_group_shares_the_whole_pages_of_its_prompt():
-    length = PAGE_SIZE + 2
-    query, key, value = random_tokens(length, seed=1)
-    cache = empty_cache(3)
-    (shared, *own) = cache.table.take(3)
-    tokens = torch.tensor([*range(PAGE_SIZE), *[PAGE_SIZE, PAGE_SIZE + 1] * 2])
-    slots = [shared * PAGE_SIZE + n for n in range(PAGE_SIZE)] + [page * PAGE_SIZE + n for page in own for n in (0, 1)]
-    PagedPrefillPlan(cache, [length], tokens, torch.tensor(slots)).attend(0, query, key, value, SCALING)
-    new = random_tokens(2, seed=2)
-    tables = torch.tensor([[shared, page] for page in own], dtype=torch.int32)
-    each = [x.transpose(0, 2) for x in new]
-    plan = PagedDecodePlan(cache, tables, torch.tensor([length] * 2), torch.ones(2, dtype=torch.bool))
-    out = plan.attend(0, *each, SCALING)
-    for row in range(2):
-        sequence = [
-            torch.cat([x, y[:, :, row : row + 1]], dim=2) for x, y in zip((query, key, value), new, strict=True)
-        ]
-        expected = PackedPlan.from_lengths([length + 1]).attend(0, *sequence, SCALING)[0, -1]
-        torch.testing.assert_close(out[row, 0], expected)

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import math
 
 import pytest
 import torch
@@ -119,19 +118,3 @@ def test_flops_are_those_counted_by_hand(published):
     length = 4096
     by_hand = 2 * weights * length + attention * length * (length + 1) / 2
     assert forward_flops(shape, [length]) == pytest.approx(by_hand, rel=1e-12)
-
-
-def test_llama3_scaling_lowers_the_slow_frequencies_only(published):
-    """Equations of the reference implementation of Llama 3.1."""
-    _, config, model, _, _ = published
-    head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
-    found = type(model.model.rotary_emb)(model.config).inv_freq  # computed from the configuration on the CPU
-    scaling = config.get("rope_scaling")
-    for index, frequency in enumerate(found.tolist()):
-        plain = config["rope_theta"] ** (-2 * index / head_dim)
-        if scaling:
-            old, wavelength = scaling["original_max_position_embeddings"], 2 * math.pi / plain
-            low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-            smooth = min(max((old / wavelength - low) / (high - low), 0.0), 1.0)
-            plain = (1 - smooth) * plain / scaling["factor"] + smooth * plain
-        assert frequency == pytest.approx(plain, rel=1e-5), index

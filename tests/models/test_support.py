@@ -34,16 +34,6 @@ GPT2 = {
     [
         ("GPT2", GPT2),
         ("Mistral", SMALL | {"sliding_window": None}),
-        *(
-            pytest.param(family, SMALL | changes, marks=pytest.mark.exhaustive)
-            for family, changes in {
-                "GPTNeoX": {},
-                "Gemma": {"head_dim": 8},
-                "Olmo2": {},
-                "Cohere": {},
-                "Mixtral": {"num_local_experts": 2},
-            }.items()
-        ),
     ],
 )
 def test_other_families_with_full_attention_work(tmp_path, family, config):

@@ -179,14 +179,6 @@ def test_new_weights_are_used_from_the_next_step_on(tiny_model, gpu):
     assert serve(engine, [request])[0].versions == [1] * 40
 
 
-def test_preempted_requests_get_equal_tokens(tiny_model, gpu):
-    directory = tiny_model("qwen2", **SIZES)
-    wanted = [Request(i, [5 + i] * 40, SamplingParams(120), 4, (0, i)) for i in range(4)]
-    page_bytes = PAGE_SIZE * 3 * 2 * 2 * 32 * 4
-    small = build(directory, gpu, kv_cache_bytes=(32 + 24) * page_bytes)
-    assert tokens_of(serve(small, wanted)) == tokens_of(serve(build(directory, gpu), wanted))
-
-
 def test_lack_of_device_memory_is_an_error_that_names_the_keys(tiny_model, gpu):
     if gpu.type == "cpu":
         pytest.skip("a limit of memory per process needs a CUDA device")

@@ -125,11 +125,6 @@ def test_errors_in_log_probs_leave_the_engine_idle(tiny_model, monkeypatch):
     assert engine.log_probs([[1, 2, 3]]) == expected
 
 
-@pytest.mark.exhaustive
-def test_more_running_sequences_than_tokens_in_a_step(tiny_model):
-    assert len(generate(build(tiny_model(), max_running_sequences=5000), requests(SamplingParams(4)))) == 10
-
-
 @pytest.mark.parametrize(
     ("problem", "error", "message"),
     [
@@ -268,16 +263,6 @@ def test_failed_step_in_flight_is_reported_once(tiny_model, monkeypatch):
     with pytest.raises(RolloutError, match="vLLM failed in a step: device lost"):
         engine.step()
     assert tokens_of(serve(engine)) == tokens_of(expected)
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_stop_string_in_a_step_before_new_weights_ends_the_response(tiny_model, asynchronous):
-    engine = build(tiny_model(), asynchronous=asynchronous, tokenizer=Letters())
-    wanted = requests(SamplingParams(12, stop_strings=("abba", "bab")), group_size=4)
-    expected = generate(engine, wanted)
-    weights = list(load_causal_lm(tiny_model()).named_parameters())
-    done = serve(engine, wanted, lambda step: load_weights(engine, weights, version=0) if step else None)
-    assert tokens_of(done) == tokens_of(expected)
 
 
 def test_graphs_are_captured_up_to_the_running_sequences():
