@@ -3,13 +3,13 @@
 The device raises as a GPU does if an operation gets a tensor of the host; see `fixtures.simulated_device`.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
 from fixtures.simulated_device import META
 from hybridflow.checkpoint import StateCopy, describe_state, load_state, read_state_into, save_state
-from hybridflow.config import LoRAConfig, MemoryConfig, ModelConfig, OptimizerConfig
-from hybridflow.engines import TorchEngine
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate, load_weights
 from hybridflow.weight_sync import fill_buckets, plan_buckets, spec_of
 
@@ -28,17 +28,9 @@ def loss(outputs, part):
     return -sum(values.sum() for values in outputs.values()) / 40, {}
 
 
-def build(path, head="policy", dtype="float64", *, learns=True, rank=0, **options):
-    memory = {"max_tokens_per_micro_batch": 16, **options.pop("memory", {})}
-    return TorchEngine(
-        str(path),
-        head,
-        model=ModelConfig(path=str(path), dtype=dtype, **options.pop("model", {})),
-        memory=MemoryConfig(**memory),
-        optimizer=OptimizerConfig(lr=1e-3) if learns else None,
-        lora=LoRAConfig(rank=rank),
-        **options,
-    )
+@pytest.fixture
+def build(build_engine):
+    return partial(build_engine, dtype="float64", max_tokens=16, lr=1e-3)
 
 
 def tensors_of(engine):
@@ -58,7 +50,7 @@ def require_on_device(engine):
 
 LIVES = {
     "a policy": {},
-    "adapters": {"rank": 2},
+    "adapters": {"lora": {"rank": 2}},
     "a critic": {"head": "value"},
     "a reference": {"learns": False},
     "offload in bfloat16": {"offload": "idle", "dtype": "bfloat16"},
@@ -89,7 +81,7 @@ def live(engine, rows, directory):
 
 
 @pytest.mark.parametrize("life", LIVES)
-def test_an_engine_lives_on_its_device(tiny_model, rows, life, device, tmp_path):
+def test_an_engine_lives_on_its_device(build, tiny_model, rows, life, device, tmp_path):
     options = LIVES[life]
     engine = build(tiny_model("qwen2"), **options)
     require_on_device(engine)
@@ -103,7 +95,7 @@ def test_an_engine_lives_on_its_device(tiny_model, rows, life, device, tmp_path)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_generation_runs_on_the_device_of_the_model(tiny_model, device, temperature):
+def test_generation_runs_on_the_device_of_the_model(build, tiny_model, device, temperature):
     def tokens():
         engine = build(tiny_model("qwen2"), learns=False)
         rollout = EmbeddedRollout(engine.rollout_model())
@@ -118,7 +110,7 @@ def test_generation_runs_on_the_device_of_the_model(tiny_model, device, temperat
 
 
 @pytest.mark.parametrize("offload", [None, "idle"])
-def test_weight_sync_from_a_device_has_the_fingerprints_of_the_cpu(tiny_model, device, offload):
+def test_weight_sync_from_a_device_has_the_fingerprints_of_the_cpu(build, tiny_model, device, offload):
     def sent():
         engine = build(tiny_model("qwen2"), dtype="float32", offload=offload)
         with engine.on_device(with_optimizer=False):
@@ -132,7 +124,7 @@ def test_weight_sync_from_a_device_has_the_fingerprints_of_the_cpu(tiny_model, d
         assert [bucket.fingerprints for bucket in found] == [bucket.fingerprints for bucket in sent()]
 
 
-def test_fingerprints_are_read_once_for_each_bucket(tiny_model, device):
+def test_fingerprints_are_read_once_for_each_bucket(build, tiny_model, device):
     engine = build(tiny_model("qwen2"), dtype="float32", learns=False)
     weights = list(engine.weights())
     plan = plan_buckets([spec_of(name, weight) for name, weight in weights], 4000)

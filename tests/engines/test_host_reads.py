@@ -9,8 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hybridflow.config import Config, LoRAConfig, MemoryConfig, ModelConfig, OptimizerConfig
-from hybridflow.engines import TorchEngine
+from hybridflow.config import Config
 from hybridflow.workers.losses import actor_loss, critic_loss, sft_loss, slope_loss
 
 META = torch.device("meta")
@@ -41,20 +40,13 @@ def rows(rollout_rows):
 
 
 @pytest.fixture
-def build_on_meta(tiny_model, monkeypatch):
+def build_on_meta(tiny_model, build_engine, monkeypatch):
     """Return a function that builds an engine on the meta device."""
     monkeypatch.setattr("hybridflow.engines.torch_engine.own_device", lambda: META)
 
-    def build(family="qwen3", head="policy", *, packing=True, gradient_checkpointing=False, dtype="bfloat16", lora=0):
-        path = str(tiny_model(family, **{"sliding_window": None} if family == "mistral" else {}))
-        return TorchEngine(
-            path,
-            head,
-            model=ModelConfig(path=path, dtype=dtype, gradient_checkpointing=gradient_checkpointing),
-            memory=MemoryConfig(max_tokens_per_micro_batch=16, packing=packing),
-            optimizer=OptimizerConfig(),
-            lora=LoRAConfig(rank=lora),
-        )
+    def build(family="qwen3", head="policy", **options):
+        path = tiny_model(family, **{"sliding_window": None} if family == "mistral" else {})
+        return build_engine(path, head, **{"dtype": "bfloat16", "max_tokens": 16} | options)
 
     return build
 
@@ -62,7 +54,7 @@ def build_on_meta(tiny_model, monkeypatch):
 @pytest.mark.parametrize(
     "options",
     [
-        {"gradient_checkpointing": True, "lora": 2},
+        {"gradient_checkpointing": True, "lora": {"rank": 2}},
         {"packing": False, "head": "value"},
         {"family": "mistral", "gradient_checkpointing": True},
     ],
