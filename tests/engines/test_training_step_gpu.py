@@ -11,7 +11,6 @@ import torch.distributed as dist
 from hybridflow.checkpoint import describe_state, read_state_into, save_sharded_state, save_state
 from hybridflow.config import Config
 from hybridflow.engines import token_budget, torch_engine
-from hybridflow.engines.device_copy import wait_for_copies
 from hybridflow.engines.process_group import join_alone
 from hybridflow.engines.ranks import Ranks
 from hybridflow.models import mfu, training_flops
@@ -94,26 +93,6 @@ def test_the_host_does_not_wait_for_the_device_between_micro_batches(build, tiny
     assert all(share.metrics.keys() == expected for share in shares)
     assert {share.loss.device.type for share in shares} == {gpu.type}
     engine.optimizer.zero_grad(set_to_none=True)
-
-
-def test_the_host_waits_once_for_the_outputs_without_gradient(build, tiny_model, rollout_rows, monkeypatch, gpu):
-    engine, waits = build(tiny_model("qwen3", **SIZES), compile=False), []
-    rows = rollout_rows(*LENGTHS[0])
-    expected = engine.forward(rows, with_entropy=True)  # warms up
-
-    def wait(device):
-        set_sync_debug_mode(gpu, "default")
-        waits.append(device)
-        wait_for_copies(device)
-
-    monkeypatch.setattr(torch_engine, "wait_for_copies", wait)
-    set_sync_debug_mode(gpu, "error")
-    try:
-        outputs = engine.forward(rows, with_entropy=True)
-    finally:
-        set_sync_debug_mode(gpu, "default")
-    assert len(waits) == 1
-    assert all(torch.equal(values, expected[name]) for name, values in outputs.items())
 
 
 @pytest.mark.parametrize("compile", [False, "auto"])

@@ -68,61 +68,34 @@ def check(estimate, bytes_measured):
     assert estimate.total == pytest.approx(bytes_measured, rel=0.15), asdict(estimate)
 
 
+def exhaustive(*case):
+    return pytest.param(*case, marks=pytest.mark.exhaustive)
+
+
 @pytest.mark.runs
 @pytest.mark.parametrize(
-    ("family", "dtype", "vocab_size", "recomputes", "length"),
+    ("family", "dtype", "vocab_size", "length", "options"),
     [
-        ("qwen3", "bfloat16", 512, True, 256),
-        ("qwen2", "float32", 512, False, 256),
-        *(
-            pytest.param(*case, marks=pytest.mark.exhaustive)
-            for case in (
-                ("qwen2", "float32", 512, True, 256),
-                ("qwen2", "float32", 20000, False, 1024),
-                ("qwen2", "bfloat16", 512, False, 1024),
-                ("qwen2", "bfloat16", 20000, True, 256),
-                ("qwen3", "float32", 512, False, 1024),
-                ("qwen3", "bfloat16", 20000, False, 256),
-            )
-        ),
+        ("qwen3", "bfloat16", 512, 256, {"gradient_checkpointing": True}),
+        ("qwen2", "float32", 512, 256, {}),
+        exhaustive("qwen2", "float32", 20000, 1024, {}),
+        exhaustive("qwen2", "bfloat16", 512, 1024, {}),
+        exhaustive("qwen2", "bfloat16", 20000, 256, {"gradient_checkpointing": True}),
+        exhaustive("qwen2", "bfloat16", 20000, 256, {"max_logits": 20000 * 256}),
+        exhaustive("qwen2", "float32", 512, 256, {"lora_rank": 16}),
+        exhaustive("qwen2", "bfloat16", 512, 256, {"lora_rank": 16}),
+        exhaustive("qwen2", "float32", 512, 256, {"learns": False}),
+        exhaustive("qwen2", "bfloat16", 20000, 256, {"learns": False}),
     ],
 )
-def test_training_memory_is_within_15_percent(directory_of, family, dtype, length, vocab_size, recomputes):
-    directory = directory_of(family, vocab_size)
-    layout = MemoryLayout(dtype=dtype, gradient_checkpointing=recomputes, kernels="cpu", longest=length)
-    peak = measured(directory, length, dtype=dtype, gradient_checkpointing=recomputes)
-    check(training_memory(model_sizes(directory), layout, TOKENS, responses(length)), peak)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("vocab_size", [512, 20000])
-def test_forward_memory_is_within_15_percent(directory_of, dtype, vocab_size):
-    directory = directory_of(vocab_size=vocab_size)
-    peak = measured(directory, 256, learns=False, dtype=dtype)
-    check(
-        forward_memory(model_sizes(directory), MemoryLayout(dtype=dtype, kernels="cpu"), TOKENS, responses(256)), peak
-    )
-
-
-@pytest.mark.exhaustive
-def test_memory_of_logits_in_parts_is_within_15_percent(directory_of, monkeypatch):
-    from hybridflow.models import forward
-
-    monkeypatch.setattr(forward, "MAX_LOGITS", 20000 * 256)
-    directory = directory_of(vocab_size=20000)
-    peak = measured(directory, 256, dtype="bfloat16")
-    layout = MemoryLayout(dtype="bfloat16", kernels="cpu", max_logits=20000 * 256)
-    check(training_memory(model_sizes(directory), layout, TOKENS, responses(256)), peak)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_memory_of_adapters_is_within_15_percent(directory_of, dtype):
-    pytest.importorskip("peft")
-    peak = measured(directory_of(), 256, dtype=dtype, lora_rank=16)
-    layout = MemoryLayout(dtype=dtype, kernels="cpu", lora_rank=16)
-    check(training_memory(model_sizes(directory_of()), layout, TOKENS, responses(256)), peak)
+def test_memory_is_within_15_percent(directory_of, monkeypatch, family, dtype, vocab_size, length, options):
+    directory, model, options = directory_of(family, vocab_size), dict(options), dict(options)
+    if "max_logits" in options:
+        monkeypatch.setattr("hybridflow.models.forward.MAX_LOGITS", model.pop("max_logits"))
+    peak = measured(directory, length, dtype=dtype, **model)
+    formula = training_memory if options.pop("learns", True) else forward_memory
+    layout = MemoryLayout(dtype=dtype, kernels="cpu", longest=length, **options)
+    check(formula(model_sizes(directory), layout, TOKENS, responses(length)), peak)
 
 
 @pytest.mark.exhaustive

@@ -29,13 +29,7 @@ GPT2 = {
 }
 
 
-@pytest.mark.parametrize(
-    ("family", "config"),
-    [
-        ("GPT2", GPT2),
-        ("Mistral", SMALL | {"sliding_window": None}),
-    ],
-)
+@pytest.mark.parametrize(("family", "config"), [("GPT2", GPT2), ("Mistral", SMALL | {"sliding_window": None})])
 def test_other_families_with_full_attention_work(tmp_path, family, config):
     config = getattr(transformers, f"{family}Config")(**config)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)

@@ -30,13 +30,7 @@ from hybridflow.rollout.loading import Loading, require_announced
 from hybridflow.rollout.requests import require_servable
 from hybridflow.rollout.stop_strings import StopStrings
 from hybridflow.runtime import capture_random_state, progress
-from hybridflow.runtime.fault_points import (
-    arm_faults,
-    current_worker,
-    fault_point_of_step,
-    plan_faults,
-    unfired_faults,
-)
+from hybridflow.runtime.fault_points import arm_faults, current_worker, fault_point_of_step, plan_faults, unfired_faults
 
 
 def by_name(completions: list[Completion]) -> dict[tuple[int, int], Completion]:

@@ -76,13 +76,6 @@ def test_weights_of_another_dtype_are_cast(tiny_model):
     assert len(generate(rollout, requests(SamplingParams(3)))) == 10
 
 
-def test_gradient_checkpointing_changes_no_token(tiny_model):
-    wanted = requests(SamplingParams(6))
-    plain = generate(EmbeddedRollout(train_engine(tiny_model(), "float32").model), wanted)
-    checkpointing = train_engine(tiny_model(), "float32", gradient_checkpointing=True)
-    assert generate(EmbeddedRollout(checkpointing.model), wanted) == plain
-
-
 def decoded_rows(engine: EmbeddedRollout) -> list[int]:
     """Return a list to which each decoding step appends its number of rows."""
     rows, decode = [], engine._forward.decode

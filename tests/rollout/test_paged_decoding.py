@@ -16,7 +16,7 @@ from hybridflow.models.kv_cache import PrefillPlan
 from hybridflow.models.paged_kv_cache import PAGE_SIZE, PagedKVCache
 from hybridflow.rollout import Completion, EmbeddedRollout, Request, SamplingParams, generate, load_weights
 from hybridflow.rollout.decoding_state import DecodingState, StepShape, decode_step
-from hybridflow.rollout.paged_decoding import READ_EVERY, PagedDecoding, row_sizes
+from hybridflow.rollout.paged_decoding import READ_EVERY, row_sizes
 from hybridflow.rollout.row_sampling import SamplingKinds
 from hybridflow.rollout.running_row import first_pages, most_pages, shared_pages
 
@@ -196,19 +196,6 @@ def test_device_is_read_every_few_steps_and_at_limits(directory, monkeypatch):
     assert reads == [READ_EVERY, READ_EVERY, 3]
 
 
-def test_rows_emit_nothing_after_their_ends(directory):
-    engine = paged(directory)
-    engine.submit(Request(0, [5], SamplingParams(40, stop_token_ids=tuple(range(2, 40, 2))), 8))
-    for _ in range(READ_EVERY - 1):
-        engine.step()
-    emitted = engine._running._state.emitted[:, :8]
-    lengths = (emitted >= 0).sum(0)
-    assert 1 <= int(lengths.min()) < READ_EVERY - 1
-    for row, length in enumerate(lengths.tolist()):
-        assert bool((emitted[length:, row] == -1).all())
-    assert engine._running._state.rows["lengths"][:8].tolist() == lengths.tolist()
-
-
 UNFIT = {"_local_scalar_dense", "nonzero", "masked_select", "cumsum", "scatter", "scatter_", "put_", "index_add_"}
 """Operations that read a value on the host, or have no deterministic CUDA kernel."""
 
@@ -279,19 +266,3 @@ def test_non_finite_row_is_an_error_that_names_its_request(directory, aborts_fir
     assert (aborted.request_id, aborted.finish_reason) == (5, "abort")
     assert aborts_first or aborted.token_ids == []
     assert [len(c.token_ids) for c in serve(engine)] == [20]
-
-
-def test_paged_tokens_do_not_depend_on_the_read_interval(directory):
-    model, wanted = load_causal_lm(directory, torch.float64), mixed_requests()
-    engine = EmbeddedRollout(model, paged=True)
-    expected = generate(engine, wanted)
-    for read_every in (1, 3, 50):
-        engine._new_decoding = lambda n=read_every: PagedDecoding(
-            engine._forward,
-            model,
-            max_running_sequences=1024,
-            stop_strings=engine._stop_strings,
-            kept=engine._kept,
-            read_every=n,
-        )
-        require_equal(generate(engine, wanted), expected)

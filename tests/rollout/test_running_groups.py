@@ -104,22 +104,6 @@ def test_an_error_of_the_engine_ends_all_batches(engine, monkeypatch):
 
 
 @pytest.mark.exhaustive  # issue 43 deletes it
-def test_the_last_waiting_groups_of_a_batch_are_given_up(build_rollout, tiny_model):
-    engine = build_rollout(tiny_model(), max_running_sequences=4)  # two groups
-    expected = generate(engine, batch_of(0))
-    groups = RunningGroups(engine)
-    groups.begin("a", batch_of(0))
-    groups.begin("b", batch_of(1, first_id=5))
-    groups.step()
-    assert [groups.give_waiting("a", share) for share in (0.5, 0.25, 1.0)] == [[3, 4], [2], []]
-    found = sorted(groups.next("a", 5))
-    assert ids_of(found[:2]) == [c.token_ids for c in expected[:4]]
-    assert [(each.token_ids, each.finish_reason) for _, group in found[2:] for each in group] == [([], "abort")] * 6
-    assert all(each.token_ids for _, group in groups.next("b", 5) for each in group)
-    assert not engine.has_unfinished()
-
-
-@pytest.mark.exhaustive  # issue 43 deletes it
 def test_groups_of_any_batch_come_in_the_order_in_which_they_finish(engine):
     alone = [[c.token_ids for c in generate(engine, batch_of(batch))] for batch in (0, 1)]
     groups = RunningGroups(engine)
