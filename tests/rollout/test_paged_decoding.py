@@ -18,7 +18,6 @@ from hybridflow.rollout import Completion, EmbeddedRollout, Request, SamplingPar
 from hybridflow.rollout.decoding_state import DecodingState, StepShape, decode_step
 from hybridflow.rollout.paged_decoding import READ_EVERY, row_sizes
 from hybridflow.rollout.row_sampling import SamplingKinds
-from hybridflow.rollout.running_row import first_pages, most_pages, shared_pages
 
 PAGE_BYTES = PAGE_SIZE * 2 * 2 * 32 * 8  # 2 layers of keys and values of one head of 32, in float64
 SCRATCH = 32  # pages for the 1024 rows of an engine
@@ -160,15 +159,6 @@ def test_larger_request_gets_a_larger_cache_when_nothing_runs(directory):
     done = serve(engine, [large])
     assert [(c.request_id, len(c.token_ids)) for c in done] == [(0, 3), (1, 90), (1, 90)]
     assert tokens_of(done[1:]) == tokens_of(generate(paged(directory), [large]))
-
-
-@pytest.mark.parametrize(
-    ("prompt_len", "new", "shared", "first", "most"),
-    [(1, 1, 0, 1, 3), (33, 100, 1, 1, 1 + 3 * 4), (32, 1, 0, 1, 3), (32, 9, 0, 2, 6), (64, 64, 1, 2, 1 + 3 * 3)],
-)
-def test_pages_of_a_request(prompt_len, new, shared, first, most):
-    request = Request(0, [5] * prompt_len, SamplingParams(new), 3)
-    assert (shared_pages(request), first_pages(request, 8), most_pages(request)) == (shared, first, most)
 
 
 # ------------------------------------------------------------------------------------------ steps

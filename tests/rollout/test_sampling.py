@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fixtures.rollouts import distribution, draw
-from hybridflow.rollout import Request, SamplingParams
-from hybridflow.rollout.decoding_batch import _uniforms
+from hybridflow.rollout import SamplingParams
 from hybridflow.rollout.row_sampling import RowRules, SamplingKinds, sample_rows
 from hybridflow.rollout.sampling import sample_tokens
 from hybridflow.runtime import uniform
@@ -167,10 +166,3 @@ def test_low_precision_differs_only_where_a_draw_is_near_a_boundary(sample, temp
     assert log_probs.dtype == torch.float32
     exact_log_probs = all_log_probs.gather(1, tokens[:, None]).squeeze(1)
     torch.testing.assert_close(log_probs.double(), exact_log_probs, rtol=1e-5, atol=1e-5)
-
-
-def test_noise_depends_on_each_requests_key():
-    keys = [(3, 0, 1), (3, 0, 2), (7,), (-1, 2**64 - 5), (2, 5)]
-    wanted = [Request(i, [5], SamplingParams(4), 1 + i % 3, key) for i, key in enumerate(keys)]
-    expected = [uniform(*r.noise_key, np.arange(r.group_size)[:, None], np.arange(6)[None]) for r in wanted]
-    assert np.array_equal(_uniforms(wanted, 6), np.concatenate(expected))
