@@ -11,6 +11,7 @@ from hybridflow.models import FusedForward, load_causal_lm
 from hybridflow.protocol import DataProto
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate, load_weights
 from hybridflow.rollout.decoding_batch import DecodingBatch
+from hybridflow.workers.rollout_batch import rollout_batch
 
 
 def ids_of(completions) -> list[list[int]]:
@@ -20,25 +21,10 @@ def ids_of(completions) -> list[list[int]]:
 def as_rows(wanted: list[Request], completions) -> DataProto:
     """Return prompts and responses as a batch for the train engine."""
     prompts = [list(request.prompt_ids) for request in wanted for _ in range(request.group_size)]
-    prompt_len, response_len = max(map(len, prompts)), max(len(c.token_ids) for c in completions)
-    ids, mask, response_mask = [], [], []
-    for prompt, completion in zip(prompts, completions, strict=True):
-        left, right = prompt_len - len(prompt), response_len - len(completion.token_ids)
-        ids.append([0] * left + prompt + completion.token_ids + [0] * right)
-        mask.append([0] * left + [1] * (len(prompt) + len(completion.token_ids)) + [0] * right)
-        response_mask.append([True] * len(completion.token_ids) + [False] * right)
-    columns = {"input_ids": ids, "attention_mask": mask, "response_mask": response_mask}
-    return DataProto.from_dict({name: torch.tensor(column) for name, column in columns.items()})
-
-
-def train_engine(directory, dtype, **model) -> TorchEngine:
-    return TorchEngine(
-        str(directory),
-        "policy",
-        model=ModelConfig(dtype=dtype, **model),
-        memory=MemoryConfig(max_tokens_per_micro_batch=64),
-        optimizer=OptimizerConfig(lr=0.05),
-    )
+    padding = [max(map(len, prompts)) - len(prompt) for prompt in prompts]
+    ids = torch.tensor([[0] * left + prompt for left, prompt in zip(padding, prompts, strict=True)])
+    mask = torch.arange(ids.shape[1]) >= torch.tensor(padding)[:, None]
+    return DataProto.from_dict(rollout_batch(ids, mask, completions, pad_token_id=0))
 
 
 def raise_log_probs(outputs, part):
@@ -49,7 +35,13 @@ def raise_log_probs(outputs, part):
     ("dtype", "temperature"), [("float64", 0.0), ("float64", 0.7), ("float64", 1.0), ("bfloat16", 0.7)]
 )
 def test_log_probs_equal_those_of_the_train_engine(tiny_model, use_float64_throughout, dtype, temperature):
-    engine = train_engine(tiny_model("qwen2"), dtype)
+    engine = TorchEngine(
+        str(tiny_model("qwen2")),
+        "policy",
+        model=ModelConfig(dtype=dtype),
+        memory=MemoryConfig(max_tokens_per_micro_batch=64),
+        optimizer=OptimizerConfig(lr=0.05),
+    )
     if dtype == "float64":
         use_float64_throughout(engine.model)
     rollout = EmbeddedRollout(engine.model)

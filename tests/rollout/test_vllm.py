@@ -37,24 +37,6 @@ def test_preempted_sequences_get_equal_tokens(tiny_model):
     assert tokens_of(generate(tight, wanted)) == tokens_of(generate(roomy, wanted))
 
 
-def test_new_weights_do_not_reuse_cached_prompts(tiny_model):
-    # If keys and values of the old weights were reused, the log-probs would differ.
-    path, other = tiny_model(), tiny_model(seed=1)
-    engine, prompt = build(path), [5, 9, 12, 7] * 10
-    old, new = (Request(i, prompt, SamplingParams(count, temperature=0.0)) for i, count in enumerate((12, 6)))
-
-    def load(step):
-        if step == 4:
-            load_weights(engine, load_causal_lm(other).named_parameters(), version=1)
-            engine.submit(new)  # the old request, with an equal prompt, still has keys and values
-
-    first, completion = serve(engine, [old], load)
-    assert first.versions == [0] * 4 + [1] * 8
-    (expected,) = generate(build(other), [new])
-    assert completion.token_ids == expected.token_ids
-    assert completion.log_probs == pytest.approx(expected.log_probs, abs=1e-5)
-
-
 # ------------------------------------------------------------------------------------------ errors
 
 
