@@ -118,11 +118,13 @@ PLANTED += [
 """A local count is the global one where one rank has one micro-batch, and changes no sum."""
 
 
+def shared_by(options: dict) -> dict:
+    """Return the options that a layout and the training in one process that it must equal have in common."""
+    return {key: options[key] for key in ("family", "head", "lora", "aggregation") if key in options}
+
+
 def reference_of(options: dict) -> str:
-    """Return the name of the training in one process that a layout must equal."""
-    return "reference " + str(
-        {key: options[key] for key in ("family", "head", "lora", "aggregation") if key in options}
-    )
+    return f"reference {shared_by(options)}"
 
 
 @pytest.fixture(scope="module")
@@ -144,8 +146,7 @@ def results(request, rollout_rows, tiny_model, tmp_path_factory, run_world):
         case, _, bug = name.partition("; ")
         ranks, options = CASES[case]
         add(name, ranks, **options, **({"bug": bug, "steps": 1} if bug else {}))
-        alone = {key: options[key] for key in ("family", "head", "lora", "aggregation") if key in options}
-        add(reference_of(options), 1, **alone, packing=False, max_tokens=1000)
+        add(reference_of(options), 1, **shared_by(options), packing=False, max_tokens=1000)
     add(reference_of({}), 1, packing=False, max_tokens=1000)
     return run_jobs(run_world, out, sorted(jobs.values(), key=lambda job: job[0]))
 

@@ -49,3 +49,8 @@ def test_outputs_are_sharded_by_rows_and_inputs_by_columns(name, placement):
 def test_unsupported_sizes_and_families_are_rejected(size, changes, message):
     with pytest.raises(ModelError, match=message):
         require_tensor_parallel(SimpleNamespace(**CONFIG | changes), size)
+
+
+def test_one_rank_supports_any_family():
+    require_tensor_parallel(SimpleNamespace(model_type="gpt2"), 1)
+    require_tensor_parallel(SimpleNamespace(**CONFIG), 4)
