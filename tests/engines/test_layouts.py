@@ -48,26 +48,12 @@ LAYOUTS = {
 }
 """Row of the table of the documentation -> number of ranks, and options of the layout."""
 
+ONCE_IN_PARTS = {"once_per_update": True, "max_logits": 200}
+SUM = {"aggregation": "token-sum"}
 PAIRS = [
     {"sequence": 2, "offload": "host", "packing": False, "head": "value", "aggregation": "token-sum"},
-    {
-        "sequence": 2,
-        "checkpointing": True,
-        "parts": 3,
-        "once_per_update": True,
-        "max_logits": 200,
-        "lora": 3,
-        "max_tokens": 10,
-    },
-    {
-        "tensor": 2,
-        "offload": "idle",
-        "packing": False,
-        "checkpointing": True,
-        "once_per_update": True,
-        "max_logits": 200,
-        "aggregation": "token-sum",
-    },
+    {"sequence": 2, "checkpointing": True, "parts": 3, **ONCE_IN_PARTS, "lora": 3, "max_tokens": 10},
+    {"tensor": 2, "offload": "idle", "packing": False, "checkpointing": True, **ONCE_IN_PARTS, **SUM},
     {"offload": "idle", "parts": 3, "head": "value", "max_tokens": 10},
     {"packing": False, "checkpointing": True, "lora": 3},
     {"offload": "host", "parts": 3, "once_per_update": True, "max_logits": 200, "aggregation": "token-sum", "lora": 3},
