@@ -1,4 +1,4 @@
-"""Configurations of published models, built without weights: names, sizes, sharding, FLOPs and rotary scaling."""
+"""Configurations of published models, built without weights: names, sizes and sharding."""
 
 import copy
 import json
