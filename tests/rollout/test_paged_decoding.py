@@ -150,17 +150,6 @@ def test_group_that_memory_never_holds_is_an_error(directory, monkeypatch):
     assert len(generate(engine, wanted)) == 1
 
 
-def test_larger_request_gets_a_larger_cache_when_nothing_runs(directory):
-    engine = paged(directory, max_running_sequences=2)
-    small, large = Request(0, [5], SamplingParams(3)), Request(1, [5] * 100, SamplingParams(90), 2)
-    engine.submit(small)
-    engine.step()
-    assert engine._running._cache.table.count == 2
-    done = serve(engine, [large])
-    assert [(c.request_id, len(c.token_ids)) for c in done] == [(0, 3), (1, 90), (1, 90)]
-    assert tokens_of(done[1:]) == tokens_of(generate(paged(directory), [large]))
-
-
 # ------------------------------------------------------------------------------------------ steps
 
 
