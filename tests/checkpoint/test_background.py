@@ -1,4 +1,4 @@
-"""Copies of states for background saves; `tests/engines/test_gpu.py` makes them from a GPU.
+"""Copies of states for background saves; `tests/engines/test_training_step_gpu.py` makes them from a GPU.
 
 `test_sharded_state` writes copies of the shards of several ranks.
 """

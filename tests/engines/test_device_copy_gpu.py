@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hybridflow.engines.device_copy import rows_to_device, to_device, wait_for_copies
+from hybridflow.engines.device_copy import to_device
 
 pytestmark = pytest.mark.gpu
 
@@ -18,12 +18,3 @@ def test_a_pinned_copy_has_the_contents_though_its_source_is_changed(gpu):
 
 def test_an_expanded_tensor_arrives_with_its_contents(gpu):
     assert to_device(torch.arange(3).expand(2, 3), gpu).tolist() == [[0, 1, 2], [0, 1, 2]]
-
-
-def test_rows_arrive_on_the_device_with_their_contents(rollout_rows, gpu):
-    rows = rollout_rows([3, 1, 5, 2], [4, 6, 1, 3])
-    moved = rows_to_device(rows, gpu)
-    assert {column.device.type for column in moved.batch.values()} == {gpu.type}
-    back = {name: column.to("cpu", non_blocking=True) for name, column in moved.batch.items()}
-    wait_for_copies(gpu)
-    assert all(torch.equal(column, back[name]) for name, column in rows.batch.items())

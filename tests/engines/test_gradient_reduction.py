@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hybridflow.engines import gradient_reduction
-from hybridflow.engines.gradient_reduction import GradientReduction, fits_unsharded
+from hybridflow.engines.gradient_reduction import fits_unsharded
 
 GPU = torch.device("cuda", 0)
 
@@ -44,9 +44,3 @@ def a_gpu_of_80_gib(monkeypatch):
 )
 def test_unsharded_gradients_fit_if_they_take_an_eighth_of_the_memory(num_bytes, ranks, device, fits):
     assert fits_unsharded(parameters(num_bytes), ranks, device) is fits
-
-
-@pytest.mark.parametrize("is_once_per_update", [True, False])
-def test_all_micro_batches_are_yielded_in_order(is_once_per_update):
-    reduction = GradientReduction(nn.Linear(1, 1), is_once_per_update)
-    assert list(reduction.of_micro_batches("abc")) == ["a", "b", "c"]

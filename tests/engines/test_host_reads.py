@@ -6,28 +6,12 @@ pass. Only a model without a fused forward pass and with memory.packing=false re
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from hybridflow.config import Config, LoRAConfig, MemoryConfig, ModelConfig, OptimizerConfig
-from hybridflow.engines import TorchEngine
+from hybridflow.config import Config
 from hybridflow.workers.losses import actor_loss, critic_loss, sft_loss, slope_loss
 
 META = torch.device("meta")
 SETTINGS = {"actor": {"entropy_coef": 0.01, "epochs": 2}, "algorithm": {"kl_in_loss": True}}
-
-
-class OneDevice(TorchDispatchMode):
-    """Raises for an operation on tensors of the host and of the device, unless it is a copy; counts operations."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.ndim]
-        if len({x.device for x in tensors}) > 1 and "copy" not in str(func):
-            raise AssertionError(f"{func} has tensors on {[str(x.device) for x in tensors]}")
-        self.count += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture
@@ -41,20 +25,13 @@ def rows(rollout_rows):
 
 
 @pytest.fixture
-def build_on_meta(tiny_model, monkeypatch):
+def build_on_meta(tiny_model, build_engine, monkeypatch):
     """Return a function that builds an engine on the meta device."""
     monkeypatch.setattr("hybridflow.engines.torch_engine.own_device", lambda: META)
 
-    def build(family="qwen3", head="policy", *, packing=True, gradient_checkpointing=False, dtype="bfloat16", lora=0):
-        path = str(tiny_model(family, **{"sliding_window": None} if family == "mistral" else {}))
-        return TorchEngine(
-            path,
-            head,
-            model=ModelConfig(path=path, dtype=dtype, gradient_checkpointing=gradient_checkpointing),
-            memory=MemoryConfig(max_tokens_per_micro_batch=16, packing=packing),
-            optimizer=OptimizerConfig(),
-            lora=LoRAConfig(rank=lora),
-        )
+    def build(family="qwen3", head="policy", **options):
+        path = tiny_model(family, **{"sliding_window": None} if family == "mistral" else {})
+        return build_engine(path, head, **{"dtype": "bfloat16", "max_tokens": 16} | options)
 
     return build
 
@@ -62,13 +39,9 @@ def build_on_meta(tiny_model, monkeypatch):
 @pytest.mark.parametrize(
     "options",
     [
-        {"gradient_checkpointing": True, "lora": 2},
+        {"gradient_checkpointing": True, "lora": {"rank": 2}},
         {"packing": False, "head": "value"},
         {"family": "mistral", "gradient_checkpointing": True},
-        *(
-            pytest.param(options, marks=pytest.mark.exhaustive)
-            for options in ({}, {"packing": False}, {"dtype": "float32"}, {"family": "mistral"}, {"head": "value"})
-        ),
     ],
     ids=str,
 )
@@ -78,9 +51,7 @@ def test_the_host_reads_no_tensor_between_micro_batches(build_on_meta, rows, opt
     loss = (actor_loss if of_policy else critic_loss)(
         *([Config(**SETTINGS), 0.05] if of_policy else [Config()]), num_tokens=20, num_sequences=5
     )
-    with OneDevice() as operations:
-        shares, counts = engine._accumulate(rows, loss, of_policy, 0.7)
-    assert operations.count > 1000
+    shares, counts = engine._accumulate(rows, loss, of_policy, 0.7)
     assert len(shares) > 1
     assert counts["num_tokens"] == int(rows.batch["attention_mask"].sum())
     values = [value for share in shares for value in (share.loss, *share.metrics.values())]
@@ -103,21 +74,3 @@ def test_outputs_without_gradient_are_computed_without_a_read(build_on_meta, row
             outputs = engine._compute(model_input, True, 0.7, True, 4, 30)
             assert {values.device for values in outputs.values()} == {META}
             assert outputs["top_ids"].shape == (*model_input.response_mask.shape, 4)
-
-
-def test_a_tensor_left_on_the_host_is_found(build_on_meta, rows):
-    left = torch.ones(rows.batch["response_mask"].shape[1])
-
-    def loss(outputs, part):
-        return outputs["log_probs"].index_select(1, left.long().cumsum(0) - 1).sum(), {}
-
-    with pytest.raises(AssertionError, match=r"index_select.* has tensors on"), OneDevice():
-        build_on_meta()._accumulate(rows, loss, False, 1.0)
-
-
-def test_a_loss_that_reads_a_tensor_is_found(build_on_meta, rows):
-    def loss(outputs, part):
-        return outputs["log_probs"].sum(), {"actor/loss": outputs["log_probs"].sum().item()}
-
-    with pytest.raises(RuntimeError, match="meta"):
-        build_on_meta()._accumulate(rows, loss, False, 1.0)

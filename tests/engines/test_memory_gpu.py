@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from fixtures.peak_memory import peak_bytes, resident_bytes
-from hybridflow.config import MemoryConfig, ModelConfig, OptimizerConfig
-from hybridflow.engines import TorchEngine, token_budget
+from hybridflow.engines import token_budget
 from hybridflow.models import MemoryLayout, forward_memory, max_logits_on, model_sizes, training_memory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu"), pytest.mark.filterwarnings("ignore")]  # torch.compile's
@@ -22,16 +21,6 @@ def path(tiny_model, gpu):
     small = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "vocab_size": 512}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
     return tiny_model("qwen2", **(large if gpu.type == "cuda" else small), **heads, max_position_embeddings=2048)
-
-
-def build(path, tokens, *, learns=True, **model):
-    return TorchEngine(
-        str(path),
-        "policy",
-        model=ModelConfig(path=str(path), **model),
-        memory=MemoryConfig(max_tokens_per_micro_batch=tokens),
-        optimizer=OptimizerConfig() if learns else None,
-    )
 
 
 def rows_of(tokens, length):
@@ -54,10 +43,10 @@ def peak_of(engine, call):
 
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_memory_formula_is_within_15_percent_of_an_update(path, gpu, compiled, recomputes):
+def test_memory_formula_is_within_15_percent_of_an_update(build_engine, path, gpu, compiled, recomputes):
     on_cuda, length = gpu.type == "cuda", 256
     dtype, tokens = ("bfloat16", 8192) if on_cuda else ("float32", 512)
-    engine = build(path, tokens, dtype=dtype, compile=compiled, gradient_checkpointing=recomputes)
+    engine = build_engine(path, max_tokens=tokens, dtype=dtype, compile=compiled, gradient_checkpointing=recomputes)
     rows = rows_of(2 * tokens, length)
 
     def update():
@@ -72,10 +61,10 @@ def test_memory_formula_is_within_15_percent_of_an_update(path, gpu, compiled, r
     assert estimate.total == pytest.approx(peak_of(engine, update), rel=0.15), asdict(estimate)
 
 
-def test_memory_formula_is_within_15_percent_of_log_probs(path, gpu):
+def test_memory_formula_is_within_15_percent_of_log_probs(build_engine, path, gpu):
     on_cuda, length = gpu.type == "cuda", 256
     dtype, tokens = ("bfloat16", 8192) if on_cuda else ("float32", 512)
-    engine = build(path, tokens, learns=False, dtype=dtype, compile=False)
+    engine = build_engine(path, max_tokens=tokens, learns=False, dtype=dtype, compile=False)
     rows = rows_of(2 * tokens, length)
     layout = MemoryLayout(dtype=dtype, kernels="eager" if on_cuda else "cpu", max_logits=max_logits_on(gpu))
     estimate = forward_memory(model_sizes(path), layout, tokens, tokens // length * (length - PROMPT_LEN))
@@ -83,8 +72,8 @@ def test_memory_formula_is_within_15_percent_of_log_probs(path, gpu):
     assert estimate.total == pytest.approx(peak, rel=0.15), asdict(estimate)
 
 
-def test_an_update_at_the_found_budget_stays_within_memory(path, gpu, monkeypatch):
-    engine = build(path, 1000, dtype="bfloat16", compile=False)
+def test_an_update_at_the_found_budget_stays_within_memory(build_engine, path, gpu, monkeypatch):
+    engine = build_engine(path, max_tokens=1000, dtype="bfloat16", compile=False)
     limit = resident_bytes(engine) + (6 * 2**30 if gpu.type == "cuda" else 64 * 2**20)  # which a small model reaches
     monkeypatch.setattr(token_budget, "memory_limit", lambda *_: limit)
     monkeypatch.setattr(token_budget, "peak_memory_of", lambda call, device: peak_of(engine, call))

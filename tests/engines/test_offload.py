@@ -1,12 +1,11 @@
-"""Idle offload, on the CPU: device and host are the same memory, but every move is made; `test_gpu` measures a GPU."""
+"""Idle offload, on the CPU: device and host are the same memory, but every move is made; `test_offload_gpu` does it."""
 
 import pytest
 import torch
 from torch import nn
 
 from hybridflow.checkpoint import copy_state
-from hybridflow.config import LoRAConfig, MemoryConfig, ModelConfig, OptimizerConfig
-from hybridflow.engines import TorchEngine, offload
+from hybridflow.engines import offload
 from hybridflow.engines.offload import Offload
 from hybridflow.errors import ModelError
 
@@ -17,20 +16,17 @@ def loss(outputs, part):
     return -outputs["log_probs"].sum() / 40, {}
 
 
-def build(path, dtype="float32", *, idle=False, learns=True, lora=0):
-    engine = TorchEngine(
-        str(path),
-        "policy",
-        model=ModelConfig(path=str(path), dtype=dtype),
-        memory=MemoryConfig(max_tokens_per_micro_batch=64),
-        optimizer=OptimizerConfig(lr=1e-3) if learns else None,
-        lora=LoRAConfig(rank=lora),
-    )
-    if idle:  # on a CPU the engine does not do it by itself
-        for parameter in engine.model.parameters():
-            parameter.data = parameter.data.clone()  # memory of a file cannot be freed
-        engine._start_offload()
-    return engine
+@pytest.fixture
+def build(build_engine):
+    def build(path, dtype="float32", *, idle=False, lora=None):
+        engine = build_engine(path, dtype=dtype, max_tokens=64, lr=1e-3, lora=lora)
+        if idle:  # on a CPU the engine does not do it by itself
+            for parameter in engine.model.parameters():
+                parameter.data = parameter.data.clone()  # memory of a file cannot be freed
+            engine._start_offload()
+        return engine
+
+    return build
 
 
 def moments_of(engine):
@@ -39,11 +35,6 @@ def moments_of(engine):
 
 def num_bytes(tensors):
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-
-
-@pytest.fixture
-def rows(rollout_rows):
-    return rollout_rows([3, 1, 5, 2], [4, 6, 1, 3])
 
 
 @pytest.fixture
@@ -74,7 +65,7 @@ def copies(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_offloaded_engine_computes_the_same_bits(tiny_model, rows, dtype):
+def test_offloaded_engine_computes_the_same_bits(build, tiny_model, rows, dtype):
     plain, idle = (build(tiny_model("qwen2"), dtype, idle=idle) for idle in (False, True))
     for _ in range(3):
         assert torch.equal(plain.forward(rows)["log_probs"], idle.forward(rows)["log_probs"])
@@ -83,7 +74,7 @@ def test_offloaded_engine_computes_the_same_bits(tiny_model, rows, dtype):
         assert all(torch.equal(a, b) for a, b in zip(plain.parameters.values(), idle.parameters.values(), strict=True))
 
 
-def test_forward_needs_weights_only_and_an_update_everything(tiny_model, rows):
+def test_forward_needs_weights_only_and_an_update_everything(build, tiny_model, rows):
     engine = build(tiny_model("qwen2"), "bfloat16", idle=True)
     engine.update(rows, loss)
     weights, masters = list(engine.model.parameters()), list(engine.parameters.values())
@@ -101,7 +92,7 @@ def test_forward_needs_weights_only_and_an_update_everything(tiny_model, rows):
     assert on_device() == (0, 0, 0)
 
 
-def test_nothing_is_copied_back_unless_it_may_have_changed(tiny_model, rows, copies):
+def test_nothing_is_copied_back_unless_it_may_have_changed(build, tiny_model, rows, copies):
     engine = build(tiny_model("qwen2"), "bfloat16", idle=True)
     engine.update(rows, loss)
     for made in copies.values():
@@ -114,15 +105,15 @@ def test_nothing_is_copied_back_unless_it_may_have_changed(tiny_model, rows, cop
     assert sum(copies["to device"]) == 3 * 2 * sum(p.numel() for p in engine.model.parameters())
 
 
-def test_frozen_weights_of_adapters_are_copied_to_the_host_once(tiny_model, rows, copies):
-    engine = build(tiny_model("qwen2"), lora=2, idle=True)
+def test_frozen_weights_of_adapters_are_copied_to_the_host_once(build, tiny_model, rows, copies):
+    engine = build(tiny_model("qwen2"), lora={"rank": 2}, idle=True)
     engine.update(rows, loss)
     copies["to host"].clear()
     engine.update(rows, loss)
     assert sum(copies["to host"]) == 3 * 4 * sum(p.numel() for p in engine.parameters.values())  # and two moments
 
 
-def test_host_copies_are_allocated_once(tiny_model, rows, monkeypatch):
+def test_host_copies_are_allocated_once(build, tiny_model, rows, monkeypatch):
     blocks = []
 
     class Counted(offload.HostMemory):
@@ -152,7 +143,7 @@ def test_host_copies_are_allocated_once(tiny_model, rows, monkeypatch):
     assert len(blocks) == 2
 
 
-def test_restored_offloaded_state_continues_bit_identically(tiny_model, rows):
+def test_restored_offloaded_state_continues_bit_identically(build, tiny_model, rows):
     whole, resumed = (build(tiny_model("qwen2"), "bfloat16", idle=True) for _ in range(2))
     whole.update(rows, loss)
     resumed.load_state_dict(whole.state_dict())
@@ -161,7 +152,7 @@ def test_restored_offloaded_state_continues_bit_identically(tiny_model, rows):
         assert whole.update(rows, loss) == resumed.update(rows, loss)
 
 
-def test_state_of_an_idle_engine_is_the_host_copy(tiny_model, rows):
+def test_state_of_an_idle_engine_is_the_host_copy(build, tiny_model, rows):
     plain, idle = (build(tiny_model("qwen2"), idle=idle) for idle in (False, True))
     for engine in (plain, idle):
         engine.update(rows, loss)
@@ -175,7 +166,7 @@ def test_state_of_an_idle_engine_is_the_host_copy(tiny_model, rows):
             assert torch.equal(state["optimizer"][name][key], moment)
 
 
-def test_weights_of_an_idle_engine_remain_valid(tiny_model, rows):
+def test_weights_of_an_idle_engine_remain_valid(build, tiny_model, rows):
     plain, idle = (build(tiny_model("qwen2"), idle=idle) for idle in (False, True))
     kept = dict(idle.weights())
     assert all(torch.equal(kept[name], weight) for name, weight in plain.weights())
@@ -205,7 +196,7 @@ def test_step_counts_stay_where_fused_adamw_expects_them():
         assert moments[master]["exp_avg"].tolist() == [1, 1, 1]
 
 
-def test_error_inside_context_offloads_and_drops_gradients(tiny_model, rows):
+def test_error_inside_context_offloads_and_drops_gradients(build, tiny_model, rows):
     engine = build(tiny_model("qwen2"), idle=True)
 
     def failing(outputs, part):
@@ -221,7 +212,7 @@ def test_error_inside_context_offloads_and_drops_gradients(tiny_model, rows):
     assert all(parameter.grad is None for parameter in engine.parameters.values())
 
 
-def test_out_of_memory_in_a_move_leaves_everything_on_the_host(tiny_model, rows, monkeypatch):
+def test_out_of_memory_in_a_move_leaves_everything_on_the_host(build, tiny_model, rows, monkeypatch):
     plain, idle = (build(tiny_model("qwen2"), idle=idle) for idle in (False, True))
     for engine in (plain, idle):
         engine.update(rows, loss)
@@ -242,7 +233,7 @@ def test_out_of_memory_in_a_move_leaves_everything_on_the_host(tiny_model, rows,
     assert plain.update(rows, loss) == idle.update(rows, loss)
 
 
-def test_optimizer_state_is_awaited_when_the_optimizer_steps(tiny_model, rows, monkeypatch):
+def test_optimizer_state_is_awaited_when_the_optimizer_steps(build, tiny_model, rows, monkeypatch):
     """The device waits for weights on entry, for masters and moments only at the step."""
     engine, events = build(tiny_model("qwen2"), "bfloat16", idle=True), []
     engine.update(rows, loss)
@@ -255,7 +246,7 @@ def test_optimizer_state_is_awaited_when_the_optimizer_steps(tiny_model, rows, m
 
 
 @pytest.mark.parametrize("method", ["load_state_dict", "load_shards"])
-def test_optimizer_state_is_awaited_before_a_load_frees_it(tiny_model, rows, monkeypatch, method):
+def test_optimizer_state_is_awaited_before_a_load_frees_it(build, tiny_model, rows, monkeypatch, method):
     engine, awaited = build(tiny_model("qwen2"), idle=True), []
     engine.update(rows, loss)
     state = copy_state(engine.state_dict())

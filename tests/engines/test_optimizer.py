@@ -31,20 +31,6 @@ def test_learning_rates_follow_the_schedule(steps, total_steps, config, expected
     assert rates == pytest.approx(expected)
 
 
-def test_only_matrices_have_weight_decay():
-    matrix, bias = torch.ones(2, 2, requires_grad=True), torch.ones(2, requires_grad=True)
-    optimizer = build_adamw({"matrix": matrix, "bias": bias}, OptimizerConfig(lr=0.5, weight_decay=0.1))
-    matrix.grad, bias.grad = torch.zeros(2, 2), torch.zeros(2)
-    optimizer.step()
-    torch.testing.assert_close(matrix.detach(), torch.full((2, 2), 0.95))  # 1 - lr * weight_decay
-    assert bias.tolist() == [1, 1]
-
-
-def test_model_without_biases_has_one_parameter_group():
-    optimizer = build_adamw({"matrix": torch.ones(2, 2, requires_grad=True)}, OptimizerConfig())
-    assert len(optimizer.param_groups) == 1
-
-
 def test_steps_equal_update_rule_of_paper():
     lr, (beta1, beta2), epsilon, decay = 0.1, (0.8, 0.9), 1e-3, 0.2
     config = OptimizerConfig(lr=lr, betas=(beta1, beta2), epsilon=epsilon, weight_decay=decay)

@@ -11,11 +11,6 @@ def out_of_memory(*_, **__):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-@pytest.fixture
-def rows(rollout_rows):
-    return rollout_rows([3, 1, 5, 2], [4, 6, 1, 3])
-
-
 def loss(outputs, part):
     return -outputs["log_probs"].sum() / 40, {}
 

@@ -29,8 +29,7 @@ def run(fork_server, tmp_path):
 
 @pytest.mark.runs
 @own_run
-@pytest.mark.parametrize("kept", [0.5, pytest.param(0, marks=exhaustive), pytest.param(1, marks=exhaustive)])
-def test_kernels_are_built_once_into_private_cache_and_again_if_damaged(run, tmp_path, kept):
+def test_kernels_are_built_once_into_private_cache_and_again_if_damaged(run, tmp_path):
     assert run().stdout == BUILT
     directory = tmp_path / "hybridflow"
     assert directory.stat().st_mode & 0o077 == 0
@@ -39,17 +38,14 @@ def test_kernels_are_built_once_into_private_cache_and_again_if_damaged(run, tmp
     assert run().stdout == BUILT
     assert [path.stat().st_mtime_ns for path in directory.iterdir()] == [modified]
     whole = built.read_bytes()
-    zeros = whole[: len(whole) // 2].ljust(len(whole), b"\0")
-    built.write_bytes(whole[: int(kept * len(whole))] if kept < 1 else zeros)
+    built.write_bytes(whole[: len(whole) // 2])
     assert run().stdout == BUILT
     assert built.stat().st_size == len(whole)
 
 
 @pytest.mark.runs
 @own_run
-@pytest.mark.parametrize(
-    "compiler", ["no-such-compiler", *(pytest.param(name, marks=exhaustive) for name in ("false", "\x27gcc"))]
-)
+@pytest.mark.parametrize("compiler", ["no-such-compiler", pytest.param("false", marks=exhaustive)])
 def test_missing_or_failing_compiler_falls_back_to_pytorch_with_a_warning(run, compiler):
     done = run(CC=compiler)
     assert done.stdout == NOT_BUILT

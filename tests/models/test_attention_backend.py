@@ -18,13 +18,10 @@ PAGE = (Path(__file__).parents[2] / "docs" / "gpu-attention.md").read_text("utf-
 
 CASES = {  # case: (changes, implementation for packed rows, for shared prompts)
     "CPU": (CPU, {}, "cpu_kernel", "cpu_kernel"),
-    "CPU, bfloat16": (CPU, {"dtype": BF16}, "cpu_kernel", "cpu_kernel"),
     "CPU, wide values": (CPU, {"value_dim": 128}, "sdpa", "sdpa"),
     "CPU, float64": (CPU, {"dtype": FP64, "has_kernel": False}, "sdpa", "sdpa"),
     "CPU, bfloat16, no compiler": (CPU, {"dtype": BF16, "has_kernel": False}, "sdpa", "sdpa"),
     "H100": (H100, {}, "varlen", "flex"),
-    "H100, no gradient": (H100, {"has_gradient": False}, "varlen", "flex"),
-    "H100, float16": (H100, {"dtype": FP16}, "varlen", "flex"),
     "H100, float32": (H100, {"dtype": FP32}, "sdpa", "sdpa"),
     "H100, float64": (H100, {"dtype": FP64}, "sdpa", "sdpa"),
     "H100, no Triton": (H100, {"has_triton": False}, "varlen", "sdpa"),
@@ -36,7 +33,6 @@ CASES = {  # case: (changes, implementation for packed rows, for shared prompts)
     "H100, dim 264": (H100, {"head_dim": 264, "value_dim": 264}, "sdpa", "sdpa"),
     "H100, wide values": (H100, {"head_dim": 64}, "sdpa", "flex"),
     "H100, values too wide": (H100, {"value_dim": 512}, "sdpa", "sdpa"),
-    "A100": (H100, {"capability": (8, 0)}, "varlen", "flex"),
     "RTX 4090": (RTX, {}, "varlen", "flex"),
     "RTX 4090, dim 224": (RTX, {"head_dim": 224, "value_dim": 224}, "sdpa", "flex"),
     "RTX 4090, dim 224, no gradient": (

@@ -3,7 +3,6 @@
 In half precision the inputs of the reference are the rounded ones, so that the error is that of the computation.
 """
 
-import contextlib
 from dataclasses import replace
 
 import pytest
@@ -30,10 +29,26 @@ LIMIT = {BF16: 1e-2, FP16: 2e-3, FP32: 1e-5, FP64: 1e-12}
 """Largest relative error; the rounding of bfloat16 is 4e-3, of float16 5e-4."""
 
 
-def require_implementation(gpu, layer, *, shares_prompts, expected):
+PLANS = pytest.mark.parametrize(
+    ("plan", "tokens"),
+    [(PackedPlan.from_lengths(LENGTHS), sum(LENGTHS)), (SharedPromptPlan(FAMILIES[0]), sum(map(sum, FAMILIES[0])))],
+)
+
+
+def require_dense(gpu, plan, families, layer, *, expected="", limit=None):
+    """Compare output and gradients with dense attention: each relative to its norm, or to the largest norm."""
     case = AttentionCase.of(*(x.to(gpu) for x in layer))
-    if gpu.type == "cuda":
-        assert attention_for(case, shares_prompts=shares_prompts) == expected
+    if expected and gpu.type == "cuda":
+        assert attention_for(case, shares_prompts=isinstance(plan, SharedPromptPlan)) == expected
+    scaling = layer[0].shape[-1] ** -0.5
+    ours = results(lambda *tensors: plan.attend(0, *tensors, scaling), layer, gpu)
+    reference = dense_results(families, layer, scaling)
+    if limit is not None:
+        assert max(errors(ours, reference)) < limit
+        return
+    assert errors(ours[:1], reference[:1])[0] < LIMIT[BF16]
+    differences = [(x.double() - y).norm() for x, y in zip(ours, reference, strict=True)]
+    assert max(differences) < LIMIT[BF16] * max(y.norm() for y in reference)  # gradients may be zero
 
 
 @pytest.mark.parametrize("dim", [8, 64, 80, 128, 256])
@@ -41,52 +56,31 @@ def require_implementation(gpu, layer, *, shares_prompts, expected):
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_varlen_equals_dense_attention(gpu, dtype, heads, kv_heads, dim):
     layer = random_layer(sum(LENGTHS), heads, kv_heads, dim, dtype)
-    require_implementation(gpu, layer, shares_prompts=False, expected="varlen")
-    plan = PackedPlan.from_lengths(LENGTHS)
-    ours = results(lambda *tensors: plan.attend(0, *tensors, dim**-0.5), layer, gpu)
-    assert max(errors(ours, dense_results([[n] for n in LENGTHS], layer, dim**-0.5))) < LIMIT[dtype]
+    plan, families = PackedPlan.from_lengths(LENGTHS), [[n] for n in LENGTHS]
+    require_dense(gpu, plan, families, layer, expected="varlen", limit=LIMIT[dtype])
 
 
 @pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [2000]])
 def test_varlen_computes_single_tokens_and_single_sequences(gpu, lengths):
     layer = random_layer(sum(lengths), 6, 2, 64, BF16)
-    plan = PackedPlan.from_lengths(lengths).with_filling(3)
     layer = tuple(torch.cat([x.detach(), x.detach()[:, :, :1].expand(-1, -1, 3, -1)], dim=2) for x in layer)
-    ours = results(lambda *tensors: plan.attend(0, *tensors, 0.125), layer, gpu)
-    ours_loss = dense_results([[n] for n in [*lengths, 3]], layer, 0.125)
-    assert errors(ours[:1], ours_loss[:1])[0] < LIMIT[BF16]
-    differences = [(x.double() - y).norm() for x, y in zip(ours, ours_loss, strict=True)]
-    assert max(differences) < LIMIT[BF16] * max(y.norm() for y in ours_loss)  # gradients may be zero
+    require_dense(gpu, PackedPlan.from_lengths(lengths).with_filling(3), [[n] for n in [*lengths, 3]], layer)
 
 
 @pytest.mark.parametrize("families", FAMILIES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 64), (14, 2, 64), (4, 4, 80), (4, 1, 128)])
 def test_shared_prompts_equal_dense_attention(gpu, families, heads, kv_heads, dim):
     layer = random_layer(sum(map(sum, families)), heads, kv_heads, dim, BF16)
-    require_implementation(gpu, layer, shares_prompts=True, expected="flex")
-    plan = SharedPromptPlan(families)
-    ours = results(lambda *tensors: plan.attend(0, *tensors, dim**-0.5), layer, gpu)
-    reference = dense_results(families, layer, dim**-0.5)
-    differences = [(x.double() - y).norm() for x, y in zip(ours, reference, strict=True)]
-    assert max(differences) < LIMIT[BF16] * max(y.norm() for y in reference)
+    require_dense(gpu, SharedPromptPlan(families), families, layer, expected="flex")
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP64])
-@pytest.mark.parametrize("lengths", [LENGTHS, [64, 64], [1, 1, 1, 500]])
-def test_float32_and_float64_rows_equal_dense_attention(gpu, lengths, dtype):
-    layer = random_layer(sum(lengths), 6, 2, 64, dtype)
-    require_implementation(gpu, layer, shares_prompts=False, expected="sdpa")
-    plan = PackedPlan.from_lengths(lengths)
-    ours = results(lambda *tensors: plan.attend(0, *tensors, 0.125), layer, gpu)
-    assert max(errors(ours, dense_results([[n] for n in lengths], layer, 0.125))) < LIMIT[dtype]
-
-
-@pytest.mark.parametrize("dtype", [FP32, FP64])
-def test_float32_and_float64_shared_prompts_equal_dense_attention(gpu, dtype):
-    layer = random_layer(sum(map(sum, FAMILIES[0])), 6, 2, 64, dtype)
-    plan = SharedPromptPlan(FAMILIES[0])
-    ours = results(lambda *tensors: plan.attend(0, *tensors, 0.125), layer, gpu)
-    assert max(errors(ours, dense_results(FAMILIES[0], layer, 0.125))) < LIMIT[dtype]
+@pytest.mark.parametrize("families", [FAMILIES[0], *([[n] for n in x] for x in (LENGTHS, [64, 64], [1, 1, 1, 500]))])
+def test_float32_and_float64_equal_dense_attention(gpu, families, dtype):
+    is_shared = families is FAMILIES[0]
+    plan = SharedPromptPlan(families) if is_shared else PackedPlan.from_lengths([n for (n,) in families])
+    layer = random_layer(sum(map(sum, families)), 6, 2, 64, dtype)
+    require_dense(gpu, plan, families, layer, expected="sdpa", limit=LIMIT[dtype])
 
 
 def test_micro_batches_of_any_size_share_one_compiled_kernel(gpu):
@@ -101,22 +95,25 @@ def test_micro_batches_of_any_size_share_one_compiled_kernel(gpu):
         assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("plan", [PackedPlan.from_lengths(LENGTHS), SharedPromptPlan(FAMILIES[0])])
-def test_layers_do_not_wait_for_the_device(gpu, plan):
-    tokens = sum(plan.lengths) if isinstance(plan, PackedPlan) else sum(map(sum, plan.families))
+@PLANS
+def test_layers_do_not_wait_for_the_device(gpu, plan, tokens):
     layer = [x.detach().to(gpu).requires_grad_() for x in random_layer(tokens, 6, 2, 64, BF16)]
     plan.attend(0, *layer, 0.125).sum().backward()  # compiles
     fresh = replace(plan)  # without layout and mask
-    forbidden = _no_waiting() if gpu.type == "cuda" else contextlib.nullcontext()
-    with forbidden:
+    is_watched = gpu.type == "cuda"
+    try:
+        if is_watched:
+            torch.cuda.set_sync_debug_mode("error")
         for index in range(2):
             fresh.attend(index, *layer, 0.125).sum().backward()
+    finally:
+        if is_watched:
+            torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("plan", [PackedPlan.from_lengths(LENGTHS), SharedPromptPlan(FAMILIES[0])])
+@PLANS
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_results_are_bit_identical_in_deterministic_mode(gpu, plan, dtype):
-    tokens = sum(plan.lengths) if isinstance(plan, PackedPlan) else sum(map(sum, plan.families))
+def test_results_are_bit_identical_in_deterministic_mode(gpu, plan, tokens, dtype):
     layer = random_layer(tokens, 6, 2, 64, dtype)
     set_deterministic(True)
     try:
@@ -124,15 +121,6 @@ def test_results_are_bit_identical_in_deterministic_mode(gpu, plan, dtype):
     finally:
         set_deterministic(False)
     assert all(torch.equal(x, y) for run in runs[1:] for x, y in zip(run, runs[0], strict=True))
-
-
-@contextlib.contextmanager
-def _no_waiting():
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_shared_prompts_need_no_memory_for_all_pairs_of_tokens(gpu):
@@ -153,16 +141,6 @@ def test_shared_prompts_need_no_memory_for_all_pairs_of_tokens(gpu):
         assert torch.cuda.max_memory_allocated() - before < 0.5 * tokens**2
 
 
-def build(path, dtype, **memory):
-    return TorchEngine(
-        str(path),
-        "policy",
-        model=ModelConfig(path=str(path), dtype=dtype),
-        memory=MemoryConfig(max_tokens_per_micro_batch=2000, **memory),
-        optimizer=OptimizerConfig(lr=1e-4),
-    )
-
-
 @pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 2e-2), ("float32", 1e-4)])
 def test_packed_rows_and_shared_prompts_train_as_padded_rows(gpu, tiny_model, rollout_rows, dtype, limit):
     """Compare log-probs before and after an update, and its gradient norm. Four rows each share 40 prompt tokens."""
@@ -177,7 +155,13 @@ def test_packed_rows_and_shared_prompts_train_as_padded_rows(gpu, tiny_model, ro
 
     runs = []
     for memory in ({"packing": False}, {"share_prompts": False}, {"share_prompts": True}):
-        engine = build(path, dtype, **memory)
+        engine = TorchEngine(
+            str(path),
+            "policy",
+            model=ModelConfig(path=str(path), dtype=dtype),
+            memory=MemoryConfig(max_tokens_per_micro_batch=2000, **memory),
+            optimizer=OptimizerConfig(lr=1e-4),
+        )
         before = engine.forward(rows)["log_probs"]
         update = engine.update(rows, loss)
         runs.append(([before, engine.forward(rows)["log_probs"]], update.grad_norm, update.num_computed_tokens))

@@ -40,15 +40,3 @@ def test_new_tokens_see_what_came_before_and_their_keys_are_in_the_rows(lengths,
         assert torch.equal(cache.keys[0][row, :, : lengths[i]].transpose(0, 1), keys[i])
         assert torch.equal(cache.values[0][row, :, : lengths[i]].transpose(0, 1), values[i])
     assert cache.lengths.tolist() == [lengths[0], *(lengths[i] for i in source.tolist())]
-
-
-def test_a_row_is_copied_with_its_tokens():
-    cache = KVCache(torch.device("cpu"))
-    _, keys, values = tokens_of([5])
-    known = KeysValues([keys.transpose(0, 1)], [values.transpose(0, 1)])
-    cache.append_known([known], [6], torch.tensor([0, 0]), capacity=8)
-    row = cache.row(1, 4)
-    assert len(row) == 4
-    assert torch.equal(row.keys[0], keys.transpose(0, 1)[:4])
-    cache.keys[0].zero_()
-    assert torch.equal(row.keys[0], keys.transpose(0, 1)[:4])

@@ -12,9 +12,7 @@ from hybridflow.models.kv_cache import DecodePlan, KVCache, PrefillPlan
 
 LENGTHS = [5, 9, 9, 2]
 VARIANTS = {
-    "llama": ("llama", {}),
     "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "tied": ("qwen2", {"tie_word_embeddings": True}),
     "llama3": (
@@ -62,12 +60,7 @@ def error(ours, exact):
     return float((ours.double() - exact.double()).norm() / exact.double().norm())
 
 
-def in_ci(*names):
-    """Return all variants; those that are not named are exhaustive."""
-    return [name if name in names else pytest.param(name, marks=pytest.mark.exhaustive) for name in VARIANTS]
-
-
-@pytest.mark.parametrize("variant", in_ci("llama with biases", "qwen3", "tied", "yarn"))
+@pytest.mark.parametrize("variant", ["llama with biases", "qwen3", "tied", "yarn"])
 def test_fused_pass_equals_model_code(variant, kernels, tiny_model):
     family, config = VARIANTS[variant]
     model = load_causal_lm(tiny_model(family, **config))
@@ -79,11 +72,8 @@ def test_fused_pass_equals_model_code(variant, kernels, tiny_model):
         assert error(fused[name], value) < 2e-5, name
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen3", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("llama", "qwen2"))]
-)
-def test_bfloat16_fused_pass_is_as_close_to_float32_as_model_code(family, kernels, tiny_model):
-    exact_model, model = (load_causal_lm(tiny_model(family), dtype) for dtype in (torch.float32, torch.bfloat16))
+def test_bfloat16_fused_pass_is_as_close_to_float32_as_model_code(kernels, tiny_model):
+    exact_model, model = (load_causal_lm(tiny_model("qwen3"), dtype) for dtype in (torch.float32, torch.bfloat16))
     inputs = packed_input()
     exact = logits_and_gradients(OwnForward(exact_model), exact_model, inputs)
     fused = logits_and_gradients(forward_of(model), model, inputs)
@@ -183,15 +173,6 @@ def test_logits_in_memory_are_limited(tiny_model):
     assert largest[60_000] == 20_000 * 8  # the gradient of the head
 
 
-def test_padded_rows_are_computed_in_one_call(tiny_model):
-    model = load_causal_lm(tiny_model())
-    tokens = torch.randint(40, (3, 6), generator=torch.Generator().manual_seed(0))
-    inputs = {"input_ids": tokens, "position_ids": torch.arange(6).expand(3, 6), "attention_plan": PaddedPlan()}
-    fused = forward_of(model)(**inputs)
-    assert fused.shape == (3, 6, 40)
-    torch.testing.assert_close(fused, OwnForward(model)(**inputs))
-
-
 def test_other_activations_and_length_dependent_angles_use_model_code(tiny_model):
     assert isinstance(forward_of(load_causal_lm(tiny_model(hidden_act="gelu"))), OwnForward)
     for kind in ("dynamic", "longrope"):
@@ -221,11 +202,10 @@ def decoded(forward, steps=3):
     return torch.cat(logits)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("variant", in_ci("llama with biases", "qwen3", "tied", "llama3"))
-def test_compiled_decoder_gives_logits_of_model_code(variant, dtype, tiny_model):
+@pytest.mark.parametrize("variant", ["llama with biases", "qwen3", "tied", "llama3"])
+def test_compiled_decoder_gives_logits_of_model_code(variant, tiny_model):
     family, config = VARIANTS[variant]
-    exact_model, model = (load_causal_lm(tiny_model(family, **config), d) for d in (torch.float64, dtype))
+    exact_model, model = (load_causal_lm(tiny_model(family, **config), d) for d in (torch.float64, torch.float32))
     forward = forward_of(model)
     with torch.no_grad():
         exact = decoded(OwnForward(exact_model))
@@ -243,20 +223,6 @@ def test_packed_weights_are_used_until_dropped(tiny_model):
         assert decoded(forward)[1:].any()
         forward.drop_packed_weights()
         assert not decoded(forward)[1:].any()
-
-
-def test_decoding_a_row_is_bit_identical_for_any_batch(tiny_model):
-    forward = forward_of(load_causal_lm(tiny_model("qwen3")))
-    tokens = torch.arange(1, 31)
-    with torch.no_grad():
-        forward.pack_weights()
-        cache, plan = KVCache(torch.device("cpu")), PrefillPlan([30])
-        inputs = {"input_ids": tokens[None], "position_ids": torch.arange(30)[None], "attention_plan": plan}
-        forward(**inputs)
-        cache.append(plan, torch.zeros(30, dtype=torch.int64), 31)
-        every = forward.decode(tokens, DecodePlan(cache, 30))
-        for count in (1, 7, 13):
-            assert torch.equal(forward.decode(tokens[:count], DecodePlan(cache, count)), every[:count])
 
 
 def test_gradients_use_model_weights_while_weights_are_packed(tiny_model):

@@ -12,15 +12,6 @@ from transformers.utils import logging as transformers_logging
 from hybridflow.errors import ModelError
 from hybridflow.models import PackedPlan, load_causal_lm, load_value_model
 
-SMALL = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-}
-
 
 @pytest.fixture
 def directory(tiny_model, tmp_path) -> Path:
@@ -39,17 +30,7 @@ def edit_weights(directory: Path, drop: str = "", **changes) -> None:
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize(
-    ("family", "tied"),
-    [
-        ("qwen3", True),
-        ("qwen2", False),
-        *(
-            pytest.param(family, tied, marks=pytest.mark.exhaustive)
-            for family, tied in (("llama", True), ("llama", False), ("qwen2", True), ("qwen3", False))
-        ),
-    ],
-)
+@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen2", False)])
 def test_packed_logits_equal_eager_attention(tiny_model, family, tied):
     path = tiny_model(family, tie_word_embeddings=tied)
     model = load_causal_lm(path)
@@ -106,8 +87,8 @@ def test_stored_value_head_is_loaded(tiny_model, tmp_path):
     assert (load_value_model(tmp_path).score.weight == 0.5).all()
 
 
-def test_critic_loads_reward_model_head_without_bias(tmp_path):
-    config = transformers.LlamaConfig(**SMALL, num_labels=1)
+def test_critic_loads_reward_model_head_without_bias(tiny_model, tmp_path):
+    config = transformers.LlamaConfig.from_pretrained(tiny_model("llama"), num_labels=1)
     stored = transformers.LlamaForSequenceClassification(config)
     stored.save_pretrained(tmp_path)
     model = load_value_model(tmp_path)

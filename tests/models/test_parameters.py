@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from hybridflow.models.parameters import part_like, replace_parameters
+from hybridflow.models.parameters import replace_parameters
 
 
 def test_tied_parameter_is_replaced_once_and_stays_tied():
@@ -17,8 +17,3 @@ def test_tied_parameter_is_replaced_once_and_stays_tied():
     assert names == ["embedding.weight", "head.bias"]
     assert model["head"].weight is model["embedding"].weight
     assert all((parameter == 7).all() for parameter in model.parameters())
-
-
-def test_single_rank_has_the_whole_tensor():
-    whole = torch.arange(3.0)
-    assert part_like(whole, nn.Parameter(torch.zeros(3))) is whole

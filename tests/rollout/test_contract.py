@@ -30,15 +30,7 @@ from hybridflow.rollout.loading import Loading, require_announced
 from hybridflow.rollout.requests import require_servable
 from hybridflow.rollout.stop_strings import StopStrings
 from hybridflow.runtime import capture_random_state, progress
-from hybridflow.runtime.fault_points import (
-    arm_faults,
-    current_worker,
-    fault_point_of_step,
-    plan_faults,
-    unfired_faults,
-)
-
-exhaustive = pytest.mark.exhaustive
+from hybridflow.runtime.fault_points import arm_faults, current_worker, fault_point_of_step, plan_faults, unfired_faults
 
 
 def by_name(completions: list[Completion]) -> dict[tuple[int, int], Completion]:
@@ -127,16 +119,9 @@ def test_noise_depends_on_key_index_and_offset(build_rollout, tiny_model):
         assert (alone.index, tuple(alone.token_ids)) == (0, done[3 + index])
 
 
-@pytest.mark.parametrize(
-    ("family", "tied"),
-    [
-        ("llama", False),
-        *((family, tied) for family in ("qwen2", "qwen3") for tied in (False,)),
-        *(pytest.param(family, True, marks=exhaustive) for family in ("llama", "qwen2", "qwen3")),
-    ],
-)
-def test_greedy_tokens_and_log_probs_equal_those_of_transformers(build_rollout, tiny_model, family, tied):
-    directory = tiny_model(family, tie_word_embeddings=tied)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_greedy_tokens_and_log_probs_equal_those_of_transformers(build_rollout, tiny_model, family):
+    directory = tiny_model(family)
     stock = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
     engine = build_rollout(directory, "float32")
     completions = generate(engine, requests(SamplingParams(12, temperature=0.0, stop_token_ids=(EOS,)), group_size=1))
@@ -204,9 +189,7 @@ def test_more_prompt_tokens_than_one_step_holds(build_rollout, tiny_model):
 # ------------------------------------------------------------------------------------------ independence
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=exhaustive)])
-@pytest.mark.parametrize("max_running_sequences", [6, pytest.param(2, marks=exhaustive)])
-def test_tokens_do_not_depend_on_other_requests(build_rollout, tiny_model, dtype, max_running_sequences):
+def test_tokens_do_not_depend_on_other_requests(build_rollout, tiny_model):
     samplings = [
         SamplingParams(7, temperature=0.0),
         SamplingParams(4, temperature=1.3),
@@ -215,7 +198,7 @@ def test_tokens_do_not_depend_on_other_requests(build_rollout, tiny_model, dtype
         SamplingParams(4, temperature=1.3),
     ]
     wanted = [replace(request, sampling=samplings[request.request_id]) for request in requests(samplings[0])]
-    engine = build_rollout(tiny_model("qwen3"), dtype, max_running_sequences=max_running_sequences)
+    engine = build_rollout(tiny_model("qwen3"), "float32", max_running_sequences=6)
     alone = [completion for request in wanted for completion in generate(engine, [request])]
     together = generate(engine, wanted)
     assert generate(engine, wanted) == together
@@ -223,7 +206,7 @@ def test_tokens_do_not_depend_on_other_requests(build_rollout, tiny_model, dtype
     for done in (together, admitted):
         assert tokens_of(done) == tokens_of(alone)
         for ours, theirs in zip(done, alone, strict=True):
-            assert ours.log_probs == pytest.approx(theirs.log_probs, rel=1e-10 if dtype == "float64" else 1e-4)
+            assert ours.log_probs == pytest.approx(theirs.log_probs, rel=1e-4)
 
 
 # ------------------------------------------------------------------------------------------ requests
@@ -500,13 +483,12 @@ def test_retracted_sequences_continue_as_in_an_engine_with_the_new_weights(
 
 
 @pytest.mark.parametrize("step", [0, 1, 3])
-@pytest.mark.parametrize("retract", [True, pytest.param(False, marks=exhaustive)])  # issue 43 deletes False
 def test_weights_that_come_before_the_first_token_or_after_the_last(
-    build_rollout, tiny_model, step, retract, has_step_in_flight
+    build_rollout, tiny_model, step, has_step_in_flight
 ):
     wanted, engine = requests(SamplingParams(3)), build_rollout(tiny_model(), max_running_sequences=4)  # others wait
     before = by_name(generate(engine, wanted))
-    done = with_new_weights(engine, wanted, weights_of(tiny_model(seed=1)), step, retract)
+    done = with_new_weights(engine, wanted, weights_of(tiny_model(seed=1)), step, retract=True)
     assert set(done) == set(before)
     assert all(len(c.token_ids) == len(c.versions) == 3 for c in done.values())
     num_old = min(3, step + has_step_in_flight) if step else 0
@@ -598,8 +580,6 @@ def test_rejected_weights_change_nothing_and_broken_loads_are_repeated(build_rol
         with pytest.raises(RolloutError, match=message):
             load_weights(engine, wrong.items(), version=1)
         assert generate(engine, wanted) == before
-    with pytest.raises(RolloutError, match=r"weight 'model\.norm\.weight' came twice"):
-        load_weights(engine, [*weights.items(), ("model.norm.weight", weights["model.norm.weight"])], version=1)
     shapes = {name: tensor.shape for name, tensor in weights.items()}
     (first, second), *rest = [list(weights.items())[:2], *list(weights.items())[2:]]
     engine.start_loading(shapes)

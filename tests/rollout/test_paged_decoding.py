@@ -16,9 +16,8 @@ from hybridflow.models.kv_cache import PrefillPlan
 from hybridflow.models.paged_kv_cache import PAGE_SIZE, PagedKVCache
 from hybridflow.rollout import Completion, EmbeddedRollout, Request, SamplingParams, generate, load_weights
 from hybridflow.rollout.decoding_state import DecodingState, StepShape, decode_step
-from hybridflow.rollout.paged_decoding import READ_EVERY, PagedDecoding, row_sizes
+from hybridflow.rollout.paged_decoding import READ_EVERY, row_sizes
 from hybridflow.rollout.row_sampling import SamplingKinds
-from hybridflow.rollout.running_row import first_pages, most_pages, shared_pages
 
 PAGE_BYTES = PAGE_SIZE * 2 * 2 * 32 * 8  # 2 layers of keys and values of one head of 32, in float64
 SCRATCH = 32  # pages for the 1024 rows of an engine
@@ -151,26 +150,6 @@ def test_group_that_memory_never_holds_is_an_error(directory, monkeypatch):
     assert len(generate(engine, wanted)) == 1
 
 
-def test_larger_request_gets_a_larger_cache_when_nothing_runs(directory):
-    engine = paged(directory, max_running_sequences=2)
-    small, large = Request(0, [5], SamplingParams(3)), Request(1, [5] * 100, SamplingParams(90), 2)
-    engine.submit(small)
-    engine.step()
-    assert engine._running._cache.table.count == 2
-    done = serve(engine, [large])
-    assert [(c.request_id, len(c.token_ids)) for c in done] == [(0, 3), (1, 90), (1, 90)]
-    assert tokens_of(done[1:]) == tokens_of(generate(paged(directory), [large]))
-
-
-@pytest.mark.parametrize(
-    ("prompt_len", "new", "shared", "first", "most"),
-    [(1, 1, 0, 1, 3), (33, 100, 1, 1, 1 + 3 * 4), (32, 1, 0, 1, 3), (32, 9, 0, 2, 6), (64, 64, 1, 2, 1 + 3 * 3)],
-)
-def test_pages_of_a_request(prompt_len, new, shared, first, most):
-    request = Request(0, [5] * prompt_len, SamplingParams(new), 3)
-    assert (shared_pages(request), first_pages(request, 8), most_pages(request)) == (shared, first, most)
-
-
 # ------------------------------------------------------------------------------------------ steps
 
 
@@ -194,19 +173,6 @@ def test_device_is_read_every_few_steps_and_at_limits(directory, monkeypatch):
     monkeypatch.setattr(DecodingState, "read", recording)
     generate(paged(directory), [Request(0, [5], SamplingParams(2 * READ_EVERY + 3), 4)])
     assert reads == [READ_EVERY, READ_EVERY, 3]
-
-
-def test_rows_emit_nothing_after_their_ends(directory):
-    engine = paged(directory)
-    engine.submit(Request(0, [5], SamplingParams(40, stop_token_ids=tuple(range(2, 40, 2))), 8))
-    for _ in range(READ_EVERY - 1):
-        engine.step()
-    emitted = engine._running._state.emitted[:, :8]
-    lengths = (emitted >= 0).sum(0)
-    assert 1 <= int(lengths.min()) < READ_EVERY - 1
-    for row, length in enumerate(lengths.tolist()):
-        assert bool((emitted[length:, row] == -1).all())
-    assert engine._running._state.rows["lengths"][:8].tolist() == lengths.tolist()
 
 
 UNFIT = {"_local_scalar_dense", "nonzero", "masked_select", "cumsum", "scatter", "scatter_", "put_", "index_add_"}
@@ -279,19 +245,3 @@ def test_non_finite_row_is_an_error_that_names_its_request(directory, aborts_fir
     assert (aborted.request_id, aborted.finish_reason) == (5, "abort")
     assert aborts_first or aborted.token_ids == []
     assert [len(c.token_ids) for c in serve(engine)] == [20]
-
-
-def test_paged_tokens_do_not_depend_on_the_read_interval(directory):
-    model, wanted = load_causal_lm(directory, torch.float64), mixed_requests()
-    engine = EmbeddedRollout(model, paged=True)
-    expected = generate(engine, wanted)
-    for read_every in (1, 3, 50):
-        engine._new_decoding = lambda n=read_every: PagedDecoding(
-            engine._forward,
-            model,
-            max_running_sequences=1024,
-            stop_strings=engine._stop_strings,
-            kept=engine._kept,
-            read_every=n,
-        )
-        require_equal(generate(engine, wanted), expected)

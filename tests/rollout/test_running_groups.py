@@ -65,6 +65,8 @@ def test_more_groups_than_a_batch_has_and_invalid_batches_are_errors(engine):
     groups.next(0, 3)
     with pytest.raises(RolloutError, match=r"batch 0 has 2 groups left, fewer than 3\."):
         groups.next(0, 3)
+    with pytest.raises(RolloutError, match=r"the batches that have begun have 2 groups left, fewer than 3\."):
+        groups.next_of_any(3)
     with pytest.raises(RolloutError, match=r"batch 1 has 0 groups left, fewer than 1\."):
         groups.next(1, 1)
     with pytest.raises(RolloutError, match="request 9 has an empty prompt"):
@@ -101,35 +103,3 @@ def test_an_error_of_the_engine_ends_all_batches(engine, monkeypatch):
         groups.next(0, 4)
     assert not groups
     assert not engine.has_unfinished()
-
-
-@pytest.mark.exhaustive  # issue 43 deletes it
-def test_the_last_waiting_groups_of_a_batch_are_given_up(build_rollout, tiny_model):
-    engine = build_rollout(tiny_model(), max_running_sequences=4)  # two groups
-    expected = generate(engine, batch_of(0))
-    groups = RunningGroups(engine)
-    groups.begin("a", batch_of(0))
-    groups.begin("b", batch_of(1, first_id=5))
-    groups.step()
-    assert [groups.give_waiting("a", share) for share in (0.5, 0.25, 1.0)] == [[3, 4], [2], []]
-    found = sorted(groups.next("a", 5))
-    assert ids_of(found[:2]) == [c.token_ids for c in expected[:4]]
-    assert [(each.token_ids, each.finish_reason) for _, group in found[2:] for each in group] == [([], "abort")] * 6
-    assert all(each.token_ids for _, group in groups.next("b", 5) for each in group)
-    assert not engine.has_unfinished()
-
-
-@pytest.mark.exhaustive  # issue 43 deletes it
-def test_groups_of_any_batch_come_in_the_order_in_which_they_finish(engine):
-    alone = [[c.token_ids for c in generate(engine, batch_of(batch))] for batch in (0, 1)]
-    groups = RunningGroups(engine)
-    groups.begin(0, batch_of(0))
-    groups.begin(1, batch_of(1, first_id=5))
-    found = groups.next_of_any(4)
-    with pytest.raises(RolloutError, match=r"the batches that have begun have 6 groups left, fewer than 8\."):
-        groups.next_of_any(8)
-    found += groups.next_of_any(6)
-    assert not groups
-    assert [batch for batch, _ in found] != sorted(batch for batch, _ in found), "batches did not mix"
-    require_ordered([group for _, group in found])
-    assert [ids_of([group for of_batch, group in found if of_batch == batch]) for batch in (0, 1)] == alone

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fixtures.rollouts import distribution, draw
-from hybridflow.rollout import Request, SamplingParams
-from hybridflow.rollout.decoding_batch import _uniforms
+from hybridflow.rollout import SamplingParams
 from hybridflow.rollout.row_sampling import RowRules, SamplingKinds, sample_rows
 from hybridflow.rollout.sampling import sample_tokens
 from hybridflow.runtime import uniform
@@ -121,20 +120,6 @@ def test_non_finite_logits_give_non_finite_log_probs(sample, temperature, bad):
         assert bool(((tokens >= 0) & (tokens < width)).all())  # the next step looks it up
 
 
-@pytest.mark.parametrize("parameters", [{}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.6}])
-def test_frequencies_fit_the_probabilities(parameters):
-    """Apply Pearson's chi-square test to 20000 draws with the noise of 500 prompts, groups of 4 and 10 tokens."""
-    numbers = uniform(11, np.arange(500)[:, None, None], np.arange(4)[:, None], np.arange(10)).ravel()
-    sampling = SamplingParams(1, **parameters)
-    tokens, _ = sample_tokens(LOGITS.double().expand(len(numbers), -1), torch.from_numpy(numbers), sampling)
-    counts, probabilities = np.bincount(tokens.numpy(), minlength=5), distribution(LOGITS.tolist(), sampling)
-    possible = [i for i, probability in enumerate(probabilities) if probability]
-    assert counts.sum() == counts[possible].sum() == 20000
-    chi_square = sum((counts[i] - 20000 * probabilities[i]) ** 2 / (20000 * probabilities[i]) for i in possible)
-    # The values that 1 in 10000 samples exceeds, for 1, 2 and 3 degrees of freedom.
-    assert chi_square < {1: 15.14, 2: 18.42, 3: 21.11}[len(possible) - 1]
-
-
 def random_logits(rows: int, vocabulary: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(rows, vocabulary + 1, generator=generator, dtype=torch.float64)
@@ -181,10 +166,3 @@ def test_low_precision_differs_only_where_a_draw_is_near_a_boundary(sample, temp
     assert log_probs.dtype == torch.float32
     exact_log_probs = all_log_probs.gather(1, tokens[:, None]).squeeze(1)
     torch.testing.assert_close(log_probs.double(), exact_log_probs, rtol=1e-5, atol=1e-5)
-
-
-def test_noise_depends_on_each_requests_key():
-    keys = [(3, 0, 1), (3, 0, 2), (7,), (-1, 2**64 - 5), (2, 5)]
-    wanted = [Request(i, [5], SamplingParams(4), 1 + i % 3, key) for i, key in enumerate(keys)]
-    expected = [uniform(*r.noise_key, np.arange(r.group_size)[:, None], np.arange(6)[None]) for r in wanted]
-    assert np.array_equal(_uniforms(wanted, 6), np.concatenate(expected))

@@ -37,24 +37,6 @@ def test_preempted_sequences_get_equal_tokens(tiny_model):
     assert tokens_of(generate(tight, wanted)) == tokens_of(generate(roomy, wanted))
 
 
-def test_new_weights_do_not_reuse_cached_prompts(tiny_model):
-    # If keys and values of the old weights were reused, the log-probs would differ.
-    path, other = tiny_model(), tiny_model(seed=1)
-    engine, prompt = build(path), [5, 9, 12, 7] * 10
-    old, new = (Request(i, prompt, SamplingParams(count, temperature=0.0)) for i, count in enumerate((12, 6)))
-
-    def load(step):
-        if step == 4:
-            load_weights(engine, load_causal_lm(other).named_parameters(), version=1)
-            engine.submit(new)  # the old request, with an equal prompt, still has keys and values
-
-    first, completion = serve(engine, [old], load)
-    assert first.versions == [0] * 4 + [1] * 8
-    (expected,) = generate(build(other), [new])
-    assert completion.token_ids == expected.token_ids
-    assert completion.log_probs == pytest.approx(expected.log_probs, abs=1e-5)
-
-
 # ------------------------------------------------------------------------------------------ errors
 
 
@@ -123,11 +105,6 @@ def test_errors_in_log_probs_leave_the_engine_idle(tiny_model, monkeypatch):
         with pytest.raises(ZeroDivisionError):
             engine.log_probs([[1, 2, 3], [4, 5, 6]])
     assert engine.log_probs([[1, 2, 3]]) == expected
-
-
-@pytest.mark.exhaustive
-def test_more_running_sequences_than_tokens_in_a_step(tiny_model):
-    assert len(generate(build(tiny_model(), max_running_sequences=5000), requests(SamplingParams(4)))) == 10
 
 
 @pytest.mark.parametrize(
@@ -268,16 +245,6 @@ def test_failed_step_in_flight_is_reported_once(tiny_model, monkeypatch):
     with pytest.raises(RolloutError, match="vLLM failed in a step: device lost"):
         engine.step()
     assert tokens_of(serve(engine)) == tokens_of(expected)
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_stop_string_in_a_step_before_new_weights_ends_the_response(tiny_model, asynchronous):
-    engine = build(tiny_model(), asynchronous=asynchronous, tokenizer=Letters())
-    wanted = requests(SamplingParams(12, stop_strings=("abba", "bab")), group_size=4)
-    expected = generate(engine, wanted)
-    weights = list(load_causal_lm(tiny_model()).named_parameters())
-    done = serve(engine, wanted, lambda step: load_weights(engine, weights, version=0) if step else None)
-    assert tokens_of(done) == tokens_of(expected)
 
 
 def test_graphs_are_captured_up_to_the_running_sequences():

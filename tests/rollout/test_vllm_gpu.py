@@ -88,24 +88,3 @@ def test_calls_without_seeds_are_repeatable_and_keep_the_random_state(tiny_model
     assert generate(engine, wanted) == first
     assert len({tuple(c.token_ids) for c in first}) == len(first)
     assert torch.equal(torch.cuda.get_rng_state() if gpu.type == "cuda" else torch.get_rng_state(), state)
-
-
-def test_weights_loaded_between_steps_are_used_from_the_next_one(tiny_model, gpu):
-    engine, weights = build(tiny_model("qwen2"), gpu)
-    _, other = build(tiny_model("qwen2", seed=1), gpu)
-    load_weights(engine, weights.items(), version=3)
-    before = generate(engine, requests(SamplingParams(6), group_size=1))
-    for request in requests(SamplingParams(6), group_size=1):
-        engine.submit(request)
-    engine.step()
-    engine.step()
-    load_weights(engine, other.items(), version=4)
-    done = []
-    while engine.has_unfinished():
-        engine.step()
-        done += engine.finished()
-    num_old = 3 if gpu.type == "cuda" else 2  # with the step that was in flight
-    for completion, old in zip(sorted(done, key=lambda c: c.request_id), before, strict=True):
-        assert completion.versions == [3] * num_old + [4] * (6 - num_old)
-        assert completion.token_ids[:num_old] == old.token_ids[:num_old]
-        assert completion.log_probs[num_old] != pytest.approx(old.log_probs[num_old], abs=1e-3)

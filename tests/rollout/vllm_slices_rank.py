@@ -97,7 +97,6 @@ def main() -> None:
     left = {path.name for path in set(SHARED_MEMORY.iterdir()) - before}
     record_packed_weights()
     boxes = rollout.boxes_to_load()
-    shapes = trainer.weight_shapes()
 
     def sync(boxes: Mapping[str, Box] | None) -> int:
         sender = WeightSender(trainer, settings, InProcess, boxes)
@@ -106,15 +105,15 @@ def main() -> None:
         receiver.check(sender.compute_probe())
         return num_bytes
 
-    result: dict[str, Any] = {"boxes": boxes, "shapes": shapes}
+    result: dict[str, Any] = {"boxes": boxes}
     result["left in shared memory"] = [name for name in left if name.startswith(("hybridflow", "psm_"))]
-    result["num_bytes"], result["whole"] = sync(None), trainer.bytes_received
+    num_bytes, result["whole"] = sync(None), trainer.bytes_received
     expected = tensors_of(rollout)
     packed.clear()
     request = [Request(0, [5, 6, 7], SamplingParams(8, temperature=1.0), 2, (0, 0))]
     tokens = [completion.token_ids for completion in generate(rollout, request)]
     rollout.abandon_loading()
-    assert sync(boxes) == result["num_bytes"]
+    assert sync(boxes) == num_bytes
     result["sliced"] = trainer.bytes_received
     found = tensors_of(rollout)
     result["names"] = list(found)
