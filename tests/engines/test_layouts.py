@@ -5,6 +5,7 @@ planted bugs must be detected in the first step. `HYBRIDFLOW_WRITE_TABLES=1` wri
 """
 
 import os
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
@@ -48,12 +49,26 @@ LAYOUTS = {
 }
 """Row of the table of the documentation -> number of ranks, and options of the layout."""
 
-ONCE_IN_PARTS = {"once_per_update": True, "max_logits": 200}
-SUM = {"aggregation": "token-sum"}
 PAIRS = [
     {"sequence": 2, "offload": "host", "packing": False, "head": "value", "aggregation": "token-sum"},
-    {"sequence": 2, "checkpointing": True, "parts": 3, **ONCE_IN_PARTS, "lora": 3, "max_tokens": 10},
-    {"tensor": 2, "offload": "idle", "packing": False, "checkpointing": True, **ONCE_IN_PARTS, **SUM},
+    {
+        "sequence": 2,
+        "checkpointing": True,
+        "parts": 3,
+        "once_per_update": True,
+        "max_logits": 200,
+        "lora": 3,
+        "max_tokens": 10,
+    },
+    {
+        "tensor": 2,
+        "offload": "idle",
+        "packing": False,
+        "checkpointing": True,
+        "once_per_update": True,
+        "max_logits": 200,
+        "aggregation": "token-sum",
+    },
     {"offload": "idle", "parts": 3, "head": "value", "max_tokens": 10},
     {"packing": False, "checkpointing": True, "lora": 3},
     {"offload": "host", "parts": 3, "once_per_update": True, "max_logits": 200, "aggregation": "token-sum", "lora": 3},
@@ -81,13 +96,25 @@ OTHERS = {
        for name, family in {"tied": TIED, "qwen3": QWEN3, "vocabulary of 41": ODD_WORDS}.items()
        for axis in AXES},
     "3 heads sequence": (2, {"family": ODD_HEADS, "sequence": 2}),
+    "token-sum data": (2, {"aggregation": "token-sum", "max_tokens": 10}),
+    "token-sum sequence": (2, {"aggregation": "token-sum", "sequence": 2}),
+    "lora data": (2, {"lora": 3}),
+    "lora sequence": (2, {"lora": 3, "sequence": 2}),
     "prefetch": (2, {"prefetch": True}),
     "compile": (2, {"compile": True}),
+    "once, data 2, recomputed": (2, {"max_tokens": 10, "checkpointing": True, "once_per_update": True}),
+    "once, sequence 2": (2, {"sequence": 2, "max_tokens": 10, "once_per_update": True}),
     "once, data 4": (4, {"once_per_update": True}),
     "parts, alone": (1, {"max_tokens": 10, "parts": 3}),
+    "parts, alone, offloaded while idle": (1, {"offload": "idle", "parts": 3}),
+    "parts, data 2": (2, {"max_tokens": 10, "parts": 3}),
+    "parts, data 2, offloaded while idle": (2, {"offload": "idle", "parts": 3}),
+    "parts, tensor 2": (2, {"tensor": 2, "parts": 3}),
+    "parts, sequence 2": (2, {"sequence": 2, "parts": 3}),
+    "parts, once, data 2": (2, {"max_tokens": 10, "once_per_update": True, "parts": 3}),
     "parts, data 4": (4, {"parts": 3}),
 }  # fmt: skip
-"""Further layouts: families, and what PAIRS does not have on two ranks."""
+"""Further layouts: families, aggregations, adapters, gradients summed once per update or added in parts."""
 
 CASES = {f"pairs {number}": (2, options) for number, options in enumerate(PAIRS)}
 CASES |= {name: (ranks, options) for name, (ranks, options) in LAYOUTS.items() if name != REFERENCE}
@@ -104,13 +131,11 @@ PLANTED += [
 """A local count is the global one where one rank has one micro-batch, and changes no sum."""
 
 
-def shared_by(options: dict) -> dict:
-    """Return the options that a layout and the training in one process that it must equal have in common."""
-    return {key: options[key] for key in ("family", "head", "lora", "aggregation") if key in options}
-
-
 def reference_of(options: dict) -> str:
-    return f"reference {shared_by(options)}"
+    """Return the name of the training in one process that a layout must equal."""
+    return "reference " + str(
+        {key: options[key] for key in ("family", "head", "lora", "aggregation") if key in options}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +157,8 @@ def results(request, rollout_rows, tiny_model, tmp_path_factory, run_world):
         case, _, bug = name.partition("; ")
         ranks, options = CASES[case]
         add(name, ranks, **options, **({"bug": bug, "steps": 1} if bug else {}))
-        add(reference_of(options), 1, **shared_by(options), packing=False, max_tokens=1000)
+        alone = {key: options[key] for key in ("family", "head", "lora", "aggregation") if key in options}
+        add(reference_of(options), 1, **alone, packing=False, max_tokens=1000)
     add(reference_of({}), 1, packing=False, max_tokens=1000)
     return run_jobs(run_world, out, sorted(jobs.values(), key=lambda job: job[0]))
 
@@ -147,6 +173,19 @@ def test_all_layouts_give_the_same_training(results, name):
 def test_a_planted_bug_is_seen(results, planted):
     found, reference = results[planted], results[reference_of(CASES[planted.partition("; ")[0]][1])]
     assert abs(found.grad_norms[0] / reference.grad_norms[0] - 1) > 1000 * TOLERANCE
+
+
+def test_every_two_options_occur_together():
+    rows = [options | {"axis": next((axis for axis in AXES if axis in options), "data")} for options in PAIRS]
+    values = {name: {str(row.get(name)) for row in rows} for row in rows for name in row if name not in AXES}
+    missing = {
+        frozenset(pair)
+        for first, second in combinations(values, 2)
+        for pair in product([(first, value) for value in values[first]], [(second, value) for value in values[second]])
+        if not any({(name, str(row.get(name))) for name, _ in pair} == set(pair) for row in rows)
+    }
+    adapters = ("lora", "3")
+    assert missing == {frozenset([adapters, ("axis", "tensor")]), frozenset([adapters, ("head", "value")])}
 
 
 def test_parameters_change_far_more_than_layouts_differ(results, tiny_model):

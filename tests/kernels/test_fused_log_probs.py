@@ -1,4 +1,4 @@
-"""The fused log-probs equal those of softmax in float64; `test_fused_log_probs_gpu` compiles them."""
+"""The fused log-probs equal those of softmax in float64; the exhaustive ones compile them for the CPU."""
 
 import math
 import sys
@@ -6,9 +6,10 @@ import sys
 import pytest
 import torch
 
-from hybridflow.algorithms import log_probs_and_entropy_from_logits
+from hybridflow.algorithms import log_probs_and_entropy_from_logits, log_probs_from_logits
 from hybridflow.kernels import fused_log_probs
 from hybridflow.kernels.fused_log_probs import _backward, _forward
+from hybridflow.runtime import take_compilations
 
 fused = sys.modules[_forward.__module__]  # the package has a function of the same name
 TOKENS, ENTRIES = 6, 37
@@ -62,20 +63,33 @@ def test_arithmetic_is_float32_and_gradients_have_the_dtype_of_logits(dtype):
     torch.testing.assert_close(gradient.double(), wanted[2], rtol=rounding, atol=1e-5)
 
 
-@pytest.mark.parametrize("with_entropy", [True, False])
-def test_fused_log_probs_equal_the_sliced_ones(monkeypatch, with_entropy):
-    monkeypatch.setattr(fused, "_compiled", lambda function: function)
-    logits, labels, weights = example(torch.float32, tokens=33)
-    results = []
-    for is_fused in (True, False):
-        leaf = logits.clone().requires_grad_()
-        if is_fused:
-            values = fused_log_probs(leaf, labels, temperature=0.7, with_entropy=with_entropy)
-        else:
-            values = log_probs_and_entropy_from_logits(leaf, labels, temperature=0.7)
-        (weights.float()[: 1 + with_entropy] * torch.stack(values[: 1 + with_entropy])).sum().backward()
-        results.append((*values[: 1 + with_entropy], leaf.grad))
-    torch.testing.assert_close(*results)
+@pytest.mark.exhaustive
+@pytest.mark.own_run("grpo: torch compiles in processes")
+@pytest.mark.filterwarnings("ignore")  # warnings of torch.compile
+def test_compiled_log_probs_equal_the_sliced_ones_for_any_number_of_tokens():
+    torch._dynamo.reset()
+    take_compilations()
+    counts = []
+    for tokens in (5, 9, 32, 33):
+        logits, labels, weights = example(torch.float32, tokens, seed=tokens)
+        gradients = []
+        for fused in (True, False):
+            leaf = logits.clone().requires_grad_()
+            if fused:
+                (log_probs, _), both = (
+                    fused_log_probs(leaf, labels),
+                    fused_log_probs(leaf, labels, temperature=0.7, with_entropy=True),
+                )
+            else:
+                log_probs = log_probs_from_logits(leaf, labels)
+                both = log_probs_and_entropy_from_logits(leaf, labels, temperature=0.7)
+            values = torch.stack([log_probs, *both])
+            (weights[0].float() * values).sum().backward()
+            gradients.append((values.detach(), leaf.grad))
+        torch.testing.assert_close(gradients[0], gradients[1])
+        counts.append(take_compilations())
+    assert counts[0] > 0
+    assert counts[1:] == [0, 0, 0]
 
 
 def test_every_call_allows_enough_variants_of_a_compiled_pass(monkeypatch):

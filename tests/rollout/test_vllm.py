@@ -107,6 +107,11 @@ def test_errors_in_log_probs_leave_the_engine_idle(tiny_model, monkeypatch):
     assert engine.log_probs([[1, 2, 3]]) == expected
 
 
+@pytest.mark.exhaustive
+def test_more_running_sequences_than_tokens_in_a_step(tiny_model):
+    assert len(generate(build(tiny_model(), max_running_sequences=5000), requests(SamplingParams(4)))) == 10
+
+
 @pytest.mark.parametrize(
     ("problem", "error", "message"),
     [
