@@ -13,18 +13,20 @@ test that never computes the faulty expression passes as before. It writes FOLDE
 import argparse
 import json
 import os
+import re
 import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from faults import Fault, draw_faults
 
 SOURCE = Path("src/hybridflow")
-VLLM_TESTS = "vllm"
 
 
 def try_commands(tree: Path, faults: list[Fault], commands: list[str]) -> None:
@@ -81,8 +83,16 @@ def record(tree: Path, out: Path, faults: list[Fault], commands: list[str]) -> N
     subprocess.run(["git", "checkout", "--quiet", str(SOURCE)], cwd=tree, check=True)
 
 
-def read_record(log: Path) -> tuple[dict[int, set[str]], dict[str, float]]:
-    """Return the tests that reach each fault, and the seconds of each test that passed."""
+@dataclass(frozen=True)
+class Recorded:
+    """The seconds of a test that passed, and the environment in which it ran."""
+
+    seconds: float
+    venv: str
+
+
+def read_record(log: Path) -> tuple[dict[int, set[str]], dict[str, Recorded]]:
+    """Return the tests that reach each fault, and what is known of each test that passed."""
     records = [json.loads(line) for line in log.read_text().splitlines()]
     tests, fixtures, hits = ([one for one in records if key in one] for key in ("test", "fixture", "hit"))
     users = defaultdict(set)
@@ -98,8 +108,9 @@ def read_record(log: Path) -> tuple[dict[int, set[str]], dict[str, float]]:
             ):
                 reached[one["hit"]] |= users[interval["fixture"]] if "fixture" in interval else {interval["test"]}
     failed = {one["of"] for one in records if one.get("outcome") in ("failed", "skipped")}
-    seconds = {one["test"]: one["end"] - one["start"] for one in tests if one["test"] not in failed}
-    return {number: found & seconds.keys() for number, found in reached.items()}, seconds
+    passed = {one["test"]: Recorded(one["end"] - one["start"], one["venv"]) for one in tests}
+    passed = {name: one for name, one in passed.items() if name not in failed}
+    return {number: found & passed.keys() for number, found in reached.items()}, passed
 
 
 def judge(tree: Path, out: Path, faults: list[Fault], limit_s: float, first: Path | None) -> list[dict[str, Any]]:
@@ -108,22 +119,22 @@ def judge(tree: Path, out: Path, faults: list[Fault], limit_s: float, first: Pat
     `first`: a folder with verdicts of other tests of the same faults; a test that caught one there runs first here.
     """
     others = json.loads((first / "verdicts.json").read_text()) if first else []
-    catching = {one["fault"]: (one["caught_by"] or "").removeprefix("FAILED ").split(" - ")[0] for one in others}
-    reached, seconds = read_record(out / "record.jsonl")
-    _check_names(tree, out, {name for found in reached.values() for name in found})
+    catching = {one["fault"]: re.sub("^FAILED |@[a-z_/.]+$| - .*", "", one["caught_by"] or "") for one in others}
+    reached, tests = read_record(out / "record.jsonl")
+    _check_names(tree, out, {name: tests[name] for found in reached.values() for name in found})
     verdicts = []
     for number, fault in enumerate(faults):
         package = fault.path.split("/")[0].removesuffix(".py")
         found = reached.get(number, set())
         if fault.path.startswith("rewards/code_"):
-            found = {name for name in seconds if name.startswith(("tests/rewards/", "tests/attacks/test_programs"))}
-        order = sorted(found, key=lambda name: (not name.startswith(f"tests/{package}/"), seconds[name], name))
+            found = {name for name in tests if name.startswith(("tests/rewards/", "tests/attacks/test_programs"))}
+        order = sorted(found, key=lambda name: (not name.startswith(f"tests/{package}/"), tests[name].seconds, name))
         if catching.get(number) in order:
             order = [catching[number], *order]
         path = tree / SOURCE / fault.path
         start = time.time()
         with replaced(path, fault.replace(path.read_text(), fault.after)):
-            caught_by = _first_failure(tree, out, order, seconds, limit_s)
+            caught_by = _first_failure(tree, out, [(name, tests[name]) for name in order], limit_s)
         verdicts.append({"fault": number, "tests": len(order), "caught_by": caught_by, **fault.as_dict()})
         print(
             f"{number:3} {caught_by or 'MISSED':60.60} of {len(order):4} in {time.time() - start:4.0f} s  "
@@ -134,31 +145,29 @@ def judge(tree: Path, out: Path, faults: list[Fault], limit_s: float, first: Pat
     return verdicts
 
 
-def _check_names(tree: Path, out: Path, names: set[str]) -> None:
+def _check_names(tree: Path, out: Path, tests: dict[str, Recorded]) -> None:
     """Raise if pytest does not find the tests without a fault: it would not find them with one either."""
-    for venv in (".venv", ".venv-vllm"):
-        part = sorted(name for name in names if _needs_vllm(name) == (venv == ".venv-vllm"))
-        if part and (failure := _run(tree / venv, out, part, "--collect-only")):
+    for venv in {test.venv for test in tests.values()}:
+        part = sorted(name for name, test in tests.items() if test.venv == venv)
+        if failure := _run(tree / venv, out, part, "--collect-only"):
             raise SystemExit(f"{out}: the tests of the record are not those of {tree}: {failure}")
 
 
-def _first_failure(tree: Path, out: Path, order: list[str], seconds: dict[str, float], limit_s: float) -> str | None:
+def _first_failure(tree: Path, out: Path, order: list[tuple[str, Recorded]], limit_s: float) -> str | None:
     """Run tests in growing parts; return the first that fails, or None."""
     spent = 0.0
     while order and spent < limit_s:
-        chosen = [name for i, name in enumerate(order) if i < 20 or sum(map(seconds.get, order[:i])) < max(20, spent)]  # type: ignore[arg-type]
+        sums = accumulate((test.seconds for _, test in order), initial=0.0)
+        chosen = [
+            one for i, (one, before) in enumerate(zip(order, sums, strict=False)) if i < 20 or before < max(20, spent)
+        ]
         order = order[len(chosen) :]
         start = time.time()
-        for venv in (".venv", ".venv-vllm"):
-            part = [name for name in chosen if _needs_vllm(name) == (venv == ".venv-vllm")]
-            if part and (failure := _run(tree / venv, out, part)):
+        for venv in sorted({test.venv for _, test in chosen}):
+            if failure := _run(tree / venv, out, [name for name, test in chosen if test.venv == venv]):
                 return failure
         spent += time.time() - start
     return f"(not run: {len(order)} tests)" if order else None
-
-
-def _needs_vllm(name: str) -> bool:
-    return VLLM_TESTS in name.split("::")[0]
 
 
 def _run(venv: Path, out: Path, part: list[str], *arguments: str) -> str | None:

@@ -6,6 +6,7 @@ standard library; it appends to the file RECORD, and never raises. `judge.py` jo
 
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -53,7 +54,7 @@ else:
     def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         """Record when the test runs, and the fixtures that it uses."""
         names = [f"{one.baseid}::{name}" for name, ones in item._fixtureinfo.name2fixturedefs.items() for one in ones]  # type: ignore[attr-defined]
-        return (yield from _during(item.nodeid, {"test": _without_group(item.nodeid), "fixtures": names}))
+        return (yield from _during(item.nodeid, _test(item.nodeid) | {"fixtures": names}))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(fixturedef: Any) -> Iterator[None]:
@@ -67,6 +68,9 @@ else:
         """Record the outcome; with xdist the process that distributes the tests receives them as well."""
         if report.when == "call" or report.outcome != "passed":
             _write({"outcome": report.outcome, "of": _without_group(report.nodeid)})
+
+    def _test(nodeid: str) -> dict[str, str]:
+        return {"test": _without_group(nodeid), "venv": os.path.basename(sys.prefix)}
 
     def _without_group(nodeid: str) -> str:
         """Return the id that pytest accepts: xdist appends the name of a group."""

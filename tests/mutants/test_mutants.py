@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # the scripts of this folder import each other
 from faults import draw_faults, faults_of
-from judge import read_record
+from judge import Recorded, read_record
 
 SOURCE = Path(__file__).parents[2] / "src" / "hybridflow"
 TEXT = '''
@@ -67,10 +67,10 @@ def test_faults_of_the_source_are_drawn_by_their_seed():
 
 def test_a_record_joins_hits_and_tests_by_process_and_time(tmp_path):
     records = [
-        {"test": "a", "fixtures": ["::run"], "pid": 1, "start": 0.0, "end": 10.0},
-        {"test": "b", "fixtures": ["::run"], "pid": 1, "start": 20.0, "end": 21.0},
-        {"test": "c", "fixtures": [], "pid": 2, "start": 0.0, "end": 30.0},
-        {"test": "d", "fixtures": [], "pid": 2, "start": 40.0, "end": 41.0},
+        {"test": "a", "venv": ".venv", "fixtures": ["::run"], "pid": 1, "start": 0.0, "end": 10.0},
+        {"test": "b", "venv": ".venv", "fixtures": ["::run"], "pid": 1, "start": 20.0, "end": 21.0},
+        {"test": "c", "venv": ".venv-vllm", "fixtures": [], "pid": 2, "start": 0.0, "end": 30.0},
+        {"test": "d", "venv": ".venv-vllm", "fixtures": [], "pid": 2, "start": 40.0, "end": 41.0},
         {"fixture": "::run", "pid": 1, "start": 1.0, "end": 5.0},
         {"hit": 0, "pid": 1, "time": 3.0},  # while the shared fixture is made: all its users
         {"hit": 1, "pid": 1, "time": 8.0},
@@ -79,6 +79,6 @@ def test_a_record_joins_hits_and_tests_by_process_and_time(tmp_path):
         {"outcome": "failed", "of": "d"},
     ]
     (tmp_path / "record.jsonl").write_text("\n".join(map(json.dumps, records)))
-    reached, seconds = read_record(tmp_path / "record.jsonl")
+    reached, tests = read_record(tmp_path / "record.jsonl")
     assert reached == {0: {"a", "b"}, 1: {"a"}, 2: {"b", "c"}, 3: set()}
-    assert seconds == {"a": 10.0, "b": 1.0, "c": 30.0}
+    assert tests == {"a": Recorded(10.0, ".venv"), "b": Recorded(1.0, ".venv"), "c": Recorded(30.0, ".venv-vllm")}
