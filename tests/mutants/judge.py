@@ -17,7 +17,7 @@ import re
 import subprocess
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -113,17 +113,19 @@ def read_record(log: Path) -> tuple[dict[int, set[str]], dict[str, Recorded]]:
     return {number: found & passed.keys() for number, found in reached.items()}, passed
 
 
-def judge(tree: Path, out: Path, faults: list[Fault], limit_s: float, first: Path | None) -> list[dict[str, Any]]:
+def judge(
+    tree: Path, out: Path, faults: Mapping[int, Fault], limit_s: float, first: Path | None
+) -> list[dict[str, Any]]:
     """Plant each fault and run the tests that reach it; return one verdict per fault.
 
     `first`: a folder with verdicts of other tests of the same faults; a test that caught one there runs first here.
     """
     others = json.loads((first / "verdicts.json").read_text()) if first else []
-    catching = {one["fault"]: re.sub("^FAILED |@[a-z_/.]+$| - .*", "", one["caught_by"] or "") for one in others}
+    catching = {one["fault"]: _name_in(one["caught_by"]) for one in others}
     reached, tests = read_record(out / "record.jsonl")
     _check_names(tree, out, {name: tests[name] for found in reached.values() for name in found})
     verdicts = []
-    for number, fault in enumerate(faults):
+    for number, fault in faults.items():
         package = fault.path.split("/")[0].removesuffix(".py")
         found = reached.get(number, set())
         if fault.path.startswith("rewards/code_"):
@@ -133,8 +135,13 @@ def judge(tree: Path, out: Path, faults: list[Fault], limit_s: float, first: Pat
             order = [catching[number], *order]
         path = tree / SOURCE / fault.path
         start = time.time()
-        with replaced(path, fault.replace(path.read_text(), fault.after)):
-            caught_by = _first_failure(tree, out, [(name, tests[name]) for name in order], limit_s)
+        while True:
+            with replaced(path, fault.replace(path.read_text(), fault.after)):
+                caught_by = _first_failure(tree, out, [(name, tests[name]) for name in order], limit_s)
+            name = _name_in(caught_by)
+            if name not in order or not _run(tree / tests[name].venv, out, [name]):
+                break
+            order.remove(name)  # it fails without the fault as well
         verdicts.append({"fault": number, "tests": len(order), "caught_by": caught_by, **fault.as_dict()})
         print(
             f"{number:3} {caught_by or 'MISSED':60.60} of {len(order):4} in {time.time() - start:4.0f} s  "
@@ -143,6 +150,11 @@ def judge(tree: Path, out: Path, faults: list[Fault], limit_s: float, first: Pat
         )
         (out / "verdicts.json").write_text(json.dumps(verdicts, indent=1))
     return verdicts
+
+
+def _name_in(failure: str | None) -> str:
+    """Return the name of the test in a line of pytest's summary, without the group that xdist appends."""
+    return re.sub("^(FAILED|ERROR) |@[a-z_/.]+$| - .*", "", failure or "")
 
 
 def _check_names(tree: Path, out: Path, tests: dict[str, Recorded]) -> None:
@@ -195,6 +207,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=60, help="number of faults (default: 60)")
     parser.add_argument("--only", action="append", default=[], metavar="PACKAGE", help="draw in this package only")
     parser.add_argument("--limit", type=float, default=900, help="seconds of tests per fault (default: 900)")
+    parser.add_argument("--fault", type=int, action="append", metavar="N", help="judge this fault; else all")
     parser.add_argument("--first", type=Path, metavar="FOLDER", help="run what caught a fault there first in `judge`")
     parser.add_argument("--run", action="append", default=[], metavar="COMMAND", help="a command of `try` or `record`")
     arguments = parser.parse_args()
@@ -215,7 +228,8 @@ def main() -> None:
     elif arguments.action == "record":
         record(tree, out, faults, arguments.run)
     else:
-        judge(tree, out, faults, arguments.limit, arguments.first)
+        chosen = {n: fault for n, fault in enumerate(faults) if n in (arguments.fault or range(len(faults)))}
+        judge(tree, out, chosen, arguments.limit, arguments.first)
 
 
 if __name__ == "__main__":
