@@ -62,11 +62,14 @@ def test_attention_and_gradients_equal_sequences_that_repeat_their_trunk(heads, 
 
 @dtypes
 @shapes
-def test_new_token_is_cached_and_attends_to_its_row(heads, kv_heads, dim, dtype):
+@pytest.mark.parametrize("is_strided", [False, True])
+def test_new_token_is_cached_and_attends_to_its_row(heads, kv_heads, dim, dtype, is_strided):
     ends, capacity = [0, 5, 31, 40, 16], 41
     rows = len(ends)
     keys, values = (draw(rows, kv_heads, capacity, dim, dtype=dtype, seed=seed) for seed in (1, 2))
     query, key, value = (draw(rows, n, dim, dtype=dtype, seed=n) for n in (heads, kv_heads, kv_heads))
+    if is_strided:  # the dims of a head are not adjacent
+        query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value))
     before = keys.clone()
     out = append_and_attend(query, key, value, keys, values, torch.tensor(ends), max(ends), 0.3)
     for row, end in enumerate(ends):
