@@ -256,6 +256,8 @@ def test_a_service_that_does_not_start_in_time_is_a_lost_cluster(monkeypatch, er
         raise error
 
     monkeypatch.setattr("ray.init", fail)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)  # a cluster of other tests may be
+    monkeypatch.setattr("hybridflow.controller.ray.local_cluster._shut_down", lambda: None)
     with pytest.raises(WorkerError, match=f"Ray failed to start: {error}") as raised:
         LocalCluster(1).start()
     assert type(raised.value) is kind
