@@ -40,7 +40,8 @@ def outcomes_of(report: Path) -> tuple[Counter[str], list[str]]:
         outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
         counts[outcome] += 1
         if outcome == "failed":
-            failed.append(f"{case.get('classname', '').removeprefix('tests.')}::{case.get('name')}")
+            name = re.sub(r"@[\w/.]+$", "", case.get("name", ""))  # the group of xdist
+            failed.append(f"{case.get('classname', '').removeprefix('tests.')}::{name}")
     return counts, failed
 
 
