@@ -14,6 +14,7 @@ from hybridflow.controller import (
     register,
     spawn_colocated,
 )
+from hybridflow.controller.colocate import move_colocated
 from hybridflow.errors import ConfigError, WorkerError
 
 RESERVED = ("RANK", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
@@ -58,6 +59,19 @@ def test_a_worker_that_is_shut_down_is_not_found_and_not_kept():
     groups["answerer"].shutdown()
     with pytest.raises(WorkerError, match=r"KeyError: 'answerer'"):
         groups["asker"].ask()
+
+
+def test_groups_that_share_processes_move_to_new_ones_together():
+    classes, backend = {"asker": ClassWithInitArgs(Asker), "answerer": ClassWithInitArgs(Answerer)}, LocalBackend()
+    groups = spawn_colocated(ResourcePool([1]), classes, backend)
+    before = groups["asker"].workers
+    for meshes in (None, {"asker": {"default": {"data": 1, "tensor": 1}}}):
+        move_colocated(groups, ResourcePool([1], environment={"HYBRIDFLOW_TEST_LEVEL": "4"}), backend, meshes)
+        assert groups["asker"].workers != before
+        assert groups["asker"].ask() == [(["answerer", "asker"], "of 0: 0")]
+        assert groups["asker"].variables()[0][0] == ["4", "0", "1"]
+    assert groups["asker"].mesh().axes == {"data": 1, "tensor": 1}
+    assert groups["answerer"].mesh().axes == {"data": 1}
 
 
 @pytest.mark.parametrize(

@@ -105,9 +105,14 @@ def test_directory_with_several_weight_files_loads(tiny_model, tmp_path, load):
 
 
 def test_loading_keeps_log_settings_of_transformers(tiny_model):
-    before = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    load_value_model(tiny_model())
-    assert (transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()) == before
+    verbosity, progress = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_info()  # no other test leaves this one behind
+    try:
+        load_value_model(tiny_model())
+        assert transformers_logging.get_verbosity() == transformers_logging.INFO
+        assert transformers_logging.is_progress_bar_enabled() == progress
+    finally:
+        transformers_logging.set_verbosity(verbosity)
 
 
 @pytest.mark.parametrize("load", [load_causal_lm, load_value_model])
