@@ -8,7 +8,7 @@ from hybridflow.observability import log_memory, memory_bytes
 
 def test_memory_bytes_grow_with_the_process():
     before = memory_bytes()
-    ballast = mmap.mmap(-1, 64 * 2**20)  # not from freed memory that the process has kept
+    ballast = mmap.mmap(-1, 64 * 2**20, mmap.MAP_PRIVATE)  # neither freed memory that the process has kept, nor shared
     ballast[::4096] = b"x" * len(ballast[::4096])
     after = memory_bytes()
     assert after["resident"] - before["resident"] > 48 * 2**20
