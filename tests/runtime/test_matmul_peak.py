@@ -29,7 +29,9 @@ class BusyMachine:
 
 def test_load_that_passes_between_rounds_does_not_lower_the_peak():
     machine = BusyMachine()
-    assert measure_peak_flops(torch.float32, size=8, clock=machine.clock, sleep=machine.sleep) == 2 * 8**3 / 0.5
+    options = {"size": 8, "rounds": 5, "clock": machine.clock, "sleep": machine.sleep}
+    assert measure_peak_flops(torch.float32, **options) == 2 * 8**3 / 0.5
+    assert machine.pauses == 4  # between rounds
 
 
 @pytest.mark.parametrize(("device", "threads", "size"), [("cpu", 8, 512), ("cpu", 9, 1024), ("cuda", 1, 8192)])
