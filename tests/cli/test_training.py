@@ -4,25 +4,12 @@ import gzip
 import json
 
 import pytest
-import torch
 
 from fixtures import tiny_run
 from hybridflow.checkpoint import save_state
 from hybridflow.cli.training import last_line
 from hybridflow.config import load_config
-from hybridflow.runtime import capture_random_state, restore_random_state
 from hybridflow.trainers import RunDirectory
-
-
-@pytest.fixture
-def restores_the_process():
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    state = capture_random_state()
-    yield
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic)
-    restore_random_state(state)
-
 
 GENERATE = "hybridflow generate --run runs/a --prompt TEXT, hybridflow export runs/a DIR"
 EVALUATE = "hybridflow evaluate --run runs/a, hybridflow export runs/a DIR"

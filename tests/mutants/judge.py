@@ -108,6 +108,8 @@ def read_record(log: Path) -> tuple[dict[int, set[str]], dict[str, Recorded]]:
             ):
                 reached[one["hit"]] |= users[interval["fixture"]] if "fixture" in interval else {interval["test"]}
     failed = {one["of"] for one in records if one.get("outcome") in ("failed", "skipped")}
+    if missing := [one["test"] for one in tests if "venv" not in one]:
+        raise SystemExit(f"error: {log} does not say where {missing[0]} ran: it is of an older version; record again")
     passed = {one["test"]: Recorded(one["end"] - one["start"], one["venv"]) for one in tests}
     passed = {name: one for name, one in passed.items() if name not in failed}
     return {number: found & passed.keys() for number, found in reached.items()}, passed
@@ -217,6 +219,10 @@ def main() -> None:
         parser.error(f"TREE={tree} is not a clone of the project: {SOURCE} not found")
     if arguments.action == "judge" and not (out / "record.jsonl").exists():
         parser.error(f"--out {out} has no record.jsonl: run `record` with this folder first")
+    if wrong := [n for n in arguments.fault or () if not 0 <= n < arguments.count]:
+        parser.error(f"--fault {wrong[0]} is not one of 0 to {arguments.count - 1} (--count {arguments.count})")
+    if arguments.first and not (arguments.first / "verdicts.json").exists():
+        parser.error(f"--first {arguments.first} has no verdicts.json: run `judge` with this folder first")
     if arguments.action in ("try", "record") and not arguments.run:
         parser.error(f"`{arguments.action}` needs a command: --run COMMAND")
     out.mkdir(parents=True, exist_ok=True)
