@@ -152,8 +152,7 @@ class LocalBackend:
             if not isinstance(worker, LocalWorker) or worker.instance is None:
                 raise WorkerError(f"worker {worker.name} was shut down; {method_name} cannot be called on it.")
             where = f"{type(worker.instance).__name__}.{method_name}"
-            with self._waits.during_call() as waited_s:
-                start = time.time()
+            with self._waits.during_call() as time_of_call:
                 with self.trace.paused():  # the trace records reads of the controller, not of workers
                     own_args, own_kwargs, sources = _receive(args, kwargs, where, own_terms.opens_futures)
                 received = time.time()
@@ -162,7 +161,7 @@ class LocalBackend:
                     result = checked_output(result, own_terms, worker.rank)
                 computed = time.time()
                 handles.append(self._keep(private_copy(result, f"the result of {where}"), where, worker.name))
-                end = time.time()
+                start, end = time_of_call.start, time_of_call.end()
             self.trace.record(
                 TraceEvent(
                     *("call", where, worker.name, self._node, start, end),
@@ -171,7 +170,7 @@ class LocalBackend:
                     transfer_s=received - start + end - computed,
                     sources=sources,
                     process=DRIVER,
-                    waited_s=waited_s,
+                    waited_s=time_of_call.waited_s,
                 )
             )
             handles[-1].duration.note(start, end)

@@ -45,9 +45,11 @@ def _beat(key: bytes) -> None:
     has_begun = False
     for beat in count(1):
         with contextlib.suppress(Exception):  # the storage may be away for a while
+            if has_begun and not _storage().internal_kv_exists(key, _NAMESPACE, _TIMEOUT_S):
+                return  # the driver has deleted the key, to stop this process, which may end at any line from here
             record = f"{beat} {progress()}".encode()
             is_added = _storage().internal_kv_put(key, record, True, _NAMESPACE, _TIMEOUT_S)
-            if is_added and has_begun:  # the driver has deleted the key, to stop this process
+            if is_added and has_begun:  # it was deleted just now
                 _storage().internal_kv_del(key, False, _NAMESPACE, _TIMEOUT_S)
                 return
             has_begun = True

@@ -34,7 +34,7 @@ from hybridflow.controller.ray.transport import (
 )
 from hybridflow.errors import ConfigError
 from hybridflow.observability import TraceEvent, memory_bytes
-from hybridflow.observability.waits import Waits
+from hybridflow.observability.waits import CallTime, Waits
 from hybridflow.protocol.packed_batch import batch_bytes
 from hybridflow.runtime import count_physical_cores, keep_freed_memory, paused_collector, provide_stores
 from hybridflow.runtime.process_address import ProcessAddress, allow_observers, own_address
@@ -181,14 +181,15 @@ class WorkerProcess:
 
         `message`: a header (role, method, terms) and the arguments. `beside`: the objects that the arguments refer to.
         """
-        with self._waits.during_call() as waited_s:
-            event, frozen, is_read = self._run(message, beside)
-        reply = Reply(event._replace(waited_s=waited_s), frozen if is_read and type(frozen) is bytes else None)
+        with self._waits.during_call() as time_of_call:
+            event, frozen, is_read = self._run(message, beside, time_of_call)
+        reply = Reply(event, frozen if is_read and type(frozen) is bytes else None)
         return (freeze(reply, 0), frozen) if is_read else freeze(reply, 0)
 
-    def _run(self, message: Any, beside: Sequence[Any]) -> tuple[TraceEvent, Any, bool]:
+    def _run(
+        self, message: Any, beside: Sequence[Any], time_of_call: CallTime
+    ) -> tuple[TraceEvent, Any, bool]:
         """Run a method; return its event, its frozen result, and whether that will be read."""
-        started = time.time()
         if threading.current_thread() is not threading.main_thread():
             torch.set_num_threads(self._threads)  # the setting is per thread
         try:
@@ -221,13 +222,14 @@ class WorkerProcess:
             where=where,
             worker=worker_name,
             node=self._node,
-            start=started,
-            end=(ended := time.time()),
+            start=time_of_call.start,
+            end=(ended := time_of_call.end()),
             bytes_in=bytes_in,
             bytes_out=outgoing.num_bytes,
-            transfer_s=unpacked - started + ended - computed,
+            transfer_s=unpacked - time_of_call.start + ended - computed,
             memory_bytes=resident,
             process=self.label,
+            waited_s=time_of_call.waited_s,
         )
         return event, frozen, terms.is_read
 
