@@ -27,7 +27,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup setup-vllm demo demo-control demo-tools rlhf learn chaos soak smoke test types fast-tests test-runs test-vllm test-all test-gpu fix
 .PHONY: bench-balance bench-compiled_kernels bench-controller_scale bench-episodes bench-gpu bench-grpo_step bench-lag_kills
-.PHONY: bench-lag_learning bench-overlap bench-recovery bench-report bench-rewards bench-rollout bench-scheduling bench-slow_link bench-slow_reward bench-snapshot_size bench-trace_share bench-train_engine bench-uneven
+.PHONY: bench-lag_learning bench-overlap bench-recovery bench-report bench-rewards bench-rollout bench-slow_link bench-slow_reward bench-snapshot_size bench-trace_share bench-train_engine bench-uneven
 .PHONY: bench-transport bench-weight_sync
 
 help: ## show this list
@@ -172,9 +172,6 @@ bench-transport: $(STAMP) $(call peers,$(VERL_STAMP)) ## batches between process
 
 bench-overlap: $(STAMP) ## the time of a step with trainer.stream and trainer.lag, on emulated devices; ARGS=--full: all rows
 	$(BIN)/python benchmarks/overlap.py $(ARGS)
-
-bench-scheduling: $(STAMP) ## prompts assigned to engines by past lengths, on simulated engines; ARGS="--help" for more
-	$(BIN)/python benchmarks/scheduling.py $(ARGS)
 
 bench-lag_kills: $(STAMP) ## 50 kills and resumes of a run with trainer.lag, against one without; ARGS="--help" for more
 	$(BIN)/python benchmarks/lag_kills.py $(ARGS)

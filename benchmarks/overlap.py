@@ -8,9 +8,7 @@ update is chosen so that both take about equally long.
   sync               trainer.lag = 0: generation and training wait for each other
   streamed           trainer.stream = true: training begins with the groups that finish first
   lag_1, lag_4       trainer.lag = 1 and 4
-  in_flight_retract, in_flight_keep_kv
-                     lag 1, and running sequences go on with new weights: rollout.on_new_weights = "retract", "keep-kv"
-  ready              in_flight_retract, and a batch has the groups that finish next: rollout.order = "ready"
+  in_flight          lag 1, and running sequences go on with new weights: rollout.on_new_weights = "retract"
   bound              max(generation with its longest response, training) + weight sync, the mean over the steps
 
 The ratio is the step time of `sync` divided by that of the row. `idle` is the share of the devices' time in which they
@@ -59,12 +57,7 @@ SCHEDULES = {
     "streamed": ("trainer.stream=true",),
     "lag_1": ("trainer.lag=1",),
     "lag_4": ("trainer.lag=4",),
-    "in_flight_retract": ("trainer.lag=1", "rollout.on_new_weights=retract"),
-    "ready": (
-        *("trainer.lag=1", "rollout.on_new_weights=retract"),
-        *("rollout.order=ready", "trainer.deterministic=false"),
-    ),
-    "in_flight_keep_kv": ("trainer.lag=1", "rollout.on_new_weights=keep-kv"),
+    "in_flight": ("trainer.lag=1", "rollout.on_new_weights=retract"),
 }
 """Name of a row -> its configuration keys; the first is the reference for the others."""
 ROLES = {"learn": Role.ActorRollout, "generate": Role.Rollout, "score": Role.Reward}
@@ -78,7 +71,7 @@ async def score(solution_str, **_):
 """
 OBJECT_STORE_BYTES = 2**29
 SMOKE = {"devices": (2,), "steps": 10, "longest": 8, "schedules": tuple(SCHEDULES)}
-SHORT = {"devices": (4,), "schedules": ("sync", "streamed", "lag_1", "in_flight_retract")}
+SHORT = {"devices": (4,), "schedules": ("sync", "streamed", "lag_1", "in_flight")}
 FULL = {"devices": (4, 8, 16), "schedules": tuple(SCHEDULES)}
 
 
@@ -246,7 +239,7 @@ def finishing_s(run_dir: Path, steps: Sequence[int]) -> float:
     calls = [row for row in read_jsonl(run_dir / "trace" / "calls.jsonl") if row["kind"] == "call"]
     updates = [(row["step"] - 1, row["end"]) for row in calls if row["where"].endswith(".update_actor")]
     start, end = (max(ended for step, ended in updates if step == edge) for edge in (steps[0] - 1, steps[-1]))
-    finishing = [row for row in calls if row["where"].endswith((".finish_sequences", ".next_ready_sequences"))]
+    finishing = [row for row in calls if row["where"].endswith(".finish_sequences")]
     return sum(max(0.0, min(row["end"], end) - max(row["start"], start)) for row in finishing)
 
 

@@ -8,8 +8,8 @@ from math import ceil
 import numpy as np
 
 from hybridflow.algorithms import balanced_partition
-from hybridflow.trainers.sampling import TRAINING_STREAM
-from hybridflow.trainers.streamed_generation import part_sizes
+from hybridflow.trainers.sampling.generation import part_sizes
+from hybridflow.trainers.sampling.sampling import TRAINING_STREAM
 from support.waiting_workers import STEP_S, TOKEN_S, response_length
 
 PROMPTS_PER_ENGINE, GROUP_SIZE, PROMPT_LEN = 8, 4, 2

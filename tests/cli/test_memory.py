@@ -58,15 +58,6 @@ def test_generation_needs_what_its_process_does_not_have(lines_of, caplog):
     assert "generation: left out; vLLM takes rollout.gpu_memory_utilization=0.5" in caplog.text
 
 
-@pytest.mark.exhaustive
-def test_lending_is_estimated_in_the_pool_that_trains(lines_of):
-    alone, lines = lines_of(*POOLS), lines_of(*POOLS, "placement.lend=true")
-    assert list(lines) == ["", "actor_rollout", "generation", "lending", "pool learn", "pool generate"]
-    assert lines["lending"][0] == "2"
-    assert cell(lines, "lending", "weights") > 0  # a whole copy of sharded ones
-    assert [lines[name] for name in ("generation", "pool generate")] == [alone["generation"], alone["pool generate"]]
-
-
 def test_keys_and_values_are_bounded_by_the_configured_bytes(lines_of):
     long = ["data.max_response_length=60000", "rollout.max_running_sequences=1024", "data.train_batch_size=64"]
     free, bounded = lines_of(*long), lines_of(*long, "rollout.kv_cache_bytes=1073741824")

@@ -10,7 +10,6 @@ VLLM, RAY, LOOSE = "rollout.backend=vllm", "controller.backend=ray", "trainer.de
 LAG = "trainer.lag=1 algorithm.rollout_weights=token"
 ADAPTIVE = "algorithm.advantage=gae algorithm.kl_in_reward=true algorithm.kl_controller=adaptive"
 LENT = f"{RAY} placement.roles.rollout=generate placement.pools={{learn=[1],generate=[2]}}"
-LEND = f"placement.lend=true {LENT}"
 # Words in a row are separated by spaces; a value has none.
 POOLS = "controller.backend=ray placement.pools={a=[1],b=[1,2]} placement.roles.rollout=b"
 STREAM = "trainer.stream=true"
@@ -146,33 +145,6 @@ def test_a_contradiction_shows_both_values_and_the_fix(overrides, problem):
     first, line = str(caught.value).split("\n  ")
     assert first == "1 problem(s) in overrides:"
     assert problem in line
-
-
-LEGACY = [
-    ("placement.lend=true", "lends training ranks to generation, but the actor generates itself"),
-    (f"{LEND} placement.pools={{learn=[2],generate=[1]}} parallel.tensor=2", "parallel.tensor=2 splits layers"),
-    (f"{LEND} {VLLM} rollout.tensor=2", "rollout.tensor=2 has ranks that would give up prompts"),
-    (f"{LEND} rollout.schedule=expected", "rollout.schedule='expected' assigns prompts to engines"),
-    (f"{LEND} rollout.replay=x rollout.on_new_weights=retract {LAG}", "cannot repeat which prompts were lent"),
-    (f"{LEND} trainer.stream=true", "trainer.stream=true reads groups in the order"),
-    (f"{LEND} algorithm.filter_groups=true", "algorithm.filter_groups=true begins several batches"),
-    ("rollout.on_new_weights=keep-kv trainer.lag=1", "and no key corrects for it; set "),
-    (f"rollout.on_new_weights=keep-kv {LAG} {VLLM} {LENT} rollout.tensor=2", "ranks would load weights"),
-    (f"rollout.order=ready {LOOSE}", "with the given pools generates them one after another"),
-    (f"rollout.order=ready rollout.on_new_weights=retract {LAG} {LOOSE}", "='retract' with the given pools"),
-    (f"rollout.order=ready rollout.on_new_weights=retract {LAG} {LENT}", "lets timings decide which groups form"),
-    ("rollout.order=ready rollout.schedule=expected", "but rollout.schedule='expected' changes the numbers; use"),
-    ("rollout.order=ready trainer.stream=true", "rollout.order='ready' is not supported with trainer.stream=true"),
-]
-"""Of features that issue 43 removes."""
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("overrides", "problem"), LEGACY)
-def test_a_contradiction_of_a_feature_that_is_removed_is_named(overrides, problem):
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, overrides.split())
-    assert problem in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -70,13 +70,19 @@ def test_a_table_as_override_replaces_the_table_and_a_dotted_key_one_entry(tmp_p
 def test_old_and_removed_names_are_errors_unless_with_the_fixed_value(tmp_path):
     recipe = write(tmp_path, "[data]\nshuffle = true\n\n[sft]\nbatch_size = 8\n[advice]\nwarmup = 0.6\n")
     assert sorted(problems(recipe, ["advice.contradictory_prompts=1"])[1:]) == [
-        "advice.contradictory_prompts: no such key; it was removed, and its value is fixed at 0.0; leave it out",
-        "advice.warmup: no such key; it was removed, and its value is fixed at 0.5; leave it out",
+        "advice.contradictory_prompts: no such key; it was removed: its value is fixed at 0.0; leave it out",
+        "advice.warmup: no such key; it was removed: its value is fixed at 0.5; leave it out",
         "data.shuffle: no such key; replaced by data.order = 'shuffled' or 'sequential'",
         "sft: no such section; renamed to [offline]",
     ]
-    recipe = write(tmp_path, "[advice]\nwarmup = 0.5\nmicro_batches = 64\nkl = 0.2\n")
+    recipe = write(
+        tmp_path, "[advice]\nwarmup = 0.5\nkl = 0.2\n[rollout]\norder = 'sampled'\n[placement]\nlend = false\n"
+    )
     assert load_config(recipe).advice.kl == 0.2
+    recipe = write(tmp_path, "[placement]\nlend = true\n")
+    assert problems(recipe)[1:] == [
+        "placement.lend: no such key; it was removed: training ranks do not generate for another pool; use trainer.lag"
+    ]
 
 
 def test_all_problems_are_reported_at_once(tmp_path):

@@ -22,7 +22,7 @@ INCONSISTENT = [
     (["data.max_response_length=251", "memory.max_tokens_per_micro_batch=512"], "but the model has 256 positions"),
     ([*LAG, "trainer.lag=6"], "samples all 6 batches of the run with the initial weights; use a lag below 6"),
     ([*IN_FLIGHT, *POOLS, "rollout.replay=."], "schedule.jsonl not found"),
-    ([*LAG, *POOLS, "rollout.replay=."], "needs rollout.on_new_weights = 'retract' or 'keep-kv', and a separate pool"),
+    ([*LAG, *POOLS, "rollout.replay=."], "needs rollout.on_new_weights = 'retract' and a separate pool"),
 ]
 
 

@@ -7,7 +7,7 @@ import torch
 
 from hybridflow.cli.main import main
 from hybridflow.config import leaf_keys, load_config
-from hybridflow.config.load import FIXED
+from hybridflow.config.removed_keys import REMOVED
 from hybridflow.config.render import toml_value
 from hybridflow.data import prompt_row, write_prompt_file
 from hybridflow.observability.advice import data, learning, speed
@@ -101,7 +101,7 @@ def test_advice_is_one_line_with_values_computed_from_the_current_ones():
 def test_thresholds_are_keys_or_fixed():
     named = [f"advice.{each.threshold}" for each in FINDINGS if isinstance(each.threshold, str)]
     assert set(named) <= leaf_keys().keys()
-    assert FIXED == {
+    assert {key: removed.value for key, removed in REMOVED.items() if key.startswith("advice.")} == {
         "advice.warmup": learning.LONG_WARMUP,
         "advice.chat_template": data.WRONG_TEMPLATES,
         "advice.contradictory_prompts": data.CONTRADICTORY_PROMPTS,

@@ -9,8 +9,8 @@ from hybridflow.config import load_config
 from hybridflow.controller import Role
 from hybridflow.controller.part_sizes import PART_SIZES, even_sizes
 from hybridflow.protocol import DataProto, DataProtoFuture
-from hybridflow.trainers.begun import Begun, ScoredParts
 from hybridflow.trainers.ppo import PPO
+from hybridflow.trainers.sampling.sampled import Sampled
 
 KEYS = (
     *("trainer.stream=true", "algorithm.advantage=gae", "algorithm.whiten_advantages=false", "model.path="),
@@ -68,14 +68,14 @@ def step(*changes, shares=None):
     rewards = SimpleNamespace(name="reward", shares=SimpleNamespace(of_ranks=None))
     groups = {Role.ActorRollout: actor, Role.Critic: critic, Role.Reward: rewards}
     ppo = PPO(load_config(None, [*KEYS, *changes]), groups)  # pyright: ignore[reportArgumentType]
-    begun = Begun(0, tuple(part_of(lengths, 2 * part) for part, lengths in enumerate(LENGTHS)))
+    parts = [part_of(lengths, 2 * part) for part, lengths in enumerate(LENGTHS)]
 
     class Parts:
         def __init__(self):
             self.metrics = {}
 
         def __call__(self, next_prompts, step):
-            return ScoredParts(begun, lambda begun: iter(begun.parts))
+            return Sampled(len(parts), sum(map(len, parts)), iter(parts))
 
     ppo.sample = Parts()
     batch = ppo.step(lambda: DataProto.from_dict({"unused": torch.zeros(1)}))

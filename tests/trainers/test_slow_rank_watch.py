@@ -1,8 +1,6 @@
 import logging
 from types import SimpleNamespace
 
-import pytest
-
 from hybridflow.config import Config
 from hybridflow.controller import (
     ClassWithInitArgs,
@@ -69,21 +67,10 @@ def test_a_run_in_one_process_is_not_watched():
     assert watch_slow_ranks(trainer, {Role.Actor: group}, group.backend) is None
 
 
-@pytest.mark.parametrize(
-    ("placement", "names"),
-    [
-        ({}, ["reference", "rollout"]),
-        pytest.param(
-            {"pools": {"main": [2], "generate": [2]}, "roles": {"rollout": "generate"}, "lend": True},
-            ["reference"],
-            marks=pytest.mark.exhaustive,  # issue 43 removes lending
-        ),
-    ],
-)
-def test_each_process_that_can_be_compared_is_measured_once(placement, names):
+def test_each_process_that_can_be_compared_is_measured_once():
     backend, ranks = LocalBackend(), ClassWithInitArgs(RankOfSpeed, (1.0, 1.0))
     roles = {"reward": ClassWithInitArgs(Worker), "reference": ranks, "actor_rollout": ranks}
     shared = spawn_colocated(ResourcePool([2]), roles, backend)
     groups = {Role(name): group for name, group in shared.items()}
     groups |= {Role.Rollout: group_of("rollout", (1.0, 1.0)), Role.Critic: group_of("critic", (1.0,))}
-    assert [group.name for group in groups_to_measure(Config(placement=placement), groups)] == names
+    assert [group.name for group in groups_to_measure(Config(), groups)] == ["reference", "rollout"]

@@ -13,8 +13,6 @@ DEPENDS, OLD = "which ones depends on timings, so that two runs differ", "at mos
 @pytest.mark.parametrize(
     ("changes", "said", "unsaid"),
     [
-        pytest.param((*POOLS, "placement.lend=true"), [], [DEPENDS, OLD], marks=pytest.mark.exhaustive),
-        pytest.param((*POOLS, "placement.lend=true", *LAG), [DEPENDS, OLD], [], marks=pytest.mark.exhaustive),
         ((*POOLS, *LAG), ["a batch is sampled with weights 1 optimizer steps old"], [DEPENDS]),
         ((*LAG, "rollout.on_new_weights=retract"), ["so they run in turn, and no weights come while seq"], [DEPENDS]),
     ],

@@ -99,10 +99,10 @@ class Pair:
 def pair(configure):
     """Return a function that builds a pair with the weights of version 0."""
 
-    def build(how, *more):
+    def build(*more):
         common = ["trainer.lag=2", "algorithm.rollout_weights=token", "model.dtype=float64"]
         sizes = [f"data.max_response_length={LEN}", f"rollout.group_size={GROUP}", "rollout.sync_bucket_bytes=20000"]
-        built = Pair(configure(*common, *sizes, f"rollout.on_new_weights={how}", *more))
+        built = Pair(configure(*common, *sizes, "rollout.on_new_weights=retract", *more))
         built.sync(0)
         return built
 
@@ -110,28 +110,26 @@ def pair(configure):
 
 
 def test_weights_are_loaded_between_two_steps_of_a_running_batch(pair):
-    found = {}
-    for how in ("retract", "keep-kv"):  # issue 43 removes keep-kv
-        both = pair(how)
-        before = both.generate(prompts_of(1))
-        both.steps, both.holds = 0, {0, 4}
-        rows = in_thread(both.worker.finish_sequences, both.begin(prompts_of(1)))
-        first = both.between_steps(both.sync, 1, 0.02)
-        second = both.between_steps(both.sync, 2, 0.02)  # two syncs while one batch runs
-        assert first()["weight_sync/probe_diff_max"] < 1e-9
-        assert second()["weight_sync/probe_diff_max"] < 1e-9
-        found[how] = rows().batch
-        for index, versions in enumerate(found[how]["rollout_versions"].tolist()):
-            length = int(found[how]["response_mask"][index].sum())
-            assert versions[:length] == ([0] + [1] * 4 + [2] * LEN)[:length]
-        assert found[how]["response_mask"].sum(1).max() > 8
-        assert torch.equal(found[how]["responses"][:, 0], before.batch["responses"][:, 0])
-        assert both.generate(prompts_of(2)).batch["rollout_versions"].max() == 2
-    assert not torch.equal(found["retract"]["rollout_log_probs"][:, :6], found["keep-kv"]["rollout_log_probs"][:, :6])
+    both = pair()
+    before = both.generate(prompts_of(1)).batch
+    both.steps, both.holds = 0, {0, 4}
+    rows = in_thread(both.worker.finish_sequences, both.begin(prompts_of(1)))
+    first = both.between_steps(both.sync, 1, 0.02)
+    second = both.between_steps(both.sync, 2, 0.02)  # two syncs while one batch runs
+    assert first()["weight_sync/probe_diff_max"] < 1e-9
+    assert second()["weight_sync/probe_diff_max"] < 1e-9
+    found = rows().batch
+    for index, versions in enumerate(found["rollout_versions"].tolist()):
+        length = int(found["response_mask"][index].sum())
+        assert versions[:length] == ([0] + [1] * 4 + [2] * LEN)[:length]
+    assert found["response_mask"].sum(1).max() > 8
+    assert torch.equal(found["responses"][:, 0], before["responses"][:, 0])
+    assert not torch.equal(found["rollout_log_probs"][:, 1:5], before["rollout_log_probs"][:, 1:5])
+    assert both.generate(prompts_of(2)).batch["rollout_versions"].max() == 2
 
 
 def test_batches_begin_while_others_run_and_get_the_tokens_of_batches_alone(pair):
-    both = pair("retract")
+    both = pair()
     alone = [both.generate(prompts_of(step, size)) for step, size in ((1, 2), (2, 3))]
     both.steps, both.holds = 0, {3}
     first = in_thread(both.worker.finish_sequences, both.begin(prompts_of(1)))
@@ -145,30 +143,8 @@ def test_batches_begin_while_others_run_and_get_the_tokens_of_batches_alone(pair
         )
 
 
-@pytest.mark.exhaustive  # issue 43 removes ready groups
-def test_ready_groups_come_with_their_own_prompts_and_ids_of_all_steps(pair):
-    pools = ("placement.pools={learn=[1],generate=[1]}", "placement.roles.rollout=generate", "controller.backend=ray")
-    both = pair("keep-kv", "rollout.order=ready", "trainer.deterministic=false", "data.train_batch_size=4", *pools)
-    alone = {step: both.generate(prompts_of(step, size)).batch for step, size in ((1, 2), (2, 3))}
-    begun = [both.begin(prompts_of(step, size)) for step, size in ((1, 2), (2, 3))]
-    places = begun[0].repeat(2)
-    parts = [both.worker.next_ready_sequences(places.slice(0, count)) for count in (4, 1)]
-    with pytest.raises(RolloutError, match="have 0 groups left, fewer than 1"):
-        both.worker.next_ready_sequences(places.slice(0, 1))
-    found = []
-    for part in parts:
-        for index, group in enumerate(part.batch["group_ids"].tolist()):
-            step, prompt = divmod(group, 4)
-            own, expected = part.batch[index], alone[step][GROUP * prompt + index % GROUP]
-            length = int(expected["response_mask"].sum())
-            assert torch.equal(own["responses"][:length], expected["responses"][:length])
-            assert torch.equal(own["input_ids"][:3], expected["input_ids"][:3])
-            found.append(group)
-    assert sorted(found) == [4, 4, 5, 5, 8, 8, 9, 9, 10, 10]
-
-
 def test_parts_of_a_running_batch_get_the_weights_that_come_before_them(pair):
-    both = pair("retract", "trainer.stream=true")
+    both = pair("trainer.stream=true")
     whole = both.generate(columns_of_a_dataset(prompts_of(1, 3)))
     both.steps, both.holds = 0, {4}
     begun = both.begin(columns_of_a_dataset(prompts_of(1, 3)))
@@ -202,7 +178,7 @@ def without_tokens(step):
     ],
 )
 def test_a_failed_sync_ends_the_running_batch_if_it_has_changed_weights(pair, breaks, message, goes_on):
-    both = pair("retract")
+    both = pair()
     alone = both.generate(prompts_of(1))
     both.steps, both.holds = 0, {2}
     rows = in_thread(both.worker.finish_sequences, both.begin(prompts_of(1)))
@@ -220,7 +196,7 @@ def test_a_failed_sync_ends_the_running_batch_if_it_has_changed_weights(pair, br
 
 
 def test_an_error_after_the_load_reaches_its_caller_and_generation_goes_on(pair, monkeypatch):
-    both = pair("retract")
+    both = pair()
     both.holds = {2}
     rows = in_thread(both.worker.finish_sequences, both.begin(prompts_of(1)))
     monkeypatch.setattr(both.worker.rollout, "retract", lambda: (_ for _ in ()).throw(RolloutError("out of memory")))
@@ -230,9 +206,8 @@ def test_an_error_after_the_load_reaches_its_caller_and_generation_goes_on(pair,
     assert rows().batch["rollout_versions"].max() == 1
 
 
-@pytest.mark.parametrize("how", ["retract", pytest.param("keep-kv", marks=pytest.mark.exhaustive)])
-def test_two_loads_before_the_same_step_give_tokens_of_the_second(pair, how):
-    both = pair(how)
+def test_two_loads_before_the_same_step_give_tokens_of_the_second(pair):
+    both = pair()
     both.holds = {2}
     rows = in_thread(both.worker.finish_sequences, both.begin(prompts_of(1)))
 
@@ -253,7 +228,7 @@ def test_two_loads_before_the_same_step_give_tokens_of_the_second(pair, how):
 
 
 def test_no_step_runs_while_a_sync_is_not_complete(pair):
-    both = pair("retract")
+    both = pair()
     both.holds = {2}
     rows = in_thread(both.worker.finish_sequences, both.begin(prompts_of(1)))
     announced = both.sender.send_weights(WeightSender.announce)

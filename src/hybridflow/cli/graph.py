@@ -31,9 +31,8 @@ def run(args: argparse.Namespace) -> int:
 
     edges, notes, lag = dataflow_edges(run_on_placeholders(config)), placement_notes(config), config.trainer.lag
     if args.format == "text":
-        drawing = draw_text(edges, notes) + draw_loop(
-            lag, config.rollout.order, config.rollout.on_new_weights if config.updates_in_flight else "wait"
-        )
+        on_new_weights = config.rollout.on_new_weights if config.updates_in_flight else "wait"
+        drawing = draw_text(edges, notes) + draw_loop(lag, on_new_weights)
     else:
         drawing = {"mermaid": draw_mermaid, "dot": draw_dot}[args.format](edges + loop_edges(lag), notes)
     if args.output:

@@ -460,7 +460,6 @@ def _parts(config: Config) -> Iterator[str]:
 def _lag(config: Config) -> Iterator[str]:
     lag, algorithm, actor = config.trainer.lag, config.algorithm, config.actor
     yield from _in_flight(config)
-    yield from _ready(config)
     if not lag:
         return
     if algorithm.filter_groups:
@@ -512,7 +511,7 @@ def _in_flight(config: Config) -> Iterator[str]:
     rollout, key = config.rollout, f"rollout.on_new_weights={config.rollout.on_new_weights!r}"
     if rollout.replay and not config.updates_in_flight:
         yield (
-            f"rollout.replay={rollout.replay!r} needs rollout.on_new_weights = 'retract' or 'keep-kv', and a separate "
+            f"rollout.replay={rollout.replay!r} needs rollout.on_new_weights = 'retract' and a separate "
             "pool (placement.roles.rollout), as the run that is replayed; set them, or remove replay"
         )
     if rollout.on_new_weights == "wait":
@@ -527,63 +526,6 @@ def _in_flight(config: Config) -> Iterator[str]:
             f"{key} is not supported with rollout.tensor={rollout.tensor}, whose ranks would load weights at different "
             "steps; use tensor = 1, or on_new_weights = 'wait'"
         )
-
-
-def _ready(config: Config) -> Iterator[str]:
-    key = "rollout.order='ready'"
-    if config.rollout.order != "ready":
-        return
-    if not config.updates_in_flight:
-        yield (
-            f"{key} takes groups of several batches that run side by side, but rollout.on_new_weights="
-            f"{config.rollout.on_new_weights!r} with the given pools generates them one after another; set "
-            + "on_new_weights = 'retract' or 'keep-kv' and "
-            * (config.rollout.on_new_weights == "wait")
-            + "a separate pool (placement.pools and placement.roles.rollout, controller.backend = 'ray'), or order = "
-            "'sampled'"
-        )
-    if config.trainer.deterministic:
-        yield (
-            f"{key} lets timings decide which groups form a batch, but trainer.deterministic=true rules that out; use "
-            "deterministic = false, or order = 'sampled'"
-        )
-    if config.trainer.stream:
-        yield f"{key} is not supported with trainer.stream=true; use stream = false, or order = 'sampled'"
-    if config.rollout.schedule != "even":
-        yield (
-            f"{key} needs as many prompts on an engine in each batch, but rollout.schedule="
-            f"{config.rollout.schedule!r} changes the numbers; use schedule = 'even', or order = 'sampled'"
-        )
-
-
-def _lend(config: Config) -> Iterator[str]:
-    rollout, parallel = config.rollout, config.parallel
-    if not config.placement.lend:
-        return
-    unsupported = {
-        "the actor generates itself; name a separate pool in placement.roles.rollout": not config.has_rollout_pool,
-        f"parallel.tensor={parallel.tensor} splits layers over the training ranks, which generate with the whole model "
-        "on each rank; use tensor = 1": parallel.tensor > 1,
-        f"rollout.tensor={rollout.tensor} has ranks that would give up prompts at different steps; use tensor = 1": (
-            rollout.tensor > 1
-        ),
-        f"rollout.schedule={rollout.schedule!r} assigns prompts to engines; use schedule = 'even'": (
-            rollout.schedule != "even"
-        ),
-        f"rollout.replay={rollout.replay!r} cannot repeat which prompts were lent; remove replay": bool(rollout.replay),
-        f"rollout.order={rollout.order!r} takes groups of other batches; use order = 'sampled'": (
-            rollout.order != "sampled"
-        ),
-        "trainer.stream=true reads groups in the order in which engines finish them; use stream = false": (
-            config.trainer.stream
-        ),
-        "algorithm.filter_groups=true begins several batches in a step; use filter_groups = false": (
-            config.algorithm.filter_groups
-        ),
-    }
-    for reason, applies in unsupported.items():
-        if applies:
-            yield f"placement.lend=true lends training ranks to generation, but {reason}, or lend = false"
 
 
 def _profile(config: Config) -> Iterator[str]:
@@ -634,7 +576,6 @@ SUBJECTS = (
     _validation,
     _lag,
     _stream,
-    _lend,
     _profile,
     _faults,
 )

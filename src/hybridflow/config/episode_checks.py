@@ -47,12 +47,9 @@ def _generation(config: Config) -> Iterator[str]:
     rollout = config.rollout
     for key, value, needed in (
         ("rollout.on_new_weights", rollout.on_new_weights, "wait"),
-        ("rollout.order", rollout.order, "sampled"),
-        ("rollout.schedule", rollout.schedule, "even"),
         ("rollout.stop_strings", rollout.stop_strings, ()),
         ("rollout.tensor", rollout.tensor, 1),
         ("trainer.stream", config.trainer.stream, False),
-        ("placement.lend", config.placement.lend, False),
         ("data.chat_template", config.data.chat_template, True),
     ):
         if value != needed:

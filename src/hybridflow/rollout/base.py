@@ -109,10 +109,6 @@ class RolloutEngine(Protocol):
         """Return whether requests are waiting or running."""
         ...
 
-    def waiting(self) -> list[int]:
-        """Return the ids of requests without a token that do not run, in the order in which they would start."""
-        ...
-
     def abort(self, request_id: int) -> None:
         """Stop a request; its unfinished completions become finished, with their tokens so far and reason "abort".
 

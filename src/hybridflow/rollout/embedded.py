@@ -117,11 +117,6 @@ class EmbeddedRollout:
         """Return whether requests are waiting or running."""
         return bool(self._unfinished)
 
-    def waiting(self) -> list[int]:
-        """Return the ids of requests that wait, see `RolloutEngine.waiting`; one that restarts has lost its tokens."""
-        ids = (request.request_id for request in self._waiting)
-        return [request_id for request_id in ids if not self._unfinished[request_id].finished]
-
     @torch.no_grad()
     def step(self) -> None:
         """Advance every running sequence by one token, see `RolloutEngine.step`.

@@ -3,7 +3,6 @@
 A part holds the groups of its batch that finish next. Which these are depends on the lengths of responses, not on time.
 """
 
-import math
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -35,7 +34,7 @@ def generate(engine: RolloutEngine, requests: Sequence[Request]) -> list[Complet
 @dataclass
 class _Batch:
     remaining: int  # groups that were not returned yet
-    finished: list[tuple[int, Group]] = field(default_factory=list)  # of these, numbered over all batches, in order
+    finished: list[Group] = field(default_factory=list)  # of these, in order
 
 
 @dataclass
@@ -56,7 +55,6 @@ class RunningGroups:
         self._engine, self._between_steps = engine, between_steps
         self._batches: dict[Hashable, _Batch] = {}
         self._running: dict[int, _Running] = {}  # by the id of the request
-        self._num_finished = 0
 
     def __bool__(self) -> bool:
         """Return whether a batch has groups that were not returned yet."""
@@ -104,33 +102,7 @@ class RunningGroups:
         held.remaining -= count
         if not held.remaining:
             self._batches.pop(batch, None)
-        return [group for _, group in taken]
-
-    def next_of_any(self, count: int) -> list[tuple[Hashable, Group]]:
-        """Step the engine until `count` more groups of any batches have finished; return them in that order.
-
-        Each comes with its batch. Raises as `next`.
-        """
-        left = sum(held.remaining for held in self._batches.values())
-        if left < count:
-            raise RolloutError(f"the batches that have begun have {left} groups left, fewer than {count}.")
-        self._step_until(lambda: sum(len(held.finished) for held in self._batches.values()) >= count)
-        numbered = [(number, batch) for batch, held in self._batches.items() for number, _ in held.finished]
-        order = [batch for _, batch in sorted(numbered, key=lambda pair: pair[0])[:count]]
-        return [(batch, self.next(batch, 1)[0]) for batch in order]
-
-    def give_waiting(self, batch: Hashable, share: float) -> list[int]:
-        """Give up this share of the batch's groups that wait, at least one; return their indices.
-
-        They are those that would start last. Their completions are finished, without tokens and for the reason "abort".
-        """
-        waiting = [each for each in self._engine.waiting() if self._running[each].batch == batch]
-        given = waiting[len(waiting) - math.ceil(share * len(waiting)) :]
-        indices = [self._running[request_id].index for request_id in given]
-        for request_id in given:
-            self._engine.abort(request_id)
-        self._take_finished()
-        return indices
+        return taken
 
     def num_left(self, batch: Hashable) -> int:
         """Return the number of groups of a batch that were not returned yet."""
@@ -160,8 +132,7 @@ class RunningGroups:
             if len(running.done) == running.group_size:
                 del self._running[completion.request_id]
                 group = sorted(running.done, key=lambda done: done.index)
-                self._batches[running.batch].finished.append((self._num_finished, (running.index, group)))
-                self._num_finished += 1
+                self._batches[running.batch].finished.append((running.index, group))
 
     def _abort(self, request_ids: Sequence[int]) -> None:
         for request_id in request_ids:
@@ -171,6 +142,6 @@ class RunningGroups:
         self._take_finished()  # an abort may also end requests of other batches
 
 
-def longest_first(request: Request) -> tuple[int, float, int]:
+def longest_first(request: Request) -> tuple[int, int]:
     """Return the key of the order in which requests start."""
-    return -request.sampling.max_new_tokens, -request.expected_length, -len(request.prompt_ids)
+    return -request.sampling.max_new_tokens, -len(request.prompt_ids)

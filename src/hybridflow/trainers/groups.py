@@ -30,7 +30,6 @@ STAGES = {
     "next_sequences": "gen",
     "update_actor_in_parts": "update_actor",
     "finish_sequences": "gen",
-    "give_waiting": "gen",
     "score": "reward",
     "begin_score": "reward",
     "finish_score": "reward",

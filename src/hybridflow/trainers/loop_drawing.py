@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from hybridflow.observability.dataflow import Edge
-from hybridflow.trainers.ahead import Ahead
+from hybridflow.trainers.sampling.ahead import Ahead
 
 MOST_STEPS = 5
 """Largest number of steps in a drawing."""
@@ -21,10 +21,10 @@ class LoopStep(NamedTuple):
     trained: int
 
 
-def draw_loop(lag: int, order: str = "sampled", on_new_weights: str = "wait") -> str:
+def draw_loop(lag: int, on_new_weights: str = "wait") -> str:
     """Return a text with the first steps, up to the first whose batch is not sampled by the initial weights.
 
-    `order`: `rollout.order`; `on_new_weights`: that of rollout, if weights come while sequences run.
+    `on_new_weights`: that of rollout, if weights come while sequences run.
     """
     lines = [
         f"    weights of step {step}: sample {_named(sampled)}, then train on batch {trained}"
@@ -34,8 +34,6 @@ def draw_loop(lag: int, order: str = "sampled", on_new_weights: str = "wait") ->
         lines.append(
             f'    rollout.on_new_weights = "{on_new_weights}": batches that run go on with the weights of later steps'
         )
-    if order == "ready":
-        lines.append('    rollout.order = "ready": train on the groups that finish next, of any batch sampled so far')
     return "\n".join([f"loop  (trainer.lag = {lag})", *lines]) + "\n" if lag else ""
 
 

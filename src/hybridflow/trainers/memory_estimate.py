@@ -25,7 +25,7 @@ from hybridflow.trainers.groups import meshes_of, pool_of, pools_of, traits_of
 from hybridflow.trainers.model_directories import require_model_directory
 from hybridflow.trainers.role_classes import role_classes
 
-GENERATION, LENDING = "generation", "lending"
+GENERATION = "generation"
 LEARNING = (Role.ActorRollout, Role.Critic)
 VALUE_HEADS = (Role.Critic, Role.Reward)
 """Roles whose models have one output per token or sequence."""
@@ -134,9 +134,6 @@ def _estimates_of(config: Config, role: Role, sizes: ModelSizes, device: str, ma
         has_weights = resident > 0 and ranks == 1
         if config.rollout.backend == "embedded":
             found.append(_generation(config, sizes, layout, config.has_rollout_pool, has_weights=has_weights))
-        if config.placement.lend:
-            lent = _generation(config, sizes, layout, False, has_weights=has_weights)
-            found.append(replace(lent, name=LENDING))
     return found
 
 

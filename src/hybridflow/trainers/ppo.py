@@ -20,10 +20,10 @@ from hybridflow.models import decoder_shape
 from hybridflow.observability import reduce_lists
 from hybridflow.protocol import DataProtoFuture
 from hybridflow.trainers.balance import balanced
-from hybridflow.trainers.begun import NextPrompts, Sampler, in_order_of_groups, joined
 from hybridflow.trainers.corrected_rollouts import corrected_rollouts, correction_metrics
 from hybridflow.trainers.rl_metrics import log_prob_metrics
-from hybridflow.trainers.sampling import Sampling
+from hybridflow.trainers.sampling.sampled import NextPrompts, Sampler, in_order_of_groups, joined
+from hybridflow.trainers.sampling.sampling import Sampling
 from hybridflow.trainers.stages import (
     add_advantages,
     mini_batch_rows,
@@ -62,7 +62,7 @@ class PPO:
         """Forget all steps and what they have begun on the groups, whose own state is kept."""
         config = self.config
         self.sync_weights = weight_sync_of(config, self.actor, None if self.rollout is self.actor else self.rollout)
-        self.sampling = Sampling(config, self.rollout, self.rewards, self.actor)
+        self.sampling = Sampling(config, self.rollout, self.rewards)
         self.sample: Sampler = self.sampling
         self.kl_controller = _kl_controller(config)
         self.global_step = 0
@@ -105,8 +105,8 @@ class PPO:
                 batch = batch.union(rewards)
                 kls.append(kl)
             batch = batch.union(add_advantages(batch, config))
-            if config.trainer.stream and trains_actor:  # the optimizer step follows the last part
-                part = [len(parts), len(sampled), sampled.num_rows]
+            if trains_actor and config.trainer.stream:  # the optimizer step follows the last part
+                part = [len(parts), sampled.num_parts, sampled.num_rows]
                 meta_info = {"part": part, "kl_coef": self.kl_controller.coef}
                 updates.append(self.actor.update_actor_in_parts.remote(batch.with_meta_info(meta_info)))
             parts.append(batch)
@@ -116,22 +116,23 @@ class PPO:
             self.metrics |= correction_metrics(corrections)
         if algorithm.kl_in_reward:
             self._adjust_kl(float(torch.cat(kls).mean()), num_samples=len(batch))
+        learns_in_parts = bool(updates)
         if self.critic:
             rows = batch
-            if config.trainer.stream:  # each part was balanced, but a rank's share of all rows is not that of the parts
+            if len(parts) > 1:  # each was balanced, but a rank's share of all rows is not that of the parts
                 rows, *_ = self._balanced(batch)
             if self.critic.shares.of_ranks is not self.actor.shares.of_ranks:  # other processes, of other speeds
                 rows, *_ = self._balanced(batch, self.critic)
             steps = self._with_mini_batches(rows, config.critic.mini_batch_size, config.critic.epochs)
             updates.append(self.critic.update_critic.remote(steps))
-        if trains_actor and not config.trainer.stream:
+        if trains_actor and not learns_in_parts:
             steps = self._with_mini_batches(batch, config.actor.mini_batch_size, config.actor.epochs)
             updates.append(self.actor.update_actor.remote(steps))
         for update in updates:
             self.metrics |= reduce_lists(update.get(()).meta_info["metrics"])
         if sums:
             self.metrics |= log_prob_metrics(sums)
-        return batch.select_rows(in_order_of_groups(batch) if config.trainer.stream else as_generated)
+        return batch.select_rows(in_order_of_groups(batch) if len(parts) > 1 else as_generated)
 
     def _balanced(
         self, batch: DataProtoFuture, group: WorkerGroup | None = None

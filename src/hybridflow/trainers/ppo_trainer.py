@@ -9,10 +9,7 @@ from hybridflow.config import Config
 from hybridflow.controller import Backend, Role, WorkerGroup
 from hybridflow.data import BatchLoader
 from hybridflow.observability import RL_FIGURES, idle_shares, performance_report, timed
-from hybridflow.trainers.ahead import Ahead, describe_pending, save_pending, wait_for
 from hybridflow.trainers.groups import BackendOwner, processes_of
-from hybridflow.trainers.in_flight import ScheduleLog
-from hybridflow.trainers.length_bias import LengthBias
 from hybridflow.trainers.pool_sizes import PoolSizes
 from hybridflow.trainers.ppo import PPO
 from hybridflow.trainers.rank_speeds import measured_shares, part_metrics
@@ -20,6 +17,8 @@ from hybridflow.trainers.recovery import build_recovery
 from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, staleness_metrics
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.samples import Samples, samples_of
+from hybridflow.trainers.sampling.ahead import Ahead, describe_pending, save_pending, wait_for
+from hybridflow.trainers.sampling.in_flight import ScheduleLog
 from hybridflow.trainers.slow_rank_watch import watch_slow_ranks
 from hybridflow.trainers.speed import Speedometer
 from hybridflow.trainers.stages import updates_per_step
@@ -27,7 +26,6 @@ from hybridflow.trainers.token_budgets import TokenBudgets
 from hybridflow.trainers.training_loop import fit
 from hybridflow.trainers.training_state import TrainingSaver, restore_training
 from hybridflow.trainers.validation import Validator
-from hybridflow.trainers.weight_sync import num_syncs_ahead
 
 
 class PPOTrainer(PPO, BackendOwner):
@@ -68,7 +66,6 @@ class PPOTrainer(PPO, BackendOwner):
         self.ahead: Ahead | None = None
         if config.trainer.lag:
             self.sample = self.ahead = Ahead(self.sampling, config.trainer.lag, self.total_steps)
-        self.length_bias = LengthBias(config)
         self.write_schedule = ScheduleLog(config, self.run, self.rollout)
 
     def new_saver(self, store: CheckpointStore, *, in_background: bool) -> TrainingSaver:
@@ -81,8 +78,6 @@ class PPOTrainer(PPO, BackendOwner):
         state = restore_training(checkpoint, self.stateful_groups, self.loader, verify=verify)
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.global_step = state["global_step"]
-        self.sampling.schedule.load_state_dict(state.get("schedule", {}))
-        self.length_bias.load_state_dict(state.get("length_bias", {}))
         if self.ahead:
             self.ahead.restore(checkpoint, state.get("pending", []))
         if self.config.rollout.replay:
@@ -98,13 +93,8 @@ class PPOTrainer(PPO, BackendOwner):
         start = time.time()
         self.metrics["training/epoch"] = self.global_step // len(self.loader) if self.ahead else self.loader.epoch
         with timed("step", self.metrics):
-            if self.ahead and not self.config.updates_in_flight and not num_syncs_ahead(self.config):
-                self.ahead.lend()  # the sync waits for generation
             batch = self.step(self.loader.next_batch)
             self.metrics |= batch_metrics(batch, self.config.data.max_response_length)
-            self.metrics |= self.sampling.schedule.note(batch) | self.length_bias.note(batch, self.global_step)
-            if self.sampling.lend:
-                self.metrics |= self.sampling.lend.metrics
             if self.ahead:
                 updates = updates_per_step(self.config, self.config.actor)
                 version = updates * max(0, self.global_step - self.config.critic.warmup_steps)
@@ -136,8 +126,7 @@ class PPOTrainer(PPO, BackendOwner):
     def save(self) -> None:
         """Save a checkpoint of the full training state, or begin to save it in the background."""
         self.sync_weights.finish()
-        if self.ahead and (self.config.updates_in_flight or self.config.placement.lend):
-            # also before a save in the background: later weights must not reach them, and nothing of them is lent
+        if self.ahead and self.config.updates_in_flight:  # later weights must not reach them
             wait_for(self.ahead.pending())
         self.save_with(self.saver)
 
@@ -149,8 +138,6 @@ class PPOTrainer(PPO, BackendOwner):
             lambda directory: save_pending(pending, directory),
             kl_controller=self.kl_controller.state_dict(),
             pending=describe_pending(pending),
-            length_bias=self.length_bias.state_dict(),
-            schedule=self.sampling.schedule.state_dict(),
         )
 
     def finish_save(self) -> None:

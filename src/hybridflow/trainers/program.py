@@ -7,11 +7,11 @@ from hybridflow.controller import ClassWithInitArgs, ResourcePool, Role, spawn_c
 from hybridflow.controller.placeholder import PlaceholderBackend, synthetic_batch
 from hybridflow.observability import TraceEvent
 from hybridflow.trainers.groups import meshes_of, pool_of, pools_of
-from hybridflow.trainers.in_flight import require_in_flight
 from hybridflow.trainers.ppo import PPO
 from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of
 from hybridflow.trainers.role_classes import role_classes
 from hybridflow.trainers.samples import samples_of
+from hybridflow.trainers.sampling.in_flight import require_in_flight
 from hybridflow.trainers.weight_sync import SharedWeights
 from hybridflow.workers.generating import DATASET_COLUMNS
 from hybridflow.workers.losses import actor_columns, actor_loss
@@ -36,7 +36,6 @@ def run_on_placeholders(config: Config, classes: Mapping[Role, ClassWithInitArgs
     no_model = config.model.model_copy(update={"path": ""})  # placeholders need none, and it may be on the hub
     algorithm = PPO(config.model_copy(update={"algorithm": one_round, "model": no_model}), groups)
     algorithm.sync_weights = SharedWeights()  # placeholders have no weights
-    algorithm.sampling.lend = None  # nor do requests wait
     algorithm.global_step = config.critic.warmup_steps
     prompts = synthetic_batch(DATASET_COLUMNS, config.data.train_batch_size)
     prompts.meta_info.clear()

@@ -252,7 +252,7 @@ def build_recovery(
     from hybridflow.controller.ray import RayBackend
 
     assert isinstance(backend, RayBackend)
-    runs_on = config.updates_in_flight or config.placement.lend  # a snapshot would wait for batches that have begun
+    runs_on = config.updates_in_flight  # a snapshot would wait for batches that have begun
     connected = runs_on or config.rollout.weight_sync in ("broadcast", "ipc")
     snapshots = None
     if config.recovery.snapshot_every and not runs_on:

@@ -9,7 +9,7 @@ happens in a directory of its own; the run is only read.
 
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,12 @@ from hybridflow.errors import CheckpointError, ConfigError, NonFiniteError
 from hybridflow.observability import get_logger, read_jsonl
 from hybridflow.observability.metrics import is_reproducible
 from hybridflow.protocol import DataProto, DataProtoFuture
-from hybridflow.trainers.begun import NextPrompts, SampledParts, Sampler
 from hybridflow.trainers.build import build_trainer
 from hybridflow.trainers.ppo_trainer import PPOTrainer
 from hybridflow.trainers.reading import read
 from hybridflow.trainers.rl_metrics import batch_metrics
 from hybridflow.trainers.run_directory import TOKEN_BUDGETS
+from hybridflow.trainers.sampling.sampled import NextPrompts, Sampled, Sampler
 
 logger = get_logger(__name__)
 
@@ -146,57 +146,26 @@ class KeptSamples:
         self.metrics: dict[str, Any] = {}
         self.parts: list[DataProto] = []
 
-    def __call__(self, next_prompts: NextPrompts, step: int) -> SampledParts:
+    def __call__(self, next_prompts: NextPrompts, step: int) -> Sampled:
         """Return the rows of `step` with responses and scores."""
         if self._sampler is None:
-            return _KeptParts(self.parts)
+            return Sampled(len(self.parts), sum(map(len, self.parts)), map(DataProtoFuture.of, self.parts))
         sampler, self._sampler = self._sampler, None
         sampled = sampler(next_prompts, step)
         self.metrics = sampler.metrics
-        return _Keeping(sampled, self.parts)
+        return replace(sampled, parts=self._kept(sampled))
 
-
-@dataclass(frozen=True)
-class _KeptParts:
-    """The parts of a batch that were kept."""
-
-    parts: Sequence[DataProto]
-
-    @property
-    def num_rows(self) -> int:
-        return sum(map(len, self.parts))
-
-    def __len__(self) -> int:
-        return len(self.parts)
-
-    def __iter__(self) -> Iterator[DataProtoFuture]:
-        return map(DataProtoFuture.of, self.parts)
-
-
-@dataclass(frozen=True)
-class _Keeping:
-    """The parts of a batch, each of which is kept when the iteration gets to it."""
-
-    sampled: SampledParts
-    kept: list[DataProto]
-
-    @property
-    def num_rows(self) -> int:
-        return self.sampled.num_rows
-
-    def __len__(self) -> int:
-        return len(self.sampled)
-
-    def __iter__(self) -> Iterator[DataProtoFuture]:
-        for part in self.sampled:
-            self.kept.append(part.get())
+    def _kept(self, sampled: Sampled) -> Iterator[DataProtoFuture]:
+        for part in sampled:
+            self.parts.append(part.get())
             yield part
 
 
 def _require_replayable(config: Config) -> None:
-    for key, value in (("placement.lend", config.placement.lend), ("updates in flight", config.updates_in_flight)):
-        if value:
-            raise ConfigError(f"a run with {key} cannot be replayed: the weights that sample a token depend on time.")
+    if config.updates_in_flight:
+        raise ConfigError(
+            "a run with updates in flight cannot be replayed: the weights that sample a token depend on time."
+        )
 
 
 def _require_step(step: int, run_dir: Path, completed: int, last: int) -> None:

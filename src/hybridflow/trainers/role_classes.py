@@ -9,10 +9,7 @@ from hybridflow.workers import (
     ActorRolloutWorker,
     ActorWorker,
     CriticWorker,
-    GivingWorker,
-    InFlightGivingWorker,
     InFlightRolloutWorker,
-    LendingActorWorker,
     ReferenceWorker,
     RolloutWorker,
     TeacherWorker,
@@ -39,13 +36,9 @@ def role_classes(config: Config, actor_updates: int = 1, critic_updates: int = 1
 
 def actor_class(config: Config) -> type[ActorWorker]:
     """Return the worker class of the processes that train the policy."""
-    if config.placement.lend:
-        return LendingActorWorker
     return ActorWorker if config.has_rollout_pool else ActorRolloutWorker
 
 
 def rollout_class(config: Config) -> type[RolloutWorker]:
     """Return the worker class of a pool that generates."""
-    if config.placement.lend:
-        return InFlightGivingWorker if config.updates_in_flight else GivingWorker
     return InFlightRolloutWorker if config.updates_in_flight else RolloutWorker

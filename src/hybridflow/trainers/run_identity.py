@@ -20,7 +20,7 @@ Kind = Literal["train", "sft", "dpo", "reward-model"]
 """The kind of a run, named after its command."""
 
 FIXED_SECTIONS = {
-    "train": ("model.dtype", "lora.", "algorithm.", "teacher.", "trainer.lag", "trainer.stream", "rollout.order"),
+    "train": ("model.dtype", "lora.", "algorithm.", "teacher.", "trainer.lag", "trainer.stream"),
     "sft": ("model.dtype", "lora."),
     "dpo": ("model.dtype", "lora.", "offline.preference_loss", "offline.beta", "offline.average_log_probs"),
     "reward-model": ("model.dtype",),

@@ -1,4 +1,4 @@
-"""What a run logs at its start: keys without effect, and what a stream, a lag and lending do in its placement."""
+"""What a run logs at its start: keys without effect, and what a stream and a lag do in its placement."""
 
 from pathlib import Path
 
@@ -25,13 +25,6 @@ def report_start(config: Config, total_steps: int) -> None:
         _report_replay(config)
     if lag := config.trainer.lag:
         _report_lag(config, lag, total_steps)
-    if config.placement.lend:
-        is_repeatable = not lag and config.rollout.backend == "embedded"
-        logger.info(
-            "placement.lend: training ranks that wait for a batch generate prompts of it that wait in the rollout "
-            "engines%s",
-            "" if is_repeatable else "; which ones depends on timings, so that two runs differ",
-        )
 
 
 def _report_lag(config: Config, lag: int, total_steps: int) -> None:
@@ -41,7 +34,6 @@ def _report_lag(config: Config, lag: int, total_steps: int) -> None:
             f"{total_steps}, or more steps."
         )
     updates = updates_per_step(config, config.actor)
-    bound = "at most (late groups: more than) " if config.rollout.order == "ready" else "at most "
     in_turn = "; generation and training share processes, so they run in turn"
     if config.rollout.on_new_weights != "wait":
         in_turn += ", and no weights come while sequences run"
@@ -49,7 +41,7 @@ def _report_lag(config: Config, lag: int, total_steps: int) -> None:
         "trainer.lag=%d: a batch is sampled with weights %s%d optimizer steps old, and its last mini-batch is %d steps "
         "from them%s",
         lag,
-        bound if config.updates_in_flight or config.placement.lend else "",
+        "at most " if config.updates_in_flight else "",
         lag * updates,
         (lag + 1) * updates - 1,
         "" if config.has_rollout_pool else in_turn,

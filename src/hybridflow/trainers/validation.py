@@ -16,7 +16,7 @@ from hybridflow.trainers.episode_rows import EpisodeRows
 from hybridflow.trainers.groups import BackendOwner
 from hybridflow.trainers.reading import read
 from hybridflow.trainers.samples import TEXTS, bounded_json, numbers_of_episodes, prompt_text
-from hybridflow.trainers.sampling import response_rows
+from hybridflow.trainers.sampling.generation import response_rows
 
 VALIDATION_STREAM = 1
 """Second entry of the noise key of validation (training: 0). Its noise is the same at every step."""

@@ -4,7 +4,6 @@ from hybridflow.workers.actor import ActorWorker
 from hybridflow.workers.actor_rollout import ActorRolloutWorker
 from hybridflow.workers.critic import CriticWorker
 from hybridflow.workers.in_flight import InFlightRolloutWorker
-from hybridflow.workers.lending import GivingWorker, InFlightGivingWorker, LendingActorWorker
 from hybridflow.workers.offline import OfflinePolicyWorker
 from hybridflow.workers.preference_model import PreferenceModelWorker
 from hybridflow.workers.reference import ReferenceWorker
@@ -18,10 +17,7 @@ __all__ = [
     "ActorRolloutWorker",
     "ActorWorker",
     "CriticWorker",
-    "GivingWorker",
-    "InFlightGivingWorker",
     "InFlightRolloutWorker",
-    "LendingActorWorker",
     "OfflinePolicyWorker",
     "PreferenceModelWorker",
     "ReferenceWorker",

@@ -11,11 +11,11 @@ from hybridflow.runtime import free_cached_memory
 from hybridflow.weight_sync import InProcess, WeightReceiver, WeightSender, hand_over
 from hybridflow.workers.actor import ActorWorker
 from hybridflow.workers.episodes import episode_worker
-from hybridflow.workers.generating_in_parts import PartwiseGeneratingWorker
+from hybridflow.workers.generating import GeneratingWorker
 from hybridflow.workers.rollout_engine import build_rollout_engine
 
 
-class ActorRolloutWorker(PartwiseGeneratingWorker, ActorWorker):
+class ActorRolloutWorker(GeneratingWorker, ActorWorker):
     """A worker that generates responses, computes their log-probs, and trains the policy on them.
 
     A rollout engine with a separate copy of the weights sleeps while the policy trains. On waking, its weights are

@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
 
 from hybridflow.protocol import DataProto
 from hybridflow.rollout import Completion, Request, RolloutEngine, RunningGroups
@@ -45,23 +44,6 @@ class BegunBatches:
         groups = self._next(batch, max(1, self._groups.num_left(batch)))
         return self._taken(batch, sorted(groups, key=lambda group: group[0]))
 
-    def next_of_any(self, count: int) -> tuple[list[Any], DataProto, list[Completion]]:
-        """Return the `count` prompts of any batches that finish next, their batches and completions, in that order."""
-        with self._leaving_when_empty():
-            groups = self._groups.next_of_any(count)
-        rows = [_without_noise_key(self._prompts[batch]).select_idxs([index]) for batch, (index, _) in groups]
-        self._prompts = {batch: prompts for batch, prompts in self._prompts.items() if batch in self._groups}
-        completions = [completion for _, (_, group) in groups for completion in group]
-        return [batch for batch, _ in groups], DataProto.concat(rows), completions
-
-    def give_waiting(self, batch: Hashable, share: float) -> list[int]:
-        """Give up a share of the groups that wait, see `RunningGroups.give_waiting`; return their `group_ids`."""
-        return self._prompts[batch].batch["group_ids"][self._groups.give_waiting(batch, share)].tolist()
-
-    def __contains__(self, batch: Hashable) -> bool:
-        """Return whether the batch has begun and has groups that were not returned yet."""
-        return batch in self._groups
-
     def abandon(self) -> None:
         """Abort all requests and forget the batches."""
         with self._leaving_when_empty():
@@ -90,8 +72,3 @@ class BegunBatches:
         finally:
             if not self._groups:
                 self._is_ready.close()
-
-
-def _without_noise_key(prompts: DataProto) -> DataProto:
-    """Return the prompts without the key of their batch, in which batches differ."""
-    return prompts.select(meta_info_keys=[key for key in prompts.meta_info if key != "noise_key"])

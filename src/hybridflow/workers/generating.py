@@ -1,15 +1,17 @@
 """Generation for workers with a rollout engine, with or without training in the same process."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from hybridflow.config import Config, RolloutConfig, ValidationConfig
-from hybridflow.controller import make_nd_compute_dataproto_dispatch_fn, register
+from hybridflow.controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridflow.protocol import DataProto
 from hybridflow.rollout import Completion, Request, RolloutEngine, SamplingParams, generate
+from hybridflow.workers.begun_batches import BegunBatches
 from hybridflow.workers.episode_batch import EPISODE_COLUMNS
 from hybridflow.workers.episodes import EPISODE_PROMPT_COLUMNS, EpisodeWorker
 from hybridflow.workers.measured import MeasuredWorker
@@ -28,6 +30,8 @@ DATASET_COLUMNS = (
     *("data_sources", "ground_truths", "extra_infos"),
 )
 """The columns of a prompt dataset."""
+BEGUN_COLUMNS = (*DATASET_COLUMNS, "group_ids")
+"""The columns of prompts that come back with the responses of a part of a batch."""
 ROLLOUT_COLUMNS = (
     *("responses", "response_mask", "input_ids", "attention_mask", "position_ids"),
     *("rollout_log_probs", "rollout_versions", "finish_reasons", "solution_texts"),
@@ -37,11 +41,6 @@ ROLLOUT_COLUMNS = (
 def prompt_columns(config: Config) -> tuple[str, ...]:
     """Return the columns of prompts that generation reads; environments make prompts of their own."""
     return ("group_ids", *EPISODE_PROMPT_COLUMNS) if config.environment.classes else PROMPT_COLUMNS
-
-
-def training_columns(config: Config) -> tuple[str, ...]:
-    """Return the columns of prompts that generation for training reads."""
-    return (*prompt_columns(config), *["expected_lengths"] * (config.rollout.schedule == "expected"))
 
 
 def rollout_columns(config: Config) -> tuple[str, ...]:
@@ -54,7 +53,10 @@ GREEDY = ValidationConfig(temperature=0.0, group_size=1)
 
 
 class GeneratingWorker(MeasuredWorker):
-    """A base class of workers that generate with the engine `rollout`, inside `ready_to_generate()`."""
+    """A base class of workers that generate with the engine `rollout`, inside `ready_to_generate()`.
+
+    A batch is generated in one call, or it begins, beside others or not, and is read in parts or as a whole.
+    """
 
     config: Config
     tokenizer: PreTrainedTokenizerBase
@@ -69,7 +71,7 @@ class GeneratingWorker(MeasuredWorker):
 
     @register(
         TO_ENGINES,
-        reads=training_columns,
+        reads=prompt_columns,
         writes=rollout_columns,
         rows=lambda config: config.rollout.group_size * config.rows_per_episode,
         parts=lambda config: config.controller.parts,
@@ -93,6 +95,60 @@ class GeneratingWorker(MeasuredWorker):
         """Generate `validation.group_size` responses for each prompt, in order."""
         return self._generate(prompts, self.config.validation)
 
+    @register(TO_ENGINES, reads=BEGUN_COLUMNS, writes=("group_ids",))
+    def begin_sequences(self, prompts: DataProto) -> DataProto:
+        """Begin to generate `rollout.group_size` responses for each prompt; return the `group_ids`.
+
+        `next_sequences` and `finish_sequences` return the responses.
+        """
+        self._begun.begin(noise_key(prompts), prompts, self.requests_of(prompts, self.config.rollout))
+        return prompts.select(["group_ids"], [])
+
+    @register(
+        TO_ENGINES,
+        reads=("group_ids",),
+        writes=(*ROLLOUT_COLUMNS, *BEGUN_COLUMNS),
+        rows=lambda config: config.rollout.group_size,
+    )
+    def next_sequences(self, places: DataProto) -> DataProto:
+        """Return those prompts that finish next, each with its responses: as many prompts as `places` has rows.
+
+        `places`: any rows of a batch that has begun. The `group_ids` of the result name its prompts.
+        """
+        with self.generating():
+            prompts, completions = self._begun.next(noise_key(places), len(places))
+        rows = self.rollouts_of(prompts, completions, self.config.rollout.group_size)
+        return prompts.select(meta_info_keys=()).repeat(self.config.rollout.group_size, interleave=True).union(rows)
+
+    @register(
+        TO_ENGINES,
+        reads=("group_ids",),
+        writes=ROLLOUT_COLUMNS,
+        rows=lambda config: config.rollout.group_size,
+    )
+    def finish_sequences(self, begun: DataProto) -> DataProto:
+        """Return the responses to all prompts of a batch that has begun, in order.
+
+        `begun`: the result of `begin_sequences`, with the same `meta_info["noise_key"]`.
+        """
+        with self.generating():
+            prompts, completions = self._begun.rest(noise_key(begun))
+        return self.rollouts_of(prompts, completions, self.config.rollout.group_size)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def abandon_step(self) -> None:
+        """Discard what an unfinished step has left: batches that have begun, and a weight sync."""
+        self._begun.abandon()
+        self.rollout.abandon_loading()
+        super().abandon_step()
+
+    def generating(self) -> AbstractContextManager[None]:
+        """Return a context in which begun batches take steps; it does nothing here."""
+        return nullcontext()
+
+    def between_steps(self) -> None:
+        """Do what must be done between two steps of begun batches; nothing here."""
+
     def _generate(
         self, prompts: DataProto, settings: RolloutConfig | ValidationConfig, step: int | None = None
     ) -> DataProto:
@@ -104,14 +160,17 @@ class GeneratingWorker(MeasuredWorker):
             completions = generate(self.rollout, requests)
         return self.rollouts_of(prompts, completions, settings.group_size)
 
+    @cached_property
+    def _begun(self) -> BegunBatches:
+        return BegunBatches(self.rollout, self.ready_to_generate, self.between_steps)
+
     def requests_of(self, prompts: DataProto, settings: RolloutConfig | ValidationConfig) -> list[Request]:
         """Return the request for each prompt."""
         sampling, noise, columns = self._sampling(settings), noise_key(prompts), prompts.batch
-        expected = columns.get("expected_lengths", torch.zeros(len(prompts)))  # read only for training
         names, size = ("prompts", "prompt_mask", "group_ids"), settings.group_size
         return [
-            Request(i, ids[mask.bool()].tolist(), sampling, size, (*noise, int(group)), expected_length=float(length))
-            for i, (ids, mask, group, length) in enumerate(zip(*(columns[n] for n in names), expected, strict=True))
+            Request(i, ids[mask.bool()].tolist(), sampling, size, (*noise, int(group)))
+            for i, (ids, mask, group) in enumerate(zip(*(columns[name] for name in names), strict=True))
         ]
 
     def _sampling(self, settings: RolloutConfig | ValidationConfig) -> SamplingParams:

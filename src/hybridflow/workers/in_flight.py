@@ -4,23 +4,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-
 from hybridflow.config import Config, RolloutConfig, ValidationConfig
 from hybridflow.controller import Dispatch, register
 from hybridflow.protocol import DataProto
 from hybridflow.weight_sync import WeightReceiver
-from hybridflow.workers.generating import ROLLOUT_COLUMNS, TO_ENGINES, training_columns
-from hybridflow.workers.generating_in_parts import begun_columns
+from hybridflow.workers.generating import BEGUN_COLUMNS, TO_ENGINES
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.schedule import Schedule, read_schedule
 from hybridflow.workers.turn import Turn
-
-
-def in_flight_columns(config: Config) -> tuple[str, ...]:
-    """Return the columns of prompts that begin in running engines."""
-    comes_back = config.trainer.stream or config.rollout.order == "ready"
-    return begun_columns(config) if comes_back else training_columns(config)
 
 
 class InFlightRolloutWorker(RolloutWorker):
@@ -39,9 +30,9 @@ class InFlightRolloutWorker(RolloutWorker):
         replay = read_schedule(config.rollout.replay) if config.rollout.replay else None
         self._schedule = Schedule(self.rank, self._begun.step, self.rollout.has_unfinished, replay)
 
-    @register(TO_ENGINES, reads=in_flight_columns, writes=("group_ids",))
+    @register(TO_ENGINES, reads=BEGUN_COLUMNS, writes=("group_ids",))
     def begin_sequences(self, prompts: DataProto) -> DataProto:
-        """Begin a batch between two steps, see `PartwiseGeneratingWorker.begin_sequences`."""
+        """Begin a batch between two steps, see `GeneratingWorker.begin_sequences`."""
         self._turn.ask()
         try:
             self._schedule.event("begin", int(prompts.meta_info["noise_key"][-1]))
@@ -52,25 +43,6 @@ class InFlightRolloutWorker(RolloutWorker):
     def generating(self) -> AbstractContextManager[None]:
         """Return a context that holds the turn, except between steps."""
         return self._turn.generating()
-
-    @register(
-        TO_ENGINES,
-        reads=("group_ids",),
-        writes=lambda config: (*ROLLOUT_COLUMNS, *begun_columns(config)),
-        rows=lambda config: config.rollout.group_size,
-    )
-    def next_ready_sequences(self, places: DataProto) -> DataProto:
-        """Return those prompts of any begun batches that finish next, each with its responses: one for each place.
-
-        `places`: any rows of a batch that has begun. `group_ids` of the result count the prompts of all steps: that of
-        prompt i of the batch that began for step n is n * data.train_batch_size + i.
-        """
-        with self.generating():
-            batches, prompts, completions = self._begun.next_of_any(len(places))
-        steps = torch.tensor([step for *_, step in batches])
-        prompts.batch["group_ids"] = prompts.batch["group_ids"] + steps * self.config.data.train_batch_size
-        rows = self.rollouts_of(prompts, completions, self.config.rollout.group_size)
-        return prompts.repeat(self.config.rollout.group_size, interleave=True).union(rows)
 
     def _generate(
         self, prompts: DataProto, settings: RolloutConfig | ValidationConfig, step: int | None = None
@@ -95,7 +67,7 @@ class InFlightRolloutWorker(RolloutWorker):
             if step is WeightReceiver.start:
                 self._schedule.event("load", args[0].version)
             result = super().receive_weights(step, *args)
-            if step is WeightReceiver.check and self.config.rollout.on_new_weights == "retract":
+            if step is WeightReceiver.check:
                 self.rollout.retract()
         except BaseException:
             self._end_loading()

@@ -13,12 +13,12 @@ from hybridflow.rewards.closure import Closure
 from hybridflow.runtime import own_device, require_dtype
 from hybridflow.weight_sync import WeightReceiver, build_transport
 from hybridflow.workers.episodes import episode_worker
-from hybridflow.workers.generating_in_parts import PartwiseGeneratingWorker
+from hybridflow.workers.generating import GeneratingWorker
 from hybridflow.workers.rollout_engine import build_rollout_engine
 from hybridflow.workers.worker_process import prepare_worker_process
 
 
-class RolloutWorker(PartwiseGeneratingWorker):
+class RolloutWorker(GeneratingWorker):
     """A worker that generates with the weights of the last weight sync."""
 
     def __init__(self, config: Config, environments: Sequence[Closure] = ()) -> None:

@@ -43,10 +43,10 @@ class Schedule:
         """Count a step of the engine."""
         self.num_steps += 1
 
-    def event(self, kind: Literal["begin", "load", "give"], number: int, **details: Any) -> None:
-        """Record that the batch of step `number` begins or gives up groups, or that version `number` is loaded.
+    def event(self, kind: Literal["begin", "load"], number: int) -> None:
+        """Record that the batch of step `number` begins, or that version `number` is loaded.
 
-        `details` are added to the row. Raises RolloutConfigError if the replayed run had another event, or fewer steps
+        Raises RolloutConfigError if the replayed run had another event, or fewer steps
         until its sequences finished.
         """
         if self._replayed is not None and not self._is_reload(kind, number):
@@ -56,7 +56,7 @@ class Schedule:
         steps = self.num_steps - self._last if self._has_unfinished() else None
         self._last = self.num_steps
         self._version = number if kind == "load" else self._version
-        self._rows.append({"rank": self._rank, "event": kind, "number": number, "engine_steps": steps, **details})
+        self._rows.append({"rank": self._rank, "event": kind, "number": number, "engine_steps": steps})
 
     def take(self) -> list[dict[str, Any]]:
         """Return the rows since the last call; another thread may add one meanwhile."""
@@ -89,7 +89,7 @@ def read_schedule(run: str) -> list[dict[str, Any]]:
     path, wanted = Path(run) / SCHEDULE, {"step": int, "rank": int, "event": str, "number": int}
     if not path.is_file():
         raise DataConfigError(
-            f"{path} not found; a run with rollout.on_new_weights = 'retract' or 'keep-kv' writes it at its first step."
+            f"{path} not found; a run with rollout.on_new_weights = 'retract' writes it at its first step."
         )
     rows = read_jsonl(path)
     for line, row in enumerate(rows, start=1):

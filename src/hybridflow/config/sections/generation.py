@@ -27,11 +27,6 @@ class RolloutConfig(Section):
     max_running_sequences: Positive = Field(
         default=1024, description="Largest number of sequences decoded at once; further ones wait in a queue."
     )
-    schedule: Literal["even", "expected"] = Field(
-        default="even",
-        description="Which rollout engine generates which prompts: even (equal numbers, in order), or expected (equal "
-        "tokens, and the longest responses first, by past response lengths).",
-    )
     pack_weights: bool = Field(
         default=True,
         description="embedded, on a CPU: decode with a compiled kernel from a copy of the weights in its memory order. "
@@ -61,21 +56,15 @@ class RolloutConfig(Section):
         default=False,
         description="vllm: run without torch.compile and CUDA graphs: starts in seconds, generates slower.",
     )
-    on_new_weights: Literal["wait", "retract", "keep-kv"] = Field(
+    on_new_weights: Literal["wait", "retract"] = Field(
         default="wait",
         description="With trainer.lag and a separate pool: wait: new weights are loaded when the begun batches are "
         "generated; retract: running sequences keep their tokens and compute keys and values again with the new "
-        "weights; keep-kv: they go on with the old keys and values. Except with wait, a batch depends on timings.",
-    )
-    order: Literal["sampled", "ready"] = Field(
-        default="sampled",
-        description="With on_new_weights other than wait: sampled: batches are trained on as they began; ready: a "
-        "batch has the groups of responses that finish next, of any batch that has begun, so that a long response "
-        "delays no batch. ready depends on timings and needs trainer.deterministic = false.",
+        "weights, so that a batch depends on timings.",
     )
     replay: str = Field(
         default="",
-        description="With on_new_weights other than wait: a run directory; each engine begins batches and loads "
+        description="With on_new_weights = retract: a run directory; each engine begins batches and loads "
         "weights after as many steps as in that run. With the embedded engine the bits are equal, also with "
         "controller.backend = 'local'.",
     )

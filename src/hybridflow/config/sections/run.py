@@ -193,11 +193,6 @@ class PlacementConfig(Section):
         "loss, the run has the processes that fit, down to this number, and gets more when there is room again. A pool "
         "that is not named needs all its processes.",
     )
-    lend: bool = Field(
-        default=False,
-        description="With a separate pool for generation: while the actor's ranks wait for a batch, they generate "
-        "prompts of it that wait for memory in the rollout engines, with the weights that they hold.",
-    )
 
 
 class RecoveryConfig(Section):

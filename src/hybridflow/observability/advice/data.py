@@ -57,7 +57,7 @@ def _repeated(evidence: Evidence, threshold: float) -> Seen | None:
     config = evidence.config
     # otherwise the steps of an epoch may have a prompt twice, or prompts of the next epoch
     is_plain = config["data.order"] in ("shuffled", "sequential", "curriculum")
-    if not is_plain or config["algorithm.filter_groups"] or config["rollout.order"] == "ready":
+    if not is_plain or config["algorithm.filter_groups"]:
         return None
     epochs = {row["step"]: row["training/epoch"] for row in evidence.rows if "training/epoch" in row}
     counts: Counter[tuple[int, str]] = Counter()

@@ -64,37 +64,8 @@ SAMPLING = {
     "staleness/age_4_to_7": Metric("trainer.lag: the same, 4 to 7 steps old.", "1"),
     "staleness/age_8_to_15": Metric("trainer.lag: the same, 8 to 15 steps old.", "1"),
     "staleness/age_16_or_more": Metric("trainer.lag: the same, 16 steps old or older.", "1"),
-    "ready/late_share": Metric(
-        "rollout.order = ready: share of the batch's groups that began for the batch of an earlier step.", "1"
-    ),
-    "ready/compared_batches": Metric(
-        "rollout.order = ready: number m of batches that the next three compare; at most one more with each step, when "
-        "all groups of the first m batches begun were trained on.",
-        "count",
-        "last",
-    ),
-    "ready/length_trained": Metric(
-        "rollout.order = ready: mean response length over the first m batches trained on.",
-        "tokens",
-        "last",
-        "Below 0.9 of ready/length_begun: training prefers short responses.",
-    ),
-    "ready/length_begun": Metric(
-        "rollout.order = ready: mean response length over the first m batches begun.", "tokens", "last"
-    ),
-    "ready/tokens_behind": Metric(
-        "rollout.order = ready: response tokens of the first m batches begun minus those of the first m trained on.",
-        "tokens",
-        "last",
-        "Rises without end: long responses reach training ever later.",
-    ),
     "sampling/queue_length": Metric(
         "trainer.lag: batches begun for later steps, when the step takes its own batch.", "count", "last"
-    ),
-    "sampling/lent_groups": Metric(
-        "placement.lend: groups of the batch that training ranks generated while they waited for it.",
-        "count",
-        worry="Always 0: nothing waits in the engines, so lending has no use.",
     ),
     "sampling/rounds": Metric(
         "Batches of prompts that dynamic sampling generated for this step.",

@@ -33,21 +33,6 @@ SPEED = {
         "count",
         worry="Below the configured size: a node is lost, and steps take longer.",
     ),
-    "schedule/length_error": Metric(
-        "Mean distance of the expected from the mean response length of a prompt, by the mean length "
-        '(rollout.schedule = "expected").',
-        "1",
-        worry="Above 0.5: expected lengths are hardly better than equal ones.",
-    ),
-    "schedule/imbalance_even": Metric(
-        "Relative extra tokens of the rollout engine with the most, if each got equally many prompts: max / mean - 1.",
-        "1",
-    ),
-    "schedule/imbalance": Metric(
-        'The same for the prompts that each engine got (rollout.schedule = "expected").',
-        "1",
-        worry="Above schedule/imbalance_even: the schedule makes it worse; use the even one.",
-    ),
     "balance/imbalance_before": Metric(
         "Relative extra time of the slowest rank if rows kept the order of generation: max / mean - 1 of the model's "
         "cost, mean over mini-batches or, with trainer.stream, over parts.",

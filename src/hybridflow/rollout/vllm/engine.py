@@ -173,13 +173,6 @@ class VLLMRollout:
         """Return whether requests are waiting or running."""
         return bool(self._sequences)
 
-    def waiting(self) -> list[int]:
-        """Return the ids of requests of which no sequence has started, see `RolloutEngine.waiting`."""
-        waiting = self._engine.waiting()
-        num_waiting = Counter(each.request.request_id for name, each in self._sequences.items() if name in waiting)
-        sizes = {each.request.request_id: each.request.group_size for each in self._sequences.values()}
-        return [request_id for request_id, size in sizes.items() if num_waiting[request_id] == size]
-
     def step(self) -> None:
         """Run one step of vLLM's scheduler, see `RolloutEngine.step`."""
         if not self._sequences:

@@ -201,13 +201,6 @@ class VLLMEngine:
         """Return the tokens so far of an unfinished sequence."""
         return Progress(name, list(self.token_ids(name)), list(self._state(name).logprobs_processor.logprobs.logprobs))
 
-    def waiting(self) -> set[str]:
-        """Return the sequences that have not started; preempted ones have."""
-        from vllm.v1.request import RequestStatus
-
-        ids = {each.request_id for each in self._core.scheduler.waiting if each.status is RequestStatus.WAITING}
-        return {name for name, own in self._sequences.items() if own in ids}
-
     def abort(self, names: Iterable[str]) -> None:
         """Remove these sequences; their tokens of a step in flight are dropped."""
         known = [self._sequences.pop(name) for name in names if name in self._sequences]

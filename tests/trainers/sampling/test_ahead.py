@@ -7,9 +7,9 @@ import torch
 
 from hybridflow.errors import CheckpointError
 from hybridflow.protocol import DataProto, DataProtoFuture
-from hybridflow.trainers import ahead as module
-from hybridflow.trainers.ahead import Ahead, save_pending
-from hybridflow.trainers.begun import Begun, in_order_of_groups
+from hybridflow.trainers.sampling import ahead as module
+from hybridflow.trainers.sampling.ahead import Ahead, save_pending
+from hybridflow.trainers.sampling.sampled import Begun, in_order_of_groups
 
 
 @pytest.fixture
@@ -17,7 +17,8 @@ def sample():
     """Return `Ahead` of a sampling with batches of one number, with a lag of 1, after its first step."""
 
     def begin(prompts, step):
-        return Begun(step, (DataProtoFuture.of(DataProto.from_dict({"values": torch.tensor([step])})),))
+        rows = DataProtoFuture.of(DataProto.from_dict({"values": torch.tensor([step])}))
+        return Begun(step, lambda: (rows,))
 
     sampling = SimpleNamespace(begin=begin, score=lambda begun: begun.parts)
     ahead = Ahead(sampling, 1, total_steps=4)  # pyright: ignore[reportArgumentType]

@@ -8,26 +8,25 @@ from hybridflow.config import load_config
 from hybridflow.controller import ClassWithInitArgs, ResourcePool, WorkerGroup
 from hybridflow.controller.placeholder import PlaceholderBackend, synthetic_batch
 from hybridflow.protocol import DataProto
-from hybridflow.trainers.streamed_generation import PARTS, StreamedGeneration, part_sizes
+from hybridflow.trainers.sampling.generation import MOST_PARTS, StreamedBatches, part_sizes
 from hybridflow.workers import RolloutWorker
 from hybridflow.workers.generating import DATASET_COLUMNS
 
 
-def generate(num_prompts, num_engines, assigned=(), *changes):
-    """Return parts of prompts on engines, to which rows are `assigned`, and the calls; placeholders end in order."""
+def generate(num_prompts, num_engines):
+    """Return parts of prompts on engines, and the calls; placeholders end in order."""
     backend = PlaceholderBackend()
     group = WorkerGroup(
         ResourcePool([num_engines]),
-        ClassWithInitArgs(RolloutWorker, config=load_config(None, ["rollout.group_size=2", *changes])),
+        ClassWithInitArgs(RolloutWorker, config=load_config(None, ["rollout.group_size=2"])),
         backend,
         meshes={"rollout": {"data": num_engines, "tensor": 1}},
     )
     columns = {"group_ids": torch.arange(num_prompts)}
-    if changes:
-        columns |= {"expected_lengths": torch.ones(num_prompts), "engine_ids": torch.zeros(num_prompts).long()}
     prompts = synthetic_batch(DATASET_COLUMNS, num_prompts).union(DataProto.from_dict(columns))
     prompts.meta_info = {"noise_key": [0, 0, 5]}
-    parts = StreamedGeneration(group)(prompts, assigned)
+    generation = StreamedBatches(group)
+    parts = generation.take(generation.begin(prompts))
     return parts, [(event.worker, event.method) for event in backend.trace.take() if event.kind == "call"]
 
 
@@ -45,7 +44,7 @@ def generate(num_prompts, num_engines, assigned=(), *changes):
 def test_a_part_joins_the_parts_of_all_engines(num_prompts, num_engines, sizes):
     parts, _ = generate(num_prompts, num_engines)
     assert [len(part) for part in parts] == [2 * size for size in sizes]
-    assert len(parts) <= PARTS
+    assert len(parts) <= MOST_PARTS
     assert {tuple(part.get("group_ids").meta_info["noise_key"]) for part in parts} == {(0, 0, 5)}
 
 
@@ -57,19 +56,6 @@ def test_parts_shrink_towards_the_end():
         assert (sum(sizes), len(sizes)) == (num_groups, min(8, num_groups))
         assert sizes == sorted(sizes, reverse=True)
         assert min(sizes) >= 1
-
-
-def test_assigned_prompts_are_those_of_their_engines():
-    parts, calls = generate(4, 2, [[3, 1, 0], [2]])
-    assert [len(part) for part in parts] == [4, 2, 2]
-    assert [worker for worker, method in calls if method == "next_sequences"].count("RolloutWorker/1") == 1
-    assert parts[0].get("group_ids").batch["group_ids"].tolist() == [3, 3, 2, 2]
-
-
-@pytest.mark.exhaustive  # issue 43 removes this schedule
-def test_parts_have_the_columns_of_the_schedule_for_its_metrics():
-    parts, _ = generate(4, 2, [[3, 1, 0], [2]], "rollout.schedule=expected")
-    assert all({"expected_lengths", "engine_ids"} <= set(part.columns) for part in parts)
 
 
 def test_all_calls_of_an_engine_are_queued_at_once():

@@ -1,19 +1,13 @@
-"""The controller's part of updates in flight: what they need, batches that run, and the log of the schedule."""
+"""The controller's part of updates in flight: what they need, and the log of the schedule."""
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 from hybridflow.config import Config
 from hybridflow.controller import WorkerGroup
 from hybridflow.errors import ConfigError
 from hybridflow.observability import JsonlWriter
-from hybridflow.protocol import DataProto, DataProtoFuture
-from hybridflow.trainers.generation_schedule import GenerationSchedule
-from hybridflow.trainers.ready_groups import ReadyGroups
 from hybridflow.trainers.run_directory import RunDirectory
-from hybridflow.trainers.streamed_generation import StreamedGeneration
 from hybridflow.workers.algorithm_functions import reads_column
 from hybridflow.workers.schedule import SCHEDULE, read_schedule
 
@@ -35,33 +29,6 @@ def require_in_flight(config: Config) -> None:
         read_schedule(replay)
 
 
-@dataclass(frozen=True)
-class Running:
-    """A batch whose sequences run; reading `parts` calls `finish`, the generation of what is left."""
-
-    step: int
-    finish: Callable[[], tuple[DataProtoFuture, ...]]
-    greedy: None = None
-
-    @cached_property
-    def parts(self) -> tuple[DataProtoFuture, ...]:
-        """The parts of the batch, see `Begun`."""
-        return self.finish()
-
-
-def begin_in_flight(
-    config: Config,
-    generation: StreamedGeneration | ReadyGroups | GenerationSchedule,
-    prompts: DataProto,
-    engines: Sequence[Sequence[int]],
-) -> Callable[[], tuple[DataProtoFuture, ...]]:
-    """Begin a batch with the rows of each engine; return a function that calls the generation of its parts."""
-    if not isinstance(generation, GenerationSchedule):
-        return generation.begin(prompts, engines)
-    finish, rows = generation.begin(prompts, engines), prompts.repeat(config.rollout.group_size)
-    return lambda: (rows.union(finish()),)
-
-
 class ScheduleLog:
     """A function that appends the events of the engines to `schedule.jsonl`, with the step; see `Schedule`."""
 
@@ -69,8 +36,8 @@ class ScheduleLog:
         self._config, self._run, self._rollout = config, run, rollout
 
     def __call__(self, step: int) -> None:
-        """Append the events since the last call; nothing without updates in flight and lending."""
-        if self._config.updates_in_flight or self._config.placement.lend:
+        """Append the events since the last call; nothing without updates in flight."""
+        if self._config.updates_in_flight:
             rows = [row for of_rank in self._rollout.take_schedule() for row in of_rank]
             self._file.write_all({"step": step, **row} for row in rows)
 

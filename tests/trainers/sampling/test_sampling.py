@@ -7,7 +7,7 @@ import torch
 
 from hybridflow.config import load_config
 from hybridflow.protocol import DataProto, DataProtoFuture
-from hybridflow.trainers.sampling import Sampling
+from hybridflow.trainers.sampling.sampling import Sampling
 
 OWN_POOL = ("controller.backend=ray", "placement.pools={main=[1],score=[1]}", "placement.roles.reward=score")
 
@@ -28,12 +28,10 @@ def sampling(*changes):
         generate_greedy_sequences=method("greedy", lambda rows: {"responses": 7 * torch.arange(len(rows))[:, None]}),
         begin_sequences=method("begin", lambda rows: {"group_ids": rows.batch["group_ids"]}),
         finish_sequences=method("finish", lambda rows: {"responses": torch.arange(2 * len(rows))[:, None]}),
-        give_waiting=lambda key, share: [],
-        mesh=lambda name: SimpleNamespace(axes={"data": 1}),
     )
     score = method("score", lambda rows: {"scores": rows.get("responses").batch["responses"][:, 0].float()})
     config = load_config(None, ["rollout.group_size=2", *changes])
-    return Sampling(config, rollout, SimpleNamespace(score=score), rollout), calls  # pyright: ignore
+    return Sampling(config, rollout, SimpleNamespace(score=score)), calls  # pyright: ignore
 
 
 def prompts():
@@ -59,14 +57,3 @@ def test_each_response_is_compared_with_the_greedy_one_of_its_prompt(changes):
     (part,) = sample(prompts, 0)
     assert part.get("baseline_scores").batch["baseline_scores"].tolist() == [0, 0, 7, 7]
     assert sorted(calls) == ["generate", "greedy", "score", "score"]
-
-
-@pytest.mark.exhaustive  # issue 43 removes lending
-def test_greedy_responses_of_a_batch_that_may_be_lent_are_scored_with_it():
-    lend = ("placement.pools={main=[1],generate=[1],score=[1]}", "placement.roles.rollout=generate")
-    more = ("algorithm.rollout_weights=token", "trainer.lag=1", "algorithm.advantage=remax")
-    sample, calls = sampling(*OWN_POOL, *lend, *more, "placement.lend=true")
-    begun = sample.begin(prompts(), 0)
-    (part,) = sample.score(begun)
-    assert part.get("baseline_scores").batch["baseline_scores"].tolist() == [0, 0, 7, 7]
-    assert calls == ["begin", "finish", "greedy", "score", "score"]

@@ -21,8 +21,8 @@ from hypothesis.stateful import (
 from hybridflow.checkpoint import CheckpointStore
 from hybridflow.data import BatchLoader
 from hybridflow.protocol import DataProto, DataProtoFuture
-from hybridflow.trainers.ahead import Ahead, describe_pending, save_pending
-from hybridflow.trainers.begun import Begun, joined
+from hybridflow.trainers.sampling.ahead import Ahead, describe_pending, save_pending
+from hybridflow.trainers.sampling.sampled import Begun, joined
 from hybridflow.trainers.training_state import TrainingSaver, restore_training
 
 BATCH_SIZE, GROUP_SIZE = 2, 3
@@ -54,7 +54,7 @@ class RecordingSampling:
         rows = rows.union(self._columns(len(rows), step))
         greedy = DataProtoFuture.of(prompts.union(self._columns(len(prompts), step))) if self._is_greedy else None
         half = DataProtoFuture.of(rows).slice(0, GROUP_SIZE), DataProtoFuture.of(rows).slice(GROUP_SIZE)
-        return Begun(step, half if len(rows) > GROUP_SIZE else half[:1], greedy)
+        return Begun(step, lambda: half if len(rows) > GROUP_SIZE else half[:1], greedy)
 
     def _columns(self, num_rows: int, step: int) -> DataProto:
         return DataProto.from_dict(

@@ -5,8 +5,7 @@
     trained     0            1            2
 
 Batches begin in order, and each is trained on once, in the same order. With `rollout.on_new_weights` other than "wait",
-the weights before the step are those of a response's first token; later tokens may be of later weights. With
-`rollout.order = "ready"`, batch n consists of the groups that finish next, which may be older (`ready_groups`).
+the weights before the step are those of a response's first token; later tokens may be of later weights.
 """
 
 import time
@@ -17,9 +16,8 @@ from typing import Any
 from hybridflow.checkpoint import Checkpoint
 from hybridflow.errors import BatchError, CheckpointError
 from hybridflow.protocol import DataProto, DataProtoFuture
-from hybridflow.trainers.begun import Begun, NextPrompts, ScoredParts
-from hybridflow.trainers.in_flight import Running
-from hybridflow.trainers.sampling import Sampling
+from hybridflow.trainers.sampling.sampled import Begun, NextPrompts, Sampled
+from hybridflow.trainers.sampling.sampling import Sampling
 
 
 class Ahead:
@@ -30,11 +28,11 @@ class Ahead:
 
     def __init__(self, sampling: Sampling, lag: int, total_steps: int) -> None:
         self._sampling, self._lag, self._total_steps = sampling, lag, total_steps
-        self._begun: deque[Begun | Running] = deque()
-        self._taken: tuple[float, Begun | Running] | None = None
+        self._begun: deque[Begun] = deque()
+        self._taken: tuple[float, Begun] | None = None
         self.metrics: dict[str, Any] = {}
 
-    def __call__(self, next_prompts: NextPrompts, step: int) -> ScoredParts:
+    def __call__(self, next_prompts: NextPrompts, step: int) -> Sampled:
         """Begin every batch up to the one of step + lag, with the current weights; return the parts of `step`."""
         first = self._begun[-1].step + 1 if self._begun else step
         for begins in range(first, min(step + self._lag + 1, self._total_steps)):
@@ -43,11 +41,6 @@ class Ahead:
         self._taken = time.time(), begun
         self.metrics = {"sampling/queue_length": float(len(self._begun))}
         return self._sampling.score(begun)
-
-    def lend(self) -> None:
-        """Complete the batch of the next step with the help of training ranks, see `Lending`; no-op without lending."""
-        if self._sampling.lend and self._begun and isinstance(oldest := self._begun[0], Begun):
-            self._begun[0] = self._sampling.lend(oldest)
 
     def take_wait(self) -> dict[str, float]:
         """Return `timing_s/queue_wait`: seconds from the end of generation of the last batch to its return, or 0.
@@ -60,23 +53,16 @@ class Ahead:
         known = [end for end in ends if end is not None]
         return {"timing_s/queue_wait": max(taken - max(known), 0.0)} if known else {}
 
-    def pending(self) -> list[Begun | Running]:
+    def pending(self) -> list[Begun]:
         """Return the batches that have begun and were not returned yet, in order."""
         return list(self._begun)
 
     def restore(self, checkpoint: Checkpoint, pending: list[dict[str, Any]]) -> None:
         """Continue with the pending batches that `save_pending` described and wrote. Raises BatchError."""
-        self._begun = deque(
-            Begun(
-                each["step"],
-                tuple(_load(checkpoint.directory / part) for part in each["parts"]),
-                _load(checkpoint.directory / each["greedy"]) if each["greedy"] else None,
-            )
-            for each in pending
-        )
+        self._begun = deque(_load_begun(checkpoint.directory, each) for each in pending)
 
 
-def describe_pending(pending: list[Begun | Running]) -> list[dict[str, Any]]:
+def describe_pending(pending: list[Begun]) -> list[dict[str, Any]]:
     """Return the files of pending batches in a checkpoint, as values that JSON can hold."""
     return [
         {
@@ -88,14 +74,14 @@ def describe_pending(pending: list[Begun | Running]) -> list[dict[str, Any]]:
     ]
 
 
-def wait_for(pending: list[Begun | Running]) -> None:
+def wait_for(pending: list[Begun]) -> None:
     """Wait until the pending batches are generated. Raises the errors of generation."""
     for begun in pending:
         for part in begun.parts:
             part.get(())
 
 
-def save_pending(pending: list[Begun | Running], directory: Path) -> None:
+def save_pending(pending: list[Begun], directory: Path) -> None:
     """Wait until the pending batches are generated, and write them.
 
     Raises CheckpointError if one cannot be written, and the errors of generation.
@@ -107,7 +93,7 @@ def save_pending(pending: list[Begun | Running], directory: Path) -> None:
             _save(begun.greedy, directory / files["greedy"])
 
 
-def _part_files(begun: Begun | Running) -> list[str]:
+def _part_files(begun: Begun) -> list[str]:
     """Return a file for each part: joined, the shorter ones would be padded, and bits could change."""
     name, count = f"batch_{begun.step:06d}", len(begun.parts)
     return [f"{name}.safetensors"] if count == 1 else [f"{name}_{part}.safetensors" for part in range(count)]
@@ -119,6 +105,11 @@ def _save(batch: DataProtoFuture, path: Path) -> None:
         contents.save_to_disk(path)
     except BatchError as error:
         raise CheckpointError(f"a batch that has begun is not saved: {error}") from error
+
+
+def _load_begun(directory: Path, files: dict[str, Any]) -> Begun:
+    parts = tuple(_load(directory / part) for part in files["parts"])
+    return Begun(files["step"], lambda: parts, _load(directory / files["greedy"]) if files["greedy"] else None)
 
 
 def _load(path: Path) -> DataProtoFuture:

@@ -1,15 +1,14 @@
 """Dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476, equation 11): rounds of generation until scores differ."""
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from hybridflow.config import Config
 from hybridflow.protocol import DataProto, DataProtoFuture
-from hybridflow.trainers.begun import Begun, NextPrompts, ScoredParts, joined
-from hybridflow.trainers.in_flight import Running
 from hybridflow.trainers.reading import read
+from hybridflow.trainers.sampling.sampled import Begun, NextPrompts, Sampled, joined
 
 
 class Rounds(Protocol):
@@ -17,17 +16,17 @@ class Rounds(Protocol):
 
     config: Config
 
-    def begin(self, prompts: DataProto, step: int, first_group: int = 0) -> Begun | Running:
+    def begin(self, prompts: DataProto, step: int, first_group: int = 0) -> Begun:
         """Begin to generate a round, whose groups count from `first_group`."""
         ...
 
-    def score(self, begun: Any) -> ScoredParts:
+    def score(self, begun: Begun) -> Sampled:
         """Return the round with scores."""
         ...
 
 
 def dynamic_sampling(
-    sampling: Rounds, first: Begun | Running, num_groups: int, next_prompts: NextPrompts
+    sampling: Rounds, first: Begun, num_groups: int, next_prompts: NextPrompts
 ) -> tuple[DataProtoFuture, dict[str, float]]:
     """Sample until `num_groups` groups have differing scores or rounds run out; then fill up with others.
 

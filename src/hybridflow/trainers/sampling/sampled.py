@@ -1,0 +1,73 @@
+"""The batch of a step, in one part or several: while its generation runs (`Begun`), and with scores (`Sampled`)."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+
+from hybridflow.controller.part_sizes import PART_SIZES
+from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.trainers.reading import read
+
+NextPrompts = Callable[[], DataProto]
+"""A function that returns the next batch of prompts."""
+
+
+class Begun:
+    """A batch of step `step` whose generation has begun: `group_size` rows for each prompt.
+
+    `take` calls the generation of what is left and returns the parts. They have scores if rewards run in processes of
+    their own; others are scored when they are read. `greedy`: the greedy response to each prompt, if the advantage
+    estimator compares with its score.
+    """
+
+    def __init__(
+        self, step: int, take: Callable[[], tuple[DataProtoFuture, ...]], greedy: DataProtoFuture | None = None
+    ) -> None:
+        self.step, self.greedy, self._take = step, greedy, take
+
+    @cached_property
+    def parts(self) -> tuple[DataProtoFuture, ...]:
+        """The parts of the batch; the first reading calls the generation."""
+        return self._take()
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The batch of a step: `group_size` rows for each prompt, with scores.
+
+    Iterate once, over one part in the order of prompts, or with trainer.stream over parts in the order in which groups
+    finish; a part is scored when the iteration gets to it. `num_rows`: of all parts.
+    """
+
+    num_parts: int
+    num_rows: int
+    parts: Iterator[DataProtoFuture]
+
+    def __iter__(self) -> Iterator[DataProtoFuture]:
+        return self.parts
+
+
+class Sampler(Protocol):
+    """A function that returns the batch of a step; `metrics` are of the last call."""
+
+    metrics: dict[str, Any]
+
+    def __call__(self, next_prompts: NextPrompts, step: int) -> Sampled:
+        """Return the rows of `step` with responses and scores."""
+        ...
+
+
+def joined(parts: Sequence[DataProtoFuture]) -> DataProtoFuture:
+    """Return the rows of all parts of a batch, in order."""
+    if len(parts) == 1:
+        return parts[0]
+    return DataProtoFuture.concat([part.with_meta_info({PART_SIZES: {}}) for part in parts])
+
+
+def in_order_of_groups(batch: DataProtoFuture) -> np.ndarray:
+    """Return the row numbers that sort the batch by group, and the rows of a group by `row_ids`."""
+    columns = read(batch, ("group_ids", "row_ids")).batch
+    return np.lexsort((columns["row_ids"].numpy(), columns["group_ids"].numpy()))
