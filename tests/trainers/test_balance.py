@@ -1,9 +1,11 @@
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridflow.models import DecoderShape
+from hybridflow.models import DecoderShape, sequence_costs
 from hybridflow.protocol import DataProto
 from hybridflow.trainers.balance import balanced_order
 
@@ -36,7 +38,7 @@ def batch_of(lengths, group_size=1):
 )
 def test_rows_are_split_over_ranks_by_cost_groups_and_shares(lengths, group_size, shares, parts):
     rows, options = [[100 + row for row in range(len(lengths))]], {"keep_groups": group_size > 1, "shares": shares}
-    order, sizes, metrics = balanced_order(batch_of(lengths, group_size), len(parts), rows, None, **options)
+    order, sizes, metrics = balanced_order(batch_of(lengths, group_size), len(parts), rows, list, **options)
     assert [sorted(part.tolist()) for part in torch.tensor(order).split(sizes)] == parts
     if lengths == [9, 8, 2, 1]:
         assert (metrics["balance/imbalance_before"], metrics["balance/imbalance_after"]) == (pytest.approx(0.7), 0)
@@ -44,7 +46,7 @@ def test_rows_are_split_over_ranks_by_cost_groups_and_shares(lengths, group_size
 
 def test_parts_of_ranks_with_shares_have_costs_in_proportion():
     lengths = [9, 8, 8, 7, 6, 6, 5, 4, 3, 3, 2, 2]
-    order, sizes, metrics = balanced_order(batch_of(lengths), 2, [list(range(100, 112))], None, shares=[0.75, 0.25])
+    order, sizes, metrics = balanced_order(batch_of(lengths), 2, [list(range(100, 112))], list, shares=[0.75, 0.25])
     parts = torch.tensor(order).split(sizes)
     costs = [sum(lengths[row] for row in part.tolist()) for part in parts]
     assert costs == [pytest.approx(0.75 * sum(lengths), abs=2), pytest.approx(0.25 * sum(lengths), abs=2)]
@@ -54,7 +56,7 @@ def test_parts_of_ranks_with_shares_have_costs_in_proportion():
 def test_each_mini_batch_is_split_by_the_shares():
     lengths = [8] * 4 + [2] * 8
     steps = [[100, 101, 102, 103], list(range(104, 112))]
-    order, sizes, _ = balanced_order(batch_of(lengths), 2, steps, None, shares=[0.75, 0.25])
+    order, sizes, _ = balanced_order(batch_of(lengths), 2, steps, list, shares=[0.75, 0.25])
     first, second = torch.tensor(order).split(sizes)
     assert [len([row for row in part.tolist() if row < 4]) for part in (first, second)] == [3, 1]
     assert [len([row for row in part.tolist() if row >= 4]) for part in (first, second)] == [6, 2]
@@ -68,7 +70,7 @@ def test_each_mini_batch_is_split_and_all_rows_are_kept(data):
     lengths = data.draw(st.lists(st.integers(1, 60), min_size=num_ranks * num_steps, max_size=24))
     steps = [[100 + row for row in range(step, len(lengths), num_steps)] for step in range(num_steps)]
     order, sizes, metrics = balanced_order(
-        batch_of(lengths), num_ranks, steps, data.draw(st.sampled_from([None, SHAPE]))
+        batch_of(lengths), num_ranks, steps, data.draw(st.sampled_from([list, partial(sequence_costs, SHAPE)]))
     )
     assert sorted(order.tolist()) == list(range(len(lengths)))
     assert metrics["balance/imbalance_after"] >= -1e-9

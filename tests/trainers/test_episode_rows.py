@@ -1,11 +1,14 @@
 """Rows of an episode as one row: rewards and advantages by hand, also after the rows were put in another order."""
 
+from typing import get_args
+
 import numpy as np
 import torch
 
 from hybridflow.config import AlgorithmConfig, Config, DataConfig, RewardConfig
+from hybridflow.environments.environment import EndReason
 from hybridflow.protocol import DataProto, DataProtoFuture
-from hybridflow.trainers.episode_metrics import episode_metrics
+from hybridflow.trainers.episode_metrics import ENDS, episode_metrics
 from hybridflow.trainers.episode_rows import EpisodeRows
 from hybridflow.trainers.reading import read
 from hybridflow.trainers.rl_metrics import batch_metrics
@@ -106,3 +109,7 @@ def test_the_overlong_penalty_is_that_of_the_longest_row():
         found = with_overlong_penalty(DataProtoFuture.of(batch(order, turn_ids=turn_ids)), config)
         scores = read(found, ["scores"]).batch["scores"][torch.tensor(order).argsort()]
         assert scores.tolist() == [0.0, 0.0, 0.0, 0.0]  # 1 - 1 for the first episode
+
+
+def test_each_reason_why_an_episode_ends_has_a_metric():
+    assert get_args(EndReason) == ENDS

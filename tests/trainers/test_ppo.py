@@ -67,7 +67,6 @@ def step(*changes, shares=None):
     )
     rewards = SimpleNamespace(name="reward", shares=SimpleNamespace(of_ranks=None))
     groups = {Role.ActorRollout: actor, Role.Critic: critic, Role.Reward: rewards}
-    ppo = PPO(load_config(None, [*KEYS, *changes]), groups)  # pyright: ignore[reportArgumentType]
     parts = [part_of(lengths, 2 * part) for part, lengths in enumerate(LENGTHS)]
 
     class Parts:
@@ -77,7 +76,8 @@ def step(*changes, shares=None):
         def __call__(self, next_prompts, step):
             return Sampled(len(parts), sum(map(len, parts)), iter(parts))
 
-    ppo.sample = Parts()
+    config = load_config(None, [*KEYS, *changes])
+    ppo = PPO(config, groups, sample=Parts(), sync_weights=dict, costs_of=list)  # pyright: ignore[reportArgumentType]
     batch = ppo.step(lambda: DataProto.from_dict({"unused": torch.zeros(1)}))
     return calls, ppo.metrics, batch.get(["response_mask"]).batch["response_mask"].sum(-1).tolist()
 

@@ -6,7 +6,8 @@ import pytest
 from hybridflow.config import Config, load_config
 from hybridflow.controller import ClassWithInitArgs, Dispatch, ResourcePool, Role, Worker, WorkerGroup, register
 from hybridflow.models import DecoderShape, decoder_shape, forward_flops, training_flops
-from hybridflow.trainers.speed import Learner, Lengths, Speedometer, measured_speedometer, num_devices
+from hybridflow.trainers.reading import Lengths
+from hybridflow.trainers.speed import Learner, Speedometer, measured_speedometer, num_devices
 
 SHAPE = DecoderShape(
     num_layers=2, hidden_size=8, intermediate_size=16, num_heads=2, num_key_value_heads=1, vocab_size=10, head_dim=6

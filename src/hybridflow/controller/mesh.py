@@ -12,6 +12,10 @@ from hybridflow.errors import DispatchError
 LAST_RANK_IS_COLLECTED = frozenset({"pipeline"})
 
 
+ROLLOUT_MESH = "rollout"
+"""Name of the mesh of a group's rollout engines: axes for the engines and for the ranks that share an engine."""
+
+
 class Mesh:
     """A grid of named axes. Ranks are numbered with the last axis fastest, as in torch's `init_device_mesh`."""
 

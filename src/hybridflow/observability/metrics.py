@@ -89,3 +89,15 @@ def _reduce(name: str, values: list[float], reductions: Mapping[str, Reduction])
             "add it to a file of observability/glossary, or pass reductions."
         )
     return values[0]
+
+
+def mean_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
+    """Return the mean of each metric over optimizer steps; the last value of `/lr`, the largest of `_max`."""
+
+    def combine(name: str) -> float:
+        values = [step[name] for step in steps]
+        if name.endswith("/lr"):
+            return values[-1]
+        return max(values) if name.endswith("_max") else sum(values) / len(values)
+
+    return {name: combine(name) for name in steps[-1]}

@@ -1,6 +1,6 @@
 """Load balancing: an order of the rows of a batch whose parts take equally long."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -8,10 +8,12 @@ from hybridflow.algorithms import balanced_partition, imbalance, proportional_pa
 from hybridflow.config import Config
 from hybridflow.controller import WorkerGroup
 from hybridflow.controller.part_sizes import PART_SIZES
-from hybridflow.models import DecoderShape, sequence_costs
 from hybridflow.protocol import DataProtoFuture
 from hybridflow.trainers.reading import Batch, read, row_lengths
 from hybridflow.trainers.stages import mini_batch_rows
+
+CostsOf = Callable[[Sequence[int]], Sequence[float]]
+"""Returns the cost of each row by its number of tokens, in any unit."""
 
 
 def balanced(
@@ -20,7 +22,7 @@ def balanced(
     groups: Iterable[WorkerGroup],
     config: Config,
     seed_keys: tuple[int, ...],
-    shape: DecoderShape | None,
+    costs_of: CostsOf,
 ) -> tuple[DataProtoFuture, np.ndarray, dict[str, float]]:
     """Return the rows in an order that balances the ranks of a group, the row numbers of the old order, and metrics.
 
@@ -32,7 +34,7 @@ def balanced(
     shares = group.shares.of_ranks
     steps = mini_batch_rows(batch, config.actor.mini_batch_size, 1, seed_keys)
     order, sizes, metrics = balanced_order(
-        batch, num_parts, steps, shape, keep_groups=keep_groups, shares=shares and shares.values
+        batch, num_parts, steps, costs_of, keep_groups=keep_groups, shares=shares and shares.values
     )
     batch = batch.select_rows(order)
     if shares and all(sizes):  # otherwise there are fewer rows than parts, and the batch is padded
@@ -45,7 +47,7 @@ def balanced_order(
     batch: Batch,
     num_parts: int,
     mini_batches: Sequence[Sequence[int]],
-    shape: DecoderShape | None,
+    costs_of: CostsOf,
     *,
     keep_groups: bool = False,
     shares: Sequence[float] | None = None,
@@ -57,7 +59,7 @@ def balanced_order(
     are proportional to them instead. `mini_batches` lists row ids.
     """
     columns = read(batch, ("group_ids", "row_ids")).batch
-    costs = np.array(sequence_costs(shape, row_lengths(batch).tolist()))
+    costs = np.array(costs_of(row_lengths(batch).tolist()), dtype=float)
     groups, row_of = columns["group_ids"].tolist(), {int(id_): row for row, id_ in enumerate(columns["row_ids"])}
     parts: list[list[list[int]]] = [[] for _ in range(num_parts)]  # of units: rows, or groups of rows
     for members in mini_batches:

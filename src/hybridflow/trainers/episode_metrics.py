@@ -1,12 +1,12 @@
 """Metrics of episodes: their turns, calls of tools, and ends."""
 
-from typing import get_args
-
-from hybridflow.environments.environment import EndReason
 from hybridflow.observability import spread
 from hybridflow.protocol import DataProtoFuture
 from hybridflow.trainers.episode_rows import EpisodeRows
 from hybridflow.trainers.reading import Batch, read
+
+ENDS = ("done", "turns", "tokens", "seconds", "rows", "error")
+"""Why an episode ended: the values of `EndReason`."""
 
 _COLUMNS = ("response_mask", "turn_ids", "num_tool_calls", "num_tool_errors", "finish_reasons")
 
@@ -24,5 +24,5 @@ def episode_metrics(batch: Batch) -> dict[str, float]:
         **spread("episode/turns", turns.tolist()),
         "episode/tool_calls": calls / len(ends),
         "episode/tool_error_rate": errors / max(calls, 1),
-        **{f"episode/ended_{reason}": ends.count(reason) / len(ends) for reason in get_args(EndReason)},
+        **{f"episode/ended_{reason}": ends.count(reason) / len(ends) for reason in ENDS},
     }

@@ -15,9 +15,9 @@ from hybridflow.controller import (
     WorkerGroup,
     spawn_colocated,
 )
+from hybridflow.controller.mesh import ROLLOUT_MESH
 from hybridflow.observability import TraceEvent, get_logger, stage_seconds, transfer_metrics
 from hybridflow.trainers.slow_rank_watch import SlowRankWatch
-from hybridflow.workers.generating import ROLLOUT_MESH
 
 if TYPE_CHECKING:
     from hybridflow.trainers.rank_speeds import RankSpeeds

@@ -4,10 +4,10 @@
                                                        └─> advantages ──> update critic, update actor
 
 The controller holds the algorithm and calls worker groups, which compute. This module knows neither models, nor the
-placement of workers, nor the run's data, validation and checkpoints.
+placement of workers, nor how samples and weights travel, nor the run's data, validation and checkpoints.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,14 +16,12 @@ import torch
 from hybridflow.algorithms import AdaptiveKLController, FixedKLController
 from hybridflow.config import Config
 from hybridflow.controller import Role, WorkerGroup
-from hybridflow.models import decoder_shape
-from hybridflow.observability import reduce_lists
+from hybridflow.observability.metrics import mean_metrics, reduce_lists
 from hybridflow.protocol import DataProtoFuture
-from hybridflow.trainers.balance import balanced
+from hybridflow.trainers.balance import CostsOf, balanced
 from hybridflow.trainers.corrected_rollouts import corrected_rollouts, correction_metrics
 from hybridflow.trainers.rl_metrics import log_prob_metrics
 from hybridflow.trainers.sampling.sampled import NextPrompts, Sampler, in_order_of_groups, joined
-from hybridflow.trainers.sampling.sampling import Sampling
 from hybridflow.trainers.stages import (
     add_advantages,
     mini_batch_rows,
@@ -34,37 +32,40 @@ from hybridflow.trainers.stages import (
     with_overlong_penalty,
     with_row_ids,
 )
-from hybridflow.trainers.weight_sync import weight_sync_of
-from hybridflow.workers.updates import mean_metrics
 
 
 class PPO:
     """The algorithm on its worker groups; `critic`, `reference` and `teacher` are None if the recipe does not use them.
 
-    The actor group is trained; it also generates, unless there is a rollout group, and with LoRA it is the reference
-    with its adapters off. `global_step` counts completed steps; `metrics` are those of the current step.
+    `sample` generates and scores the batch of a step, `sync_weights` loads the trained weights into the engines that
+    generate and returns metrics, `costs_of` tells the cost of rows by their lengths. The actor group is trained; with
+    LoRA it is the reference with its adapters off. `global_step` counts completed steps; `metrics` are those of the
+    current step.
     """
 
-    def __init__(self, config: Config, groups: Mapping[Role, WorkerGroup]) -> None:
-        self.config = config
+    def __init__(
+        self,
+        config: Config,
+        groups: Mapping[Role, WorkerGroup],
+        *,
+        sample: Sampler,
+        sync_weights: Callable[[], Mapping[str, float]],
+        costs_of: CostsOf,
+    ) -> None:
+        self.config, self.costs_of = config, costs_of
         self.metrics: dict[str, Any] = {}
-        self.actor, self.rewards = groups[Role.ActorRollout], groups[Role.Reward]
-        self.rollout = groups.get(Role.Rollout, self.actor)
+        self.actor = groups[Role.ActorRollout]
         self.critic = groups.get(Role.Critic)
         reference = Role.ActorRollout if config.actor_is_reference else Role.RefPolicy
         self.reference = groups[reference] if config.uses_reference else None
         self.teacher = groups.get(Role.Teacher)
         self.groups = groups
-        self.shape = decoder_shape(config.model.path) if config.model.path else None
-        self.start_over()
+        self.begin(sample, sync_weights)
 
-    def start_over(self) -> None:
-        """Forget all steps and what they have begun on the groups, whose own state is kept."""
-        config = self.config
-        self.sync_weights = weight_sync_of(config, self.actor, None if self.rollout is self.actor else self.rollout)
-        self.sampling = Sampling(config, self.rollout, self.rewards)
-        self.sample: Sampler = self.sampling
-        self.kl_controller = _kl_controller(config)
+    def begin(self, sample: Sampler, sync_weights: Callable[[], Mapping[str, float]]) -> None:
+        """Begin at step 0 with this sampling and weight sync."""
+        self.sample, self.sync_weights = sample, sync_weights
+        self.kl_controller = _kl_controller(self.config)
         self.global_step = 0
 
     def step(self, next_prompts: NextPrompts) -> DataProtoFuture:
@@ -139,7 +140,7 @@ class PPO:
     ) -> tuple[DataProtoFuture, np.ndarray, dict[str, float]]:
         """Return `balanced` rows for the ranks of a group, by default the actor's."""
         seed_keys = (self.config.trainer.seed, self.global_step)
-        return balanced(batch, group or self.actor, self.groups.values(), self.config, seed_keys, self.shape)
+        return balanced(batch, group or self.actor, self.groups.values(), self.config, seed_keys, self.costs_of)
 
     def _adjust_kl(self, kl: float, num_samples: int) -> None:
         """Add the KL and its coefficient to the metrics, then update the coefficient for the next step."""

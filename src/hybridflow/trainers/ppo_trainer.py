@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from hybridflow.checkpoint import Checkpoint, CheckpointStore
 from hybridflow.config import Config
 from hybridflow.controller import Backend, Role, WorkerGroup
 from hybridflow.data import BatchLoader
+from hybridflow.models import decoder_shape, sequence_costs
 from hybridflow.observability import RL_FIGURES, idle_shares, performance_report, timed
 from hybridflow.trainers.groups import BackendOwner, processes_of
 from hybridflow.trainers.pool_sizes import PoolSizes
@@ -19,6 +21,7 @@ from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.samples import Samples, samples_of
 from hybridflow.trainers.sampling.ahead import Ahead, describe_pending, save_pending, wait_for
 from hybridflow.trainers.sampling.in_flight import ScheduleLog
+from hybridflow.trainers.sampling.sampling import Sampling
 from hybridflow.trainers.slow_rank_watch import watch_slow_ranks
 from hybridflow.trainers.speed import Speedometer
 from hybridflow.trainers.stages import updates_per_step
@@ -26,6 +29,17 @@ from hybridflow.trainers.token_budgets import TokenBudgets
 from hybridflow.trainers.training_loop import fit
 from hybridflow.trainers.training_state import TrainingSaver, restore_training
 from hybridflow.trainers.validation import Validator
+from hybridflow.trainers.weight_sync import WeightSync, weight_sync_of
+
+
+def connections(
+    config: Config, groups: Mapping[Role, WorkerGroup], total_steps: int
+) -> tuple[Sampling | Ahead, WeightSync]:
+    """Return how samples come to the algorithm and how weights leave it; both have begun nothing."""
+    actor = groups[Role.ActorRollout]
+    sampling = Sampling(config, groups.get(Role.Rollout, actor), groups[Role.Reward])
+    sample = Ahead(sampling, config.trainer.lag, total_steps) if config.trainer.lag else sampling
+    return sample, weight_sync_of(config, actor, groups.get(Role.Rollout))
 
 
 class PPOTrainer(PPO, BackendOwner):
@@ -46,7 +60,11 @@ class PPOTrainer(PPO, BackendOwner):
         pool_sizes: PoolSizes | None = None,
     ) -> None:
         self.loader, self.total_steps, self.run = loader, total_steps, run
-        super().__init__(config, groups)
+        self.rollout, self.rewards = groups.get(Role.Rollout, groups[Role.ActorRollout]), groups[Role.Reward]
+        costs_of = partial(sequence_costs, decoder_shape(config.model.path))
+        sample, self.weight_sync = connections(config, groups, total_steps)
+        super().__init__(config, groups, sample=sample, sync_weights=self.weight_sync, costs_of=costs_of)
+        self.write_schedule = ScheduleLog(config, run, self.rollout)
         self.backend = backend
         self.figures = RL_FIGURES
         self.validator, self.speedometer = validator, speedometer
@@ -60,13 +78,15 @@ class PPOTrainer(PPO, BackendOwner):
             self.slow_ranks = watch_slow_ranks(self, groups, backend)
 
     def start_over(self) -> None:
-        """Forget all steps, see `PPO.start_over`."""
-        super().start_over()
-        config = self.config
-        self.ahead: Ahead | None = None
-        if config.trainer.lag:
-            self.sample = self.ahead = Ahead(self.sampling, config.trainer.lag, self.total_steps)
-        self.write_schedule = ScheduleLog(config, self.run, self.rollout)
+        """Forget all steps and what they have begun on the groups, whose own state is kept."""
+        sample, self.weight_sync = connections(self.config, self.groups, self.total_steps)
+        self.begin(sample, self.weight_sync)
+        self.write_schedule = ScheduleLog(self.config, self.run, self.rollout)
+
+    @property
+    def ahead(self) -> Ahead | None:
+        """The batches that are sampled ahead; None without trainer.lag."""
+        return self.sample if isinstance(self.sample, Ahead) else None
 
     def new_saver(self, store: CheckpointStore, *, in_background: bool) -> TrainingSaver:
         """Return a saver of the training state into a store."""
@@ -117,7 +137,7 @@ class PPOTrainer(PPO, BackendOwner):
         """Return the metrics `val/...` of the current weights; empty without validation data."""
         if self.validator is None:
             return {}
-        self.metrics |= self.sync_weights() | self.sync_weights.finish()
+        self.metrics |= self.weight_sync() | self.weight_sync.finish()
         self.write_schedule(self.global_step)
         with timed("validation", self.metrics):
             metrics, _ = self.validator.run()
@@ -125,7 +145,7 @@ class PPOTrainer(PPO, BackendOwner):
 
     def save(self) -> None:
         """Save a checkpoint of the full training state, or begin to save it in the background."""
-        self.sync_weights.finish()
+        self.weight_sync.finish()
         if self.ahead and self.config.updates_in_flight:  # later weights must not reach them
             wait_for(self.ahead.pending())
         self.save_with(self.saver)

@@ -12,7 +12,7 @@ from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of
 from hybridflow.trainers.role_classes import role_classes
 from hybridflow.trainers.samples import samples_of
 from hybridflow.trainers.sampling.in_flight import require_in_flight
-from hybridflow.trainers.weight_sync import SharedWeights
+from hybridflow.trainers.sampling.sampling import Sampling
 from hybridflow.workers.generating import DATASET_COLUMNS
 from hybridflow.workers.losses import actor_columns, actor_loss
 
@@ -33,9 +33,9 @@ def run_on_placeholders(config: Config, classes: Mapping[Role, ClassWithInitArgs
             on_pool = spawn_colocated(ResourcePool(processes), by_name, backend, meshes_of(config, by_name))
             groups |= {role: on_pool[role.value] for role in roles}
     one_round = config.algorithm.model_copy(update={"max_sampling_rounds": 1})
-    no_model = config.model.model_copy(update={"path": ""})  # placeholders need none, and it may be on the hub
-    algorithm = PPO(config.model_copy(update={"algorithm": one_round, "model": no_model}), groups)
-    algorithm.sync_weights = SharedWeights()  # placeholders have no weights
+    config = config.model_copy(update={"algorithm": one_round})
+    sampling = Sampling(config, groups.get(Role.Rollout, groups[Role.ActorRollout]), groups[Role.Reward])
+    algorithm = PPO(config, groups, sample=sampling, sync_weights=dict, costs_of=list)  # there are no weights to sync
     algorithm.global_step = config.critic.warmup_steps
     prompts = synthetic_batch(DATASET_COLUMNS, config.data.train_batch_size)
     prompts.meta_info.clear()

@@ -9,8 +9,7 @@ from hybridflow.observability import spread
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers.episode_metrics import episode_metrics
 from hybridflow.trainers.episode_rows import EpisodeRows
-from hybridflow.trainers.reading import Batch, read, row_lengths
-from hybridflow.trainers.speed import Lengths
+from hybridflow.trainers.reading import Batch, Lengths, read, row_lengths
 from hybridflow.workers.log_prob_mismatch import KL, LARGEST, MEAN, SHARE
 
 _ALWAYS = ("response_mask", "prompt_mask", "scores", "group_ids", "reward_failed", "reward_timed_out", "reward_extras")

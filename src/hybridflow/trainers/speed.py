@@ -9,6 +9,7 @@ from hybridflow.controller import Role, WorkerGroup
 from hybridflow.models import DecoderShape, forward_flops, generation_flops, mfu
 from hybridflow.observability import per_token_ms, tokens_per_s
 from hybridflow.trainers.groups import processes_of, traits_of
+from hybridflow.trainers.reading import Lengths
 
 ACTORS = (Role.ActorRollout, Role.Actor)
 """Roles of the group that trains the policy, or the model of an offline run."""
@@ -29,20 +30,6 @@ class Learner:
     epochs: int
     shape: DecoderShape | None
     peak_flops: float = 0.0
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Prompt and response tokens of each row, and its group if rows share prompts."""
-
-    prompt_lens: list[int]
-    response_lens: list[int]
-    group_ids: list[int] | None = None
-
-    @property
-    def sequence_lens(self) -> list[int]:
-        """The number of tokens of each row."""
-        return [prompt + response for prompt, response in zip(self.prompt_lens, self.response_lens, strict=True)]
 
 
 class Speedometer:

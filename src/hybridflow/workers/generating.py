@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridflow.config import Config, RolloutConfig, ValidationConfig
 from hybridflow.controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from hybridflow.controller.mesh import ROLLOUT_MESH
 from hybridflow.protocol import DataProto
 from hybridflow.rollout import Completion, Request, RolloutEngine, SamplingParams, generate
 from hybridflow.workers.begun_batches import BegunBatches
@@ -17,9 +18,6 @@ from hybridflow.workers.episodes import EPISODE_PROMPT_COLUMNS, EpisodeWorker
 from hybridflow.workers.measured import MeasuredWorker
 from hybridflow.workers.reward import score_columns
 from hybridflow.workers.rollout_batch import rollouts_of
-
-ROLLOUT_MESH = "rollout"
-"""Name of the mesh of a group's rollout engines: axes for the engines and for the ranks that share an engine."""
 
 TO_ENGINES = make_nd_compute_dataproto_dispatch_fn(ROLLOUT_MESH, name="TO_ENGINES")
 """Dispatch mode that splits prompts over the rollout engines; ranks of one engine get the same, one is collected."""

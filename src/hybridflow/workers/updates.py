@@ -12,6 +12,7 @@ import torch
 
 from hybridflow.engines import LossFunction, TrainEngine, UpdateResult
 from hybridflow.errors import BatchError
+from hybridflow.observability.metrics import mean_metrics
 from hybridflow.protocol import DataProto
 from hybridflow.runtime import take_compilations
 
@@ -97,15 +98,3 @@ def mini_batches_of(batch: DataProto, engine: TrainEngine) -> Iterator[MiniBatch
         yield MiniBatch(
             number, rows, engine.all_reduce_sum(int(lengths.sum())), engine.all_reduce_sum(int((lengths > 0).sum()))
         )
-
-
-def mean_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
-    """Return the mean of each metric over optimizer steps; the last value of `/lr`, the largest of `_max`."""
-
-    def combine(name: str) -> float:
-        values = [step[name] for step in steps]
-        if name.endswith("/lr"):
-            return values[-1]
-        return max(values) if name.endswith("_max") else sum(values) / len(values)
-
-    return {name: combine(name) for name in steps[-1]}

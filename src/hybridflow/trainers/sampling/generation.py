@@ -18,8 +18,8 @@ import numpy as np
 
 from hybridflow.config import Config
 from hybridflow.controller import WorkerGroup
+from hybridflow.controller.mesh import ROLLOUT_MESH
 from hybridflow.protocol import DataProto, DataProtoFuture
-from hybridflow.workers.generating import ROLLOUT_MESH
 
 MOST_PARTS = 8
 """Number of parts of a batch, or the number of prompts of an engine if that is smaller."""
