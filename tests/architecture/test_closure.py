@@ -1,0 +1,71 @@
+"""What the algorithm reaches: the files that `trainers/ppo.py` imports, transitively, also inside functions."""
+
+import ast
+from pathlib import Path
+
+import hybridflow
+
+SRC = Path(hybridflow.__file__).parents[1]
+MOST_FILES, MOST_LINES = 103, 10_770
+"""These may only fall, to 100 files and 10,000 lines; an import that grows them belongs in an argument of `PPO`."""
+
+
+def path_of(module):
+    path = SRC.joinpath(*module.split("."))
+    return next((each for each in (path.with_suffix(".py"), path / "__init__.py") if each.is_file()), None)
+
+
+def imported(module):
+    """Yield (module, name) for each name of ours that a module imports; what it imports for types alone is left out."""
+    nodes = list(ast.parse(path_of(module).read_text("utf-8")).body)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            nodes += node.orelse
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hybridflow"):
+            yield from ((node.module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names if alias.name.startswith("hybridflow"))
+        else:
+            nodes += ast.iter_child_nodes(node)
+
+
+def defining(module, name):
+    """Return the module in which a name is defined that another module takes from a package."""
+    if name and path_of(f"{module}.{name}"):
+        return f"{module}.{name}"
+    if path_of(module).name == "__init__.py":
+        for source, other in imported(module):
+            if other == name:
+                return defining(source, other)
+    return module
+
+
+def closure(start):
+    found, waiting = set(), [start]
+    while waiting:
+        if (module := waiting.pop()) not in found:
+            found.add(module)
+            waiting += [defining(*each) for each in imported(module)]
+    return found
+
+
+def test_the_algorithm_reaches_few_files_and_few_lines():
+    files = [path_of(module) for module in closure("hybridflow.trainers.ppo")]
+    num_lines = sum(len(path.read_text("utf-8").splitlines()) for path in files)
+    assert len(files) <= MOST_FILES
+    assert num_lines <= MOST_LINES
+    rooms = {path.relative_to(SRC).parts[1] for path in files}
+    assert rooms <= {
+        *(
+            "algorithms",
+            "config",
+            "controller",
+            "errors.py",
+            "observability",
+            "protocol",
+            "runtime",
+            "trainers",
+            "workers",
+        )
+    }
