@@ -48,7 +48,7 @@ from hybridflow.trainers.build_generation import open_prompts
 from hybridflow.trainers.build_run import prepare_driver_process
 from hybridflow.trainers.groups import build_backend, meshes_of
 from hybridflow.trainers.ppo_trainer import PPOTrainer
-from hybridflow.trainers.reward_worker import reward_class
+from hybridflow.trainers.role_classes import reward_class
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.speed import Speedometer
 

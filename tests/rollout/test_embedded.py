@@ -11,7 +11,7 @@ from hybridflow.models import FusedForward, load_causal_lm
 from hybridflow.protocol import DataProto
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate, load_weights
 from hybridflow.rollout.decoding_batch import DecodingBatch
-from hybridflow.workers.rollout_batch import rollout_batch
+from hybridflow.workers.generating import rollout_batch
 
 
 def ids_of(completions) -> list[list[int]]:

@@ -1,7 +1,7 @@
 import pytest
 
 from hybridflow.config import load_config
-from hybridflow.trainers.advice_monitor import AdviceMonitor
+from hybridflow.trainers.run_log import AdviceMonitor
 from hybridflow.trainers.samples import Samples
 
 GOOD = {"response_length/clip_ratio": 0.1, "actor/lr": 1e-6, "actor/entropy": 1.0}

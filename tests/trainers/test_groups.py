@@ -4,7 +4,7 @@ from hybridflow.config import load_config
 from hybridflow.controller import Role
 from hybridflow.errors import ModelConfigError
 from hybridflow.trainers.groups import build_pool
-from hybridflow.trainers.model_directories import require_model_directory
+from hybridflow.trainers.preconditions import require_model_directory
 
 
 @pytest.mark.ray

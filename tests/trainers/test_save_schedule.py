@@ -5,7 +5,7 @@ import pytest
 from fixtures import tiny_run
 from hybridflow.config import TrainerConfig, load_config
 from hybridflow.trainers import build_trainer
-from hybridflow.trainers.save_schedule import SaveSchedule
+from hybridflow.trainers.training_loop import SaveSchedule
 
 
 class Clock:

@@ -4,7 +4,7 @@ import torch
 from hybridflow.errors import BatchError
 from hybridflow.protocol import FIELDS
 from hybridflow.rollout import Completion
-from hybridflow.workers.rollout_batch import rollout_batch
+from hybridflow.workers.generating import rollout_batch
 
 PROMPTS = torch.tensor([[7, 11, 12], [13, 14, 15]])
 PROMPT_MASK = torch.tensor([[False, True, True], [True, True, True]])

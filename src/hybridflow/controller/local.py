@@ -30,7 +30,7 @@ from hybridflow.protocol import DataProto, DataProtoFuture, Handle
 from hybridflow.protocol.future import change_futures
 from hybridflow.protocol.handle import Duration, take
 from hybridflow.protocol.packed_batch import batch_bytes
-from hybridflow.protocol.row_index import RowIndex
+from hybridflow.protocol.rows import RowIndex
 
 # Environment variables belong to the process, so ranks called from different threads also run one after another.
 _rank_lock = threading.RLock()

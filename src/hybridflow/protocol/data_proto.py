@@ -16,13 +16,14 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from hybridflow.errors import BatchError, FieldError
-from hybridflow.protocol import concat, disk_format, mini_batches, serialize, summary, tensordict_conversion
+from hybridflow.protocol import concat, disk_format, mini_batches, summary, tensordict_conversion
 from hybridflow.protocol.columns import object_column, pick, rename_columns, tensor_columns
 from hybridflow.protocol.consistency import Column, Names, count_rows, tensors_of
+from hybridflow.protocol.equality import is_equal
 from hybridflow.protocol.meta_info import copy_structure, union_meta_info
+from hybridflow.protocol.packed_batch import PackedBatch
 from hybridflow.protocol.padding import DataProtoConfig, append_copies
 from hybridflow.protocol.rows import as_count, is_single_row, repeat_rows, row_indices, take_rows
-from hybridflow.protocol.union import union_columns
 
 if TYPE_CHECKING:
     from hybridflow.protocol.future import DataProtoFuture
@@ -380,10 +381,35 @@ class DataProto:
         return disk_format.load_batch(DataProto, filepath)
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
-        return serialize.reduce_batch(self)
+        return _read, (PackedBatch.pack(self),)
 
     def __copy__(self) -> "DataProto":
         return self.select()
 
     def __deepcopy__(self, memo: dict) -> "DataProto":
         return self.select(deepcopy=True)
+
+
+def union_columns(mine: Mapping[str, Column], theirs: Mapping[str, Column]) -> dict[str, Column]:
+    """Return all columns of both. Raises FieldError for a column with different contents; NaN equals NaN."""
+    joined = dict(mine)
+    for name, column in theirs.items():
+        if name in joined and not is_equal(joined[name], column):
+            raise FieldError(
+                f"union: both batches have {name!r} with different contents: {_difference(joined[name], column)}. "
+                "Drop it from one of them (select, pop) or rename it."
+            )
+        joined.setdefault(name, column)
+    return joined
+
+
+def _difference(mine: Column, theirs: Column) -> str:
+    kinds = [f"{column.dtype} {tuple(column.shape)}" for column in (mine, theirs)]
+    if kinds[0] != kinds[1]:
+        return f"{kinds[0]} here, {kinds[1]} there"
+    rows = [row for row in range(len(mine)) if not is_equal(mine[row], theirs[row])]
+    return f"{kinds[0]} that differ in {len(rows)} of {len(mine)} rows, first in row {rows[0]}"
+
+
+def _read(packed: PackedBatch) -> DataProto:
+    return packed.read()

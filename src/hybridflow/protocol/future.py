@@ -15,8 +15,7 @@ from hybridflow.protocol.consistency import Names, as_names, require_names
 from hybridflow.protocol.data_proto import DataProto
 from hybridflow.protocol.handle import Columns, Handle, HeldBatch, names_of, take, wait_for
 from hybridflow.protocol.meta_info import concat_meta_info, copy_structure, union_meta_info
-from hybridflow.protocol.row_index import RowIndex, count_rows_of
-from hybridflow.protocol.rows import as_count, row_indices
+from hybridflow.protocol.rows import RowIndex, as_count, count_rows_of, row_indices
 from hybridflow.protocol.table import Table
 
 

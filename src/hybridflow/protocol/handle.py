@@ -12,8 +12,7 @@ from tensordict import TensorDict
 
 from hybridflow.protocol.consistency import require_names, tensors_of
 from hybridflow.protocol.meta_info import copy_structure
-from hybridflow.protocol.row_index import RowIndex, count_rows_of
-from hybridflow.protocol.rows import take_rows
+from hybridflow.protocol.rows import RowIndex, count_rows_of, take_rows
 
 if TYPE_CHECKING:
     from hybridflow.protocol.data_proto import DataProto

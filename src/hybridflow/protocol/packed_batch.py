@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from hybridflow.errors import BatchError
 from hybridflow.protocol.consistency import count_rows, require_names, tensors_of
 from hybridflow.protocol.meta_info import copy_structure
-from hybridflow.protocol.row_index import RowIndex, count_rows_of
+from hybridflow.protocol.rows import RowIndex, count_rows_of
 
 if TYPE_CHECKING:
     from hybridflow.protocol.data_proto import DataProto

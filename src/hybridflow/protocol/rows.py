@@ -1,4 +1,4 @@
-"""Selection and repetition of rows of one column, a tensor or a numpy array."""
+"""Selection and repetition of rows of one column, a tensor or a numpy array, and the index that selects them."""
 
 import operator
 from typing import Any
@@ -8,6 +8,9 @@ import torch
 
 from hybridflow.errors import BatchError
 from hybridflow.protocol.consistency import Column
+
+RowIndex = slice | np.ndarray | None
+"""A slice without a step, an array of row numbers, or None for all rows."""
 
 
 class RowIndexError(BatchError, IndexError):
@@ -91,3 +94,37 @@ def _described(index: Any) -> str:
         return f"{index!r} (a column is data.batch[name] or data.non_tensor_batch[name])"
     shape = f" of shape {tuple(index.shape)} and {index.dtype}" if hasattr(index, "shape") else f" {index!r}"
     return type(index).__name__ + shape
+
+
+def count_rows_of(rows: RowIndex, num_rows: int) -> int:
+    """Return how many of `num_rows` rows are selected."""
+    if rows is None:
+        return num_rows
+    return len(range(num_rows)[rows]) if isinstance(rows, slice) else len(rows)
+
+
+def compose(first: RowIndex, second: RowIndex, num_rows: int) -> RowIndex:
+    """Return the index of the rows `second` of the rows `first` of a batch of `num_rows` rows."""
+    if first is None or second is None:
+        return second if first is None else first
+    if isinstance(first, np.ndarray):
+        return first[second]
+    if isinstance(second, np.ndarray):
+        return second + (first.start or 0)
+    chosen = range(num_rows)[first][second]
+    return slice(chosen.start, max(chosen.start, chosen.stop))
+
+
+def is_same_index(first: RowIndex, second: RowIndex) -> bool:
+    """Return whether both select the same rows in the same form."""
+    if isinstance(first, np.ndarray) or isinstance(second, np.ndarray):
+        return type(first) is type(second) and np.array_equal(first, second)  # pyright: ignore[reportArgumentType]
+    return first == second
+
+
+def as_slice_if_contiguous(rows: np.ndarray) -> slice | np.ndarray:
+    """Return consecutive ascending rows as a slice, which is read without a copy, and other rows unchanged."""
+    count = len(rows)
+    if count and int(rows[-1]) - int(rows[0]) == count - 1 and (count < 3 or bool((np.diff(rows) == 1).all())):
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return rows

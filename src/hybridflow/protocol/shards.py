@@ -13,7 +13,7 @@ import numpy as np
 from hybridflow.errors import BatchError
 from hybridflow.protocol.concat import concat_batches
 from hybridflow.protocol.handle import Columns, Handle, HeldBatch, names_of, with_names
-from hybridflow.protocol.row_index import RowIndex, as_slice_if_contiguous, compose, count_rows_of, is_same_index
+from hybridflow.protocol.rows import RowIndex, as_slice_if_contiguous, compose, count_rows_of, is_same_index
 
 if TYPE_CHECKING:
     from hybridflow.protocol.data_proto import DataProto

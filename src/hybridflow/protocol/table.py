@@ -14,7 +14,7 @@ from hybridflow.protocol.data_proto import DataProto
 from hybridflow.protocol.fields import FIELDS
 from hybridflow.protocol.handle import Columns, Handle, wait_for, with_names
 from hybridflow.protocol.padding import mark_copies
-from hybridflow.protocol.row_index import RowIndex
+from hybridflow.protocol.rows import RowIndex
 from hybridflow.protocol.shards import Shards
 from hybridflow.protocol.side_by_side import join_columns
 

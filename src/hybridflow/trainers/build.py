@@ -9,14 +9,14 @@ from hybridflow.errors import ConfigError
 from hybridflow.models import decoder_shape
 from hybridflow.trainers.build_generation import build_group_validator, open_prompts
 from hybridflow.trainers.build_run import Program, RunParts, build_run
-from hybridflow.trainers.compute_dtype import settle_dtype
-from hybridflow.trainers.max_rows import settle_rows
 from hybridflow.trainers.ppo_trainer import PPOTrainer
 from hybridflow.trainers.preconditions import (
     require_positions,
     require_reward_functions,
     require_rollout_engine,
     require_same_tokenizer,
+    settle_dtype,
+    settle_rows,
     with_required_files,
 )
 from hybridflow.trainers.program import run_on_placeholders

@@ -14,13 +14,16 @@ from hybridflow.data.row_forms import RowForm
 from hybridflow.engines.engine_state import require_same_adapters
 from hybridflow.errors import CheckpointConfigError
 from hybridflow.trainers.build_run import prepare_driver_process
-from hybridflow.trainers.compute_dtype import settle_dtype
-from hybridflow.trainers.environment_closures import environment_closures
 from hybridflow.trainers.generation import TextGenerator, checked_prompts
 from hybridflow.trainers.groups import build_backend, build_groups, closing_on_error
-from hybridflow.trainers.max_rows import settle_rows
-from hybridflow.trainers.preconditions import require_reward_functions, require_rollout_engine, with_required_files
-from hybridflow.trainers.reward_worker import reward_worker
+from hybridflow.trainers.preconditions import (
+    require_reward_functions,
+    require_rollout_engine,
+    settle_dtype,
+    settle_rows,
+    with_required_files,
+)
+from hybridflow.trainers.role_classes import environment_closures, reward_worker
 from hybridflow.trainers.validation import Validator
 from hybridflow.workers import ActorRolloutWorker
 

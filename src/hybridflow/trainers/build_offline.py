@@ -11,10 +11,9 @@ from hybridflow.environments import EpisodeEncoder
 from hybridflow.errors import ConfigError
 from hybridflow.models import decoder_shape
 from hybridflow.trainers.build_run import OpenDataset, Program, RunParts, build_run
-from hybridflow.trainers.compute_dtype import settle_dtype
 from hybridflow.trainers.objectives import DPO, SFT, Objective, RewardModeling
 from hybridflow.trainers.offline import OfflineTrainer
-from hybridflow.trainers.preconditions import require_room, with_required_files
+from hybridflow.trainers.preconditions import require_room, settle_dtype, with_required_files
 from hybridflow.trainers.run_identity import Kind
 from hybridflow.trainers.speed import Learner
 from hybridflow.workers import OfflinePolicyWorker, PreferenceModelWorker, ReferenceWorker

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from hybridflow.config import Config
 from hybridflow.controller import Backend, ClassWithInitArgs, Role, WorkerGroup
@@ -20,7 +20,6 @@ from hybridflow.runtime import (
     set_num_threads,
     use_full_float32,
 )
-from hybridflow.trainers.data_facts import data_facts
 from hybridflow.trainers.groups import build_backend, build_groups, closing_on_error
 from hybridflow.trainers.planned_faults import prepare_faults
 from hybridflow.trainers.pool_sizes import PoolSizes, pool_sizes_of
@@ -30,6 +29,17 @@ from hybridflow.trainers.run_identity import Kind
 from hybridflow.trainers.speed import Learner, Speedometer, measured_speedometer
 from hybridflow.trainers.starting import start_with_tries
 from hybridflow.trainers.token_budgets import TokenBudgets
+
+
+def data_facts(**datasets: Dataset | None) -> dict[str, Any]:
+    """Return the number of rows and the fingerprint of each data set by `NAME_rows` and `NAME_fingerprint`."""
+    return {
+        name: value
+        for of, dataset in datasets.items()
+        if dataset is not None
+        for name, value in ((f"{of}_rows", len(dataset)), (f"{of}_fingerprint", dataset.fingerprint))
+    }
+
 
 D = TypeVar("D", bound=Dataset)
 T = TypeVar("T")

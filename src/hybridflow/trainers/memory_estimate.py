@@ -22,7 +22,7 @@ from hybridflow.models.loading import model_config
 from hybridflow.observability import get_logger
 from hybridflow.runtime import own_device
 from hybridflow.trainers.groups import meshes_of, pool_of, pools_of, traits_of
-from hybridflow.trainers.model_directories import require_model_directory
+from hybridflow.trainers.preconditions import require_model_directory
 from hybridflow.trainers.role_classes import role_classes
 
 GENERATION = "generation"

@@ -19,11 +19,12 @@ from hybridflow.controller import Role, WorkerGroup
 from hybridflow.observability.metrics import mean_metrics, reduce_lists
 from hybridflow.protocol import DataProtoFuture
 from hybridflow.trainers.balance import CostsOf, balanced
-from hybridflow.trainers.corrected_rollouts import corrected_rollouts, correction_metrics
 from hybridflow.trainers.rl_metrics import log_prob_metrics
 from hybridflow.trainers.sampling.sampled import NextPrompts, Sampler, in_order_of_groups, joined
 from hybridflow.trainers.stages import (
     add_advantages,
+    corrected_rollouts,
+    correction_metrics,
     mini_batch_rows,
     needs_old_log_probs,
     needs_token_level_rewards,

@@ -4,16 +4,110 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import get_args
 
-from hybridflow.config import Config
+from hybridflow.checkpoint import CheckpointStore
+from hybridflow.config import Config, DTypeName, check
 from hybridflow.data import RLHFDataset, load_tokenizer
 from hybridflow.data.tokenizer import require_tokenizer, stop_token_ids
-from hybridflow.errors import ConfigError, DataConfigError, EnvironmentConfigError, ModelError
+from hybridflow.environments import check_template
+from hybridflow.errors import ConfigError, DataConfigError, EnvironmentConfigError, ModelConfigError, ModelError
 from hybridflow.hub import with_local_files
 from hybridflow.models import vocabulary_size
+from hybridflow.observability import get_logger
+from hybridflow.observability.run_files import read_starts
 from hybridflow.rewards.table import require_known
 from hybridflow.rollout.vllm import require_vllm
-from hybridflow.trainers.model_directories import require_model_directory
+from hybridflow.runtime import gpu_has_bfloat16
+from hybridflow.trainers.groups import build_backend, closing_on_error
+
+
+def settle_dtype(config: Config, *, resumes: bool = True) -> Config:
+    """Return the configuration with the dtype that model.dtype = "auto" stands for.
+
+    A run that continues from a checkpoint keeps the recorded dtype (unless not `resumes`), also on other devices. Else
+    it is bfloat16 if the workers have GPUs that compute in it, otherwise float32. Raises CheckpointError if `run.json`
+    is damaged, ConfigError if the configured Ray cluster does not answer.
+    """
+    if config.model.dtype != "auto":
+        return config
+    if resumes and (recorded := _recorded_dtype(config)):
+        return config.with_dtype(recorded)
+    has_bfloat16 = _gpus_have_bfloat16(config)
+    if has_bfloat16 is False:
+        logger.warning(
+            "model.dtype='auto' is float32 here: the GPUs do not compute in bfloat16 (compute capability 8.0 or later "
+            "does); float32 is slower and takes twice the memory."
+        )
+    return config.with_dtype("bfloat16" if has_bfloat16 else "float32")
+
+
+def _recorded_dtype(config: Config) -> DTypeName | None:
+    """Return the dtype of the last start of the run in trainer.run_dir; None if there is no checkpoint to continue."""
+    directory = Path(config.trainer.run_dir)
+    if not directory.is_dir() or not CheckpointStore(directory / "checkpoints").list():
+        return None
+    starts = read_starts(directory)
+    last = starts[-1] if starts and isinstance(starts[-1], dict) else {}
+    recorded = dict(last.get("config") or {}).get("model.dtype")
+    return recorded if recorded in get_args(DTypeName) else None
+
+
+def _gpus_have_bfloat16(config: Config) -> bool | None:
+    """Return whether the GPUs of the workers compute in bfloat16; None if the workers have none."""
+    if config.controller.backend == "local":
+        return gpu_has_bfloat16()
+    from hybridflow.controller.ray import RayBackend
+
+    with closing_on_error(build_backend(config)) as backend:
+        assert isinstance(backend, RayBackend)
+        answer = backend.gpus_have_bfloat16()
+        backend.close()
+    return answer
+
+
+logger = get_logger(__name__)
+
+
+def settle_rows(config: Config) -> Config:
+    """Return the configuration with the number of rows that environment.max_rows = 0 stands for.
+
+    Raises EnvironmentConfigError for a chat template that cannot serve episodes, ConfigError for keys that do not go
+    with episodes of several rows.
+    """
+    environment = config.environment
+    if not environment.classes:
+        return config
+    tokenizer = load_tokenizer(config.model.path)
+    findings = check_template(tokenizer, stop_token_ids(tokenizer, config.model.path))
+    if failed := [each for each in findings if each.state == "failed" and each.check != "tools"]:
+        raise EnvironmentConfigError(
+            f"the chat template of model.path='{config.model.path}' cannot serve episodes: {failed[0].check}: "
+            f"{failed[0].detail}. `hybridflow check-template {config.model.path}` shows all checks."
+        )
+    if environment.max_rows:
+        return config
+    changing = [each.check for each in findings if each.state == "rows"]
+    rows = environment.max_turns if changing else 1
+    if changing:
+        logger.info(
+            "the chat template changes earlier turns (%s), so that an episode may have %d rows of tokens",
+            ", ".join(changing),
+            rows,
+        )
+    settled = config.model_copy(update={"environment": environment.model_copy(update={"max_rows": rows})})
+    check(settled)
+    return settled
+
+
+def require_model_directory(key: str, path: str) -> None:
+    """Raise ModelConfigError unless `path`, the value of `key`, is a directory with a config.json."""
+    if not (Path(path) / "config.json").is_file():
+        raise ModelConfigError(
+            f"{key}='{path}' is not a model directory: config.json not found; give a local Hugging Face directory (a "
+            f"relative path starts at '{Path.cwd()}'), or a model on the hub, as in Qwen/Qwen2.5-0.5B-Instruct."
+        )
+
 
 WITHOUT_TOKENIZER = ("critic.model_path", "reference.model_path")
 """Models that read the policy's tokens, so that their directories need no tokenizer."""

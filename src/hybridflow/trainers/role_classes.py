@@ -1,19 +1,45 @@
 """The worker class of each role of a run."""
 
+from typing import Any
+
 from hybridflow.config import Config
-from hybridflow.controller import ClassWithInitArgs, Role
-from hybridflow.trainers.environment_closures import environment_closures
+from hybridflow.config.roles import has_own_pool
+from hybridflow.controller import ClassWithInitArgs, Role, Worker
+from hybridflow.rewards.closure import ENVIRONMENT, closure_of
 from hybridflow.trainers.groups import traits_of
-from hybridflow.trainers.reward_worker import reward_worker
 from hybridflow.workers import (
     ActorRolloutWorker,
     ActorWorker,
     CriticWorker,
     InFlightRolloutWorker,
     ReferenceWorker,
+    RewardModelWorker,
+    RewardWorker,
     RolloutWorker,
+    StreamedRewardWorker,
     TeacherWorker,
 )
+
+
+def reward_worker(config: Config) -> ClassWithInitArgs:
+    """Return the worker class for rewards, with the function that a Python program gave."""
+    closure = closure_of(config.reward.function)
+    more = {} if closure is None else {"closure": closure}
+    return ClassWithInitArgs(reward_class(config), config=config, **more)
+
+
+def reward_class(config: Config) -> type[Worker]:
+    """Return the worker class for rewards: a reward model, or a reward function."""
+    if config.reward.model_path:
+        return RewardModelWorker
+    return StreamedRewardWorker if config.trainer.stream and has_own_pool(config, "reward") else RewardWorker
+
+
+def environment_closures(config: Config) -> dict[str, Any]:
+    """Return the argument `environments` of workers that generate, if a Python program gave classes."""
+    found = [closure_of(source, ENVIRONMENT) for source in config.environment.classes.values()]
+    given = tuple(each for each in found if each)
+    return {"environments": given} if given else {}
 
 
 def role_classes(config: Config, actor_updates: int = 1, critic_updates: int = 1) -> dict[Role, ClassWithInitArgs]:

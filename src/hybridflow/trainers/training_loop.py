@@ -1,23 +1,72 @@
 """The training loop around the steps of any trainer: validation, logs, checkpoints, signals. Knows no algorithm."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
-from hybridflow.config import Config
+from hybridflow.config import Config, TrainerConfig
+from hybridflow.controller import Role, WorkerGroup
 from hybridflow.errors import HybridFlowError, WorkerError
 from hybridflow.observability import TraceEvent, get_logger, memory_bytes
 from hybridflow.runtime import StopRequest
 from hybridflow.runtime.fault_points import fault_point, fault_point_of_step
 from hybridflow.trainers.planned_faults import warn_of_unfired_faults
+from hybridflow.trainers.pool_groups import groups_of_pools
 from hybridflow.trainers.rank_speeds import RankSpeeds
 from hybridflow.trainers.recovery import Recovery, recovering
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.run_log import RunLog
 from hybridflow.trainers.samples import Samples
-from hybridflow.trainers.save_schedule import SaveSchedule
 from hybridflow.trainers.slow_rank_watch import SlowRankWatch
-from hybridflow.trainers.step_profile import Profiled, train_step
+
+
+class Profiled(Protocol):
+    """A trainer whose steps can be profiled."""
+
+    config: Config
+    groups: Mapping[Role, WorkerGroup]
+    global_step: int
+
+    def train_step(self) -> Samples:
+        """Train on the next batch, count the step and replace `metrics`; return samples to log."""
+        ...
+
+
+def train_step(trainer: Profiled) -> Samples:
+    """Make the trainer's next step, and write its profile if that is configured. Results do not depend on it."""
+    how, step = trainer.config.trainer, trainer.global_step + 1
+    if step not in how.profile_steps:
+        return trainer.train_step()
+    groups = groups_of_pools(trainer.config, trainer.groups, "begin_profile")
+    for group in groups:
+        group.begin_profile(how.profile_ranks)
+    samples = trainer.train_step()
+    directory = Path(how.run_dir, "profile", f"step_{step:06d}")
+    for group in groups:
+        group.end_profile(str(directory), group.name)
+    logger.info("wrote the profile of step %d to '%s'", step, directory)
+    return samples
+
+
+class SaveSchedule:
+    """Saves every `save_every` steps; with `save_every_s` also after that many seconds and with each validation."""
+
+    def __init__(self, settings: TrainerConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._every_steps, self._every_s, self._clock = settings.save_every, settings.save_every_s, clock
+        self._last_save = clock()
+
+    def is_due(self, step: int, *, has_validated: bool) -> bool:
+        """Return whether to save after `step`."""
+        if self._every_steps and step % self._every_steps == 0:
+            return True
+        return self._every_s > 0 and (has_validated or self._clock() - self._last_save >= self._every_s)
+
+    def restart(self) -> None:
+        """Count the seconds from now, the end of a save."""
+        self._last_save = self._clock()
+
 
 logger = get_logger(__name__)
 

@@ -1,7 +1,8 @@
 """Generation whose running sequences go on with new weights: batches begin and weights are loaded between two steps."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from hybridflow.config import Config, RolloutConfig, ValidationConfig
@@ -11,7 +12,6 @@ from hybridflow.weight_sync import WeightReceiver
 from hybridflow.workers.generating import BEGUN_COLUMNS, TO_ENGINES
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.schedule import Schedule, read_schedule
-from hybridflow.workers.turn import Turn
 
 
 class InFlightRolloutWorker(RolloutWorker):
@@ -90,3 +90,48 @@ class InFlightRolloutWorker(RolloutWorker):
         if self._is_loading:
             self._is_loading = False
             self._turn.give_back()
+
+
+class Turn:
+    """A lock for two threads. A call that asks for it waits for one step of generation at most."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._is_taken = False
+        self._num_asking = 0
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Hold the turn to generate; `hand_over` is called between steps."""
+        self._take_after_others()
+        try:
+            yield
+        finally:
+            self.give_back()
+
+    def hand_over(self) -> None:
+        """Let calls that ask for the turn go first; return with the turn. Without such calls it costs nothing."""
+        if self._num_asking:
+            self.give_back()
+            self._take_after_others()
+
+    def ask(self) -> None:
+        """Wait for the turn and take it, before generation continues."""
+        with self._condition:
+            self._num_asking += 1
+            try:
+                self._condition.wait_for(lambda: not self._is_taken)
+                self._is_taken = True
+            finally:
+                self._num_asking -= 1
+
+    def give_back(self) -> None:
+        """Give the turn back; any thread may do it."""
+        with self._condition:
+            self._is_taken = False
+            self._condition.notify_all()
+
+    def _take_after_others(self) -> None:
+        with self._condition:
+            self._condition.wait_for(lambda: not self._is_taken and not self._num_asking)
+            self._is_taken = True

@@ -1,11 +1,58 @@
 """`MeasuredWorker`: a worker that measures how fast its device computes, for MFU and to find slow ranks."""
 
-import torch
+from pathlib import Path
 
-from hybridflow.controller import Dispatch, register
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from hybridflow.controller import Dispatch, Worker, register
 from hybridflow.models import DTYPES
 from hybridflow.runtime import measure_flops_now, peak_flops
-from hybridflow.workers.profiled import ProfiledWorker
+
+MOST_ALLOCATIONS = 100_000
+"""Newest allocations and frees that a memory snapshot keeps."""
+
+
+class ProfiledWorker(Worker):
+    """Base class of workers with a model. A process has one profile at a time, of all its roles."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def begin_profile(self, ranks: tuple[int, ...]) -> None:
+        """Begin to profile the process of each of these ranks; on CUDA also record its allocations."""
+        global _running
+        if self.rank not in ranks or _running is not None:
+            return
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+            torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
+        _running = self.rank, profile(activities=activities)
+        _running[1].start()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def end_profile(self, directory: str, role: str) -> None:
+        """Write the profile of the process into a directory, if this rank has begun one.
+
+        Files: `<role>_<rank>.json.gz`, a Chrome trace, and on CUDA `<role>_<rank>.memory.pickle`, a memory snapshot.
+        """
+        global _running
+        if _running is None or _running[0] != self.rank:
+            return
+        (_, running), _running = _running, None
+        running.stop()
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        file = Path(directory) / f"{role}_{self.rank}.json.gz"
+        file.unlink(missing_ok=True)  # a link would be followed
+        running.export_chrome_trace(str(file))
+        if torch.cuda.is_available():
+            snapshot = file.with_name(f"{role}_{self.rank}.memory.pickle")
+            snapshot.unlink(missing_ok=True)
+            torch.cuda.memory._dump_snapshot(str(snapshot))
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+
+_running: tuple[int, profile] | None = None
+"""The rank that began the profile of this process, and the profile."""
 
 
 class MeasuredWorker(ProfiledWorker):

@@ -11,7 +11,7 @@ from hybridflow.controller.ray.worker_process import Home
 from hybridflow.errors import HybridFlowError, WorkerError
 from hybridflow.observability.trace import Sources
 from hybridflow.protocol.handle import Duration, Handle
-from hybridflow.protocol.row_index import RowIndex
+from hybridflow.protocol.rows import RowIndex
 
 if TYPE_CHECKING:
     from hybridflow.controller.ray.launcher import Launch

@@ -26,7 +26,7 @@ from hybridflow.observability import TraceEvent
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.protocol.handle import Duration, Handle, HeldBatch
 from hybridflow.protocol.packed_batch import PackedBatch, PackedColumn
-from hybridflow.protocol.row_index import RowIndex
+from hybridflow.protocol.rows import RowIndex
 
 cloudpickle: Any = ray.cloudpickle
 
