@@ -30,8 +30,8 @@ from support.weight_workers import PeakMemory, Receiver, Sender, random_weights
 from hybridflow.config import load_config
 from hybridflow.controller import ClassWithInitArgs, WorkerGroup
 from hybridflow.controller.ray import RayBackend, RayResourcePool
+from hybridflow.rollout.weight_sync.conductor import BetweenPools
 from hybridflow.runtime import count_physical_cores, keep_freed_memory, set_num_threads
-from hybridflow.trainers.weight_sync import BetweenPools
 
 MODELS = ("small", "100M", "500M")
 TRANSPORTS = ("object_store", "ipc", "broadcast", "disk")

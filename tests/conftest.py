@@ -256,7 +256,7 @@ def simulated_device(monkeypatch: pytest.MonkeyPatch) -> "Iterator[SimulatedDevi
     for module, operations in (("torch.optim.optimizer", "fused"), ("torch.utils._foreach_utils", "foreach")):
         name = f"_get_{operations}_kernels_supported_devices"
         monkeypatch.setattr(importlib.import_module(module), name, lambda: ["cpu", "meta"])
-    tables = importlib.import_module("hybridflow.weight_sync.fingerprint")._table_on
+    tables = importlib.import_module("hybridflow.rollout.weight_sync.fingerprint")._table_on
     tables.cache_clear()
     with simulated:
         yield simulated

@@ -6,7 +6,7 @@ from support.weight_workers import GivenWeights, NoEngine
 from torch import Tensor
 
 from hybridflow.config import Config, RolloutConfig
-from hybridflow.weight_sync import InProcess, WeightReceiver, WeightSender, hand_over
+from hybridflow.rollout.weight_sync import InProcess, WeightReceiver, WeightSender, hand_over
 
 BUCKET_BYTES = 256 * 2**20
 

@@ -16,8 +16,8 @@ from hybridflow.config import Config
 from hybridflow.engines import LossFunction, Outputs, UpdateResult
 from hybridflow.protocol import DataProto
 from hybridflow.rollout import Completion, Request
+from hybridflow.rollout.weight_sync import WeightReceiver, WeightSender, build_sending_transport, build_transport
 from hybridflow.runtime import uniform
-from hybridflow.weight_sync import WeightReceiver, WeightSender, build_sending_transport, build_transport
 from hybridflow.workers import ActorWorker, InFlightRolloutWorker, RolloutWorker
 from hybridflow.workers.worker_process import prepare_worker_process
 
@@ -127,9 +127,6 @@ class WaitingRollout:
 
     def has_unfinished(self) -> bool:
         return bool(self._running)
-
-    def waiting(self) -> list[int]:
-        return []
 
     def step(self) -> None:
         assert self.version is not None, "weights were loaded"

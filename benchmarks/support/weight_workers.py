@@ -1,6 +1,6 @@
 """The two pools of a weight sync without their models: the transport is measured, not training or generation."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,16 @@ from hybridflow.config import Config
 from hybridflow.controller import Dispatch, Worker, register
 from hybridflow.models import build_without_weights
 from hybridflow.protocol import DataProto
+from hybridflow.rollout.weight_sync import (
+    Announcement,
+    ReceivesWeights,
+    SendsWeights,
+    WeightReceiver,
+    WeightSender,
+    build_sending_transport,
+    build_transport,
+)
 from hybridflow.runtime import keep_freed_memory, set_num_threads
-from hybridflow.weight_sync import WeightReceiver, WeightSender, build_sending_transport, build_transport
 
 
 def random_weights(path: str | Path) -> dict[str, Tensor]:
@@ -76,40 +84,38 @@ def _status(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-class Sender(Worker):
+class Sender(SendsWeights, Worker):
     """The part of an ActorWorker in a weight sync; each announcement has a new version."""
 
     def __init__(self, config: Config) -> None:
         keep_freed_memory()
         set_num_threads(config.controller.threads)
         self.engine, self.peak = GivenWeights(random_weights(config.model.path)), PeakMemory()
-        self.sender = WeightSender(self.engine, config, partial(build_sending_transport, config))
+        self.weight_sender = WeightSender(self.engine, config, partial(build_sending_transport, config))
 
     @register(Dispatch.ONE_TO_ALL)
-    def send_weights(self, step: Callable[..., Any], *args: Any) -> Any:
-        if step is WeightSender.announce:
-            self.engine.num_updates += 1
-            self.peak.start()
-        return step(self.sender, *args)
+    def announce_weights(self) -> Announcement:
+        self.engine.num_updates += 1
+        self.peak.start()
+        return super().announce_weights()
 
     @register(Dispatch.ONE_TO_ALL)
     def extra_memory(self) -> int:
         return self.peak.extra()
 
 
-class Receiver(Worker):
+class Receiver(ReceivesWeights, Worker):
     """The part of a RolloutWorker in a weight sync."""
 
     def __init__(self, config: Config) -> None:
         keep_freed_memory()
         set_num_threads(config.controller.threads)
-        self.receiver, self.peak = WeightReceiver(NoEngine(), "float32", build_transport(config)), PeakMemory()
+        self.weight_receiver, self.peak = WeightReceiver(NoEngine(), "float32", build_transport(config)), PeakMemory()
 
     @register(Dispatch.ONE_TO_ALL)
-    def receive_weights(self, step: Callable[..., Any], *args: Any) -> Any:
-        if step is WeightReceiver.start:
-            self.peak.start()
-        return step(self.receiver, *args)
+    def start_receiving(self, announced: Announcement) -> None:
+        self.peak.start()
+        super().start_receiving(announced)
 
     @register(Dispatch.ONE_TO_ALL)
     def extra_memory(self) -> int:

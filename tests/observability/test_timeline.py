@@ -28,8 +28,8 @@ EVENTS = {
         TraceEvent("step", "", "controller", "", 0.0, 6.0),
     ],
     2: [
-        call("send_weights", "a/0", 7, 8, waited_s=2.0),
-        call("send_weights", "a/1", 7, 8, waited_s=2.0),
+        call("send_bucket", "a/0", 7, 8, waited_s=2.0),
+        call("send_bucket", "a/1", 7, 8, waited_s=2.0),
         TraceEvent("probe", "take", "actor/0", "node-a", 8.0, 8.5),
         TraceEvent("parts", "update_actor", "actor/0", "", 8.5, 8.5, note="60% of the rows"),
         TraceEvent("recovery", "restart", "actor", "", 8.5, 9.0),
@@ -86,7 +86,7 @@ def test_the_rows_have_every_event_and_gap():
     assert shown["a/0"] == [
         *[("idle", "idle"), ("call", "generate_sequences")],
         *[("idle", "idle"), ("call", "update_actor")],
-        *[("idle", "idle"), ("weight_sync", "send_weights")],
+        *[("idle", "idle"), ("weight_sync", "send_bucket")],
     ]
     assert shown["transfers"] == [("send", "send update_actor"), ("read", "read update_actor"), ("probe", "take")]
     assert shown["steps"] == [("step", "step 1"), ("step", "step 2")]

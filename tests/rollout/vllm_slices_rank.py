@@ -27,8 +27,8 @@ from hybridflow.errors import HybridFlowError  # noqa: E402
 from hybridflow.models import load_causal_lm  # noqa: E402
 from hybridflow.rollout import Request, SamplingParams, generate, load_weights  # noqa: E402
 from hybridflow.rollout.vllm import VLLMRollout  # noqa: E402
+from hybridflow.rollout.weight_sync import InProcess, WeightReceiver, WeightSender, hand_over  # noqa: E402
 from hybridflow.runtime.boxes import Box  # noqa: E402
-from hybridflow.weight_sync import InProcess, WeightReceiver, WeightSender, hand_over  # noqa: E402
 
 SHARED_MEMORY = Path("/dev/shm")
 packed: dict[int, Tensor] = {}

@@ -11,7 +11,6 @@ import torch
 
 from hybridflow.errors import HybridFlowError, RolloutError, WeightSyncError
 from hybridflow.protocol import DataProto
-from hybridflow.weight_sync import WeightReceiver, WeightSender
 from hybridflow.workers import ActorWorker, InFlightRolloutWorker
 
 LONG_S = 240
@@ -80,19 +79,19 @@ class Pair:
         with torch.no_grad():
             for parameter in engine.parameters.values():
                 parameter += shift
-        send, receive = self.sender.send_weights, self.worker.receive_weights
-        announced = send(WeightSender.announce)
-        receive(WeightReceiver.start, replace(announced, specs=announced.specs[breaks == "start" :]))
+        sender, receiver = self.sender, self.worker
+        announced = sender.announce_weights()
+        receiver.start_receiving(replace(announced, specs=announced.specs[breaks == "start" :]))
         for _ in range(announced.num_buckets - (breaks == "finish")):
-            sent, contents = send(WeightSender.send)
+            sent, contents = sender.send_bucket()
             if breaks == "receive":
                 contents = contents ^ 1
-            receive(WeightReceiver.receive, (sent, contents))
-        receive(WeightReceiver.finish)
-        probe = send(WeightSender.compute_probe)
+            receiver.receive_bucket((sent, contents))
+        receiver.finish_receiving()
+        probe = sender.compute_probe()
         if breaks == "check":
             probe = replace(probe, log_probs=[[value - 1 for value in row] for row in probe.log_probs])
-        return receive(WeightReceiver.check, probe)
+        return receiver.check_weights(probe)
 
 
 @pytest.fixture
@@ -231,8 +230,8 @@ def test_no_step_runs_while_a_sync_is_not_complete(pair):
     both = pair()
     both.holds = {2}
     rows = in_thread(both.worker.finish_sequences, both.begin(prompts_of(1)))
-    announced = both.sender.send_weights(WeightSender.announce)
-    both.between_steps(both.worker.receive_weights, WeightReceiver.start, announced)()
+    announced = both.sender.announce_weights()
+    both.between_steps(both.worker.start_receiving, announced)()
     steps = both.steps
     threading.Event().wait(0.1)
     assert both.steps == steps == 3

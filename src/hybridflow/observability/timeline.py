@@ -13,7 +13,10 @@ from hybridflow.observability.trace import CONTROLLER, TraceEvent, union_seconds
 Events = Mapping[int, Sequence[TraceEvent]]
 """The events of a run by step, as `RunFiles.events`."""
 
-WEIGHT_SYNC = ("send_weights", "receive_weights", "sync_weights")
+WEIGHT_SYNC = (
+    *("announce_weights", "join_receivers", "send_bucket", "compute_probe", "finish_sending"),
+    *("join_sender", "start_receiving", "receive_bucket", "finish_receiving", "check_weights", "sync_weights"),
+)
 """Methods of a weight sync."""
 
 

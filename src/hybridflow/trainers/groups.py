@@ -17,6 +17,7 @@ from hybridflow.controller import (
 )
 from hybridflow.controller.mesh import ROLLOUT_MESH
 from hybridflow.observability import TraceEvent, get_logger, stage_seconds, transfer_metrics
+from hybridflow.rollout.weight_sync import RECEIVING, SENDING
 from hybridflow.trainers.slow_rank_watch import SlowRankWatch
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ STAGES = {
     "begin_score": "reward",
     "finish_score": "reward",
     "sync_weights": "weight_sync",
+    **dict.fromkeys(SENDING, "send_weights"),
+    **dict.fromkeys(RECEIVING, "receive_weights"),
     "compute_log_probs": "old_log_probs",
     "compute_ref_log_probs": "ref_log_probs",
     "compute_teacher_log_probs": "teacher",

@@ -11,6 +11,7 @@ from hybridflow.controller import Backend, Role, WorkerGroup
 from hybridflow.data import BatchLoader
 from hybridflow.models import decoder_shape, sequence_costs
 from hybridflow.observability import RL_FIGURES, idle_shares, performance_report, timed
+from hybridflow.rollout.weight_sync.conductor import WeightSync, weight_sync_of
 from hybridflow.trainers.groups import BackendOwner, processes_of
 from hybridflow.trainers.pool_sizes import PoolSizes
 from hybridflow.trainers.ppo import PPO
@@ -29,7 +30,6 @@ from hybridflow.trainers.token_budgets import TokenBudgets
 from hybridflow.trainers.training_loop import fit
 from hybridflow.trainers.training_state import TrainingSaver, restore_training
 from hybridflow.trainers.validation import Validator
-from hybridflow.trainers.weight_sync import WeightSync, weight_sync_of
 
 
 def connections(

@@ -1,8 +1,6 @@
 """The trained policy: log-probs of responses, updates, and weight sync to rollout engines."""
 
-from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 
@@ -10,7 +8,7 @@ from hybridflow.config import Config
 from hybridflow.controller import Dispatch, register
 from hybridflow.data import load_tokenizer, stop_token_ids
 from hybridflow.protocol import DataProto
-from hybridflow.weight_sync import WeightSender, build_sending_transport
+from hybridflow.rollout.weight_sync import SendsWeights, WeightSender, build_sending_transport
 from hybridflow.workers.algorithm_functions import reads_column
 from hybridflow.workers.log_prob_mismatch import KL, MEAN, SHARE, log_prob_mismatch_of
 from hybridflow.workers.losses import actor_columns, actor_loss
@@ -21,7 +19,7 @@ from hybridflow.workers.updates import run_updates
 from hybridflow.workers.worker_process import prepare_worker_process
 
 
-class ActorWorker(ModelWorker):
+class ActorWorker(SendsWeights, ModelWorker):
     """A worker that computes log-probs of responses and trains the policy on them. It does not generate."""
 
     component = "actor"
@@ -139,8 +137,3 @@ class ActorWorker(ModelWorker):
         """Discard what an unfinished step has left, a weight sync too."""
         super().abandon_step()
         self.weight_sender.abandon()
-
-    @register(Dispatch.ONE_TO_ALL)
-    def send_weights(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Run one step of a weight sync to another pool: a method of `WeightSender`, with its arguments."""
-        return step(self.weight_sender, *args)

@@ -7,8 +7,8 @@ from hybridflow.config import Config
 from hybridflow.controller import Dispatch, register
 from hybridflow.rewards.closure import Closure
 from hybridflow.rollout import load_weights
+from hybridflow.rollout.weight_sync import InProcess, WeightReceiver, WeightSender, hand_over
 from hybridflow.runtime import free_cached_memory
-from hybridflow.weight_sync import InProcess, WeightReceiver, WeightSender, hand_over
 from hybridflow.workers.actor import ActorWorker
 from hybridflow.workers.episodes import episode_worker
 from hybridflow.workers.generating import GeneratingWorker

@@ -1,14 +1,14 @@
 """Generation whose running sequences go on with new weights: batches begin and weights are loaded between two steps."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from hybridflow.config import Config, RolloutConfig, ValidationConfig
 from hybridflow.controller import Dispatch, register
 from hybridflow.protocol import DataProto
-from hybridflow.weight_sync import WeightReceiver
+from hybridflow.rollout.weight_sync import RECEIVING, Announcement, Probe
 from hybridflow.workers.generating import BEGUN_COLUMNS, TO_ENGINES
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.schedule import Schedule, read_schedule
@@ -21,7 +21,7 @@ class InFlightRolloutWorker(RolloutWorker):
     loaded, no step runs.
     """
 
-    beside = frozenset({"begin_sequences", "receive_weights", "take_schedule"})
+    beside = RECEIVING | {"begin_sequences", "take_schedule"}
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -58,23 +58,32 @@ class InFlightRolloutWorker(RolloutWorker):
         self._turn.hand_over()
 
     @register(Dispatch.ONE_TO_ALL)
-    def receive_weights(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Run one step of a weight sync; the engine takes no step from the first one to the check."""
-        if step is WeightReceiver.start and not self._is_loading:
+    def start_receiving(self, announced: Announcement) -> None:
+        """Expect the announced weights; the engine takes no step until `check_weights` has ended, or an error."""
+        if not self._is_loading:
             self._turn.ask()
             self._is_loading = True
+        with self.receiving():
+            self._schedule.event("load", announced.version)
+        super().start_receiving(announced)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def check_weights(self, probe: Probe) -> dict[str, float]:
+        """Check the weights, and let running sequences go on with them."""
+        metrics = super().check_weights(probe)
+        with self.receiving():
+            self.rollout.retract()
+        self._end_loading()
+        return metrics
+
+    @contextmanager
+    def receiving(self) -> Iterator[None]:
+        """Return a context in which a step of a sync runs; after an error the engine takes steps again."""
         try:
-            if step is WeightReceiver.start:
-                self._schedule.event("load", args[0].version)
-            result = super().receive_weights(step, *args)
-            if step is WeightReceiver.check:
-                self.rollout.retract()
+            yield
         except BaseException:
             self._end_loading()
             raise
-        if step is WeightReceiver.check:
-            self._end_loading()
-        return result
 
     @register(Dispatch.ONE_TO_ALL)
     def take_schedule(self) -> list[dict[str, Any]]:

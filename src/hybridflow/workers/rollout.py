@@ -1,24 +1,22 @@
 """Generation in a separate resource pool: the rollout engine receives its weights from the training pool."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from hybridflow.config import Config
-from hybridflow.controller import Dispatch, register
 from hybridflow.data import load_tokenizer, stop_token_ids
 from hybridflow.errors import RolloutError
 from hybridflow.models import DTYPES, build_with_placeholders
 from hybridflow.rewards.closure import Closure
+from hybridflow.rollout.weight_sync import ReceivesWeights, WeightReceiver, build_transport
 from hybridflow.runtime import own_device, require_dtype
-from hybridflow.weight_sync import WeightReceiver, build_transport
 from hybridflow.workers.episodes import episode_worker
 from hybridflow.workers.generating import GeneratingWorker
 from hybridflow.workers.rollout_engine import build_rollout_engine
 from hybridflow.workers.worker_process import prepare_worker_process
 
 
-class RolloutWorker(GeneratingWorker):
+class RolloutWorker(ReceivesWeights, GeneratingWorker):
     """A worker that generates with the weights of the last weight sync."""
 
     def __init__(self, config: Config, environments: Sequence[Closure] = ()) -> None:
@@ -44,8 +42,3 @@ class RolloutWorker(GeneratingWorker):
         if self.rollout.version is None:
             raise RolloutError("the rollout engine has no weights yet; sync weights before generating.")
         yield
-
-    @register(Dispatch.ONE_TO_ALL)
-    def receive_weights(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Run one step of a weight sync from the training pool: a method of `WeightReceiver`, with its arguments."""
-        return step(self.weight_receiver, *args)

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.kernels import library
+from hybridflow.rollout.weight_sync import fingerprint
+from hybridflow.rollout.weight_sync.fingerprint import BLOCK, Fingerprints, _odd
 from hybridflow.runtime.partial_tensor import PartialTensor
-from hybridflow.weight_sync import fingerprint
-from hybridflow.weight_sync.fingerprint import BLOCK, Fingerprints, _odd
 
 MODULUS = 2**64
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybridflow.config import load_config
-from hybridflow.weight_sync import Bucket, Ipc, fingerprint
+from hybridflow.rollout.weight_sync import Bucket, Ipc, fingerprint
 
 pytestmark = pytest.mark.gpu
 
@@ -17,7 +17,7 @@ RECEIVER = """
 import pickle, sys
 import torch
 from hybridflow.config import load_config
-from hybridflow.weight_sync import Ipc, fingerprint
+from hybridflow.rollout.weight_sync import Ipc, fingerprint
 end, rank = Ipc(load_config(None, [])), int(sys.argv[1])
 end.join("", rank, 3)
 if sys.argv[2] == "cpu":

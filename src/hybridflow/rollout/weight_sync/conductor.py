@@ -1,11 +1,10 @@
 """The controller's part of a weight sync: it calls the steps of both sides before generation.
 
-trainer   announce ── join ── send, send, ...           ── compute_probe ──┐        ── finish
-rollout               join ── start, receive, receive, ...── finish ── check
+trainer   announce_weights, join_receivers    send_bucket, send_bucket, ...       compute_probe      finish_sending
+rollout                     join_sender       start_receiving, receive_bucket ... finish_receiving, check_weights
 """
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,7 +12,7 @@ from hybridflow.config import Config
 from hybridflow.controller import WorkerGroup
 from hybridflow.observability import timed
 from hybridflow.protocol import Handle
-from hybridflow.weight_sync import IN_FLIGHT, Announcement, WeightReceiver, WeightSender
+from hybridflow.rollout.weight_sync.base import IN_FLIGHT, Announcement
 
 
 class WeightSync(Protocol):
@@ -92,7 +91,7 @@ class BetweenPools:
 
     def __call__(self) -> dict[str, float]:
         """Sync, if the rollout engines have an older version, and return the metrics."""
-        announced = self._trainer.send_weights(WeightSender.announce)[0]
+        announced = self._trainer.announce_weights()[0]
         if announced.version == self._version:
             return {}
         self._version = None
@@ -134,22 +133,22 @@ class BetweenPools:
     def _begin(self, announced: Announcement) -> "_Unfinished":
         """Send all weights without waiting for the receivers, whose calls run after the batches that they generate."""
         send, receive = self._send, self._receive
-        sent, calls = [], [receive(WeightReceiver.start, announced)]
+        sent, calls = [], [receive("start_receiving", announced)]
         for _ in range(announced.num_buckets):
-            of_ranks = send(WeightSender.send)
+            of_ranks = send("send_bucket")
             sent += of_ranks
-            calls.append(receive(WeightReceiver.receive, of_ranks[0]))
-        calls.append(receive(WeightReceiver.finish))
-        probe = send(WeightSender.compute_probe)
-        calls.append(receive(WeightReceiver.check, probe[0]))
-        sent += [*probe, *send(WeightSender.finish)]
+            calls.append(receive("receive_bucket", of_ranks[0]))
+        calls.append(receive("finish_receiving"))
+        probe = send("compute_probe")
+        calls.append(receive("check_weights", probe[0]))
+        sent += [*probe, *send("finish_sending")]
         self._trainer.backend.wait(sent)
         return _Unfinished(sent, calls)
 
     def _join(self, announced: Announcement) -> None:
         """Join both sides at the same time, since each waits for the other."""
-        joining = self._send(WeightSender.join, self._rollout.world_size)
-        joining += self._receive(WeightReceiver.join, announced)
+        joining = self._send("join_receivers", self._rollout.world_size)
+        joining += self._receive("join_sender", announced)
         self._trainer.backend.wait(joining)
         self._has_joined = True
 
@@ -159,31 +158,33 @@ class BetweenPools:
         After the start, only the oldest bucket is waited for while IN_FLIGHT later ones are unread, and then the check:
         over a slow link each wait is a round trip.
         """
-        self._rollout.receive_weights(WeightReceiver.start, announced)
+        self._rollout.start_receiving(announced)
         send, receive, backend = self._send, self._receive, self._trainer.backend
         unfinished: deque[list[Handle]] = deque()
         for _ in range(announced.num_buckets):
-            of_ranks = send(WeightSender.send)
-            unfinished.append([*of_ranks, *receive(WeightReceiver.receive, of_ranks[0])])
+            of_ranks = send("send_bucket")
+            unfinished.append([*of_ranks, *receive("receive_bucket", of_ranks[0])])
             if len(unfinished) > IN_FLIGHT:
                 backend.wait(unfinished[0])
                 backend.release(unfinished.popleft())
-        unfinished.append(receive(WeightReceiver.finish))
-        unfinished.append(probe := send(WeightSender.compute_probe))
-        unfinished.append(checks := receive(WeightReceiver.check, probe[0]))
+        unfinished.append(receive("finish_receiving"))
+        unfinished.append(probe := send("compute_probe"))
+        unfinished.append(checks := receive("check_weights", probe[0]))
         for calls in unfinished:  # one after another: the first error is the cause of later ones
             backend.wait(calls)
         metrics = _worst_of_ranks(backend.get(checks))
         for calls in unfinished:
             backend.release(calls)
-        self._trainer.send_weights(WeightSender.finish)  # which removes what receivers have not read
+        self._trainer.finish_sending()  # which removes what receivers have not read
         return metrics
 
-    def _send(self, step: Callable[..., Any], *args: Any) -> list[Handle]:
-        return self._trainer.execute_all_async("send_weights", step, *args)
+    def _send(self, method: str, *args: Any) -> list[Handle]:
+        """Call a method of `SendsWeights` on all ranks."""
+        return self._trainer.execute_all_async(method, *args)
 
-    def _receive(self, step: Callable[..., Any], *args: Any) -> list[Handle]:
-        return self._rollout.execute_all_async("receive_weights", step, *args)
+    def _receive(self, method: str, *args: Any) -> list[Handle]:
+        """Call a method of `ReceivesWeights` on all ranks."""
+        return self._rollout.execute_all_async(method, *args)
 
 
 def _worst_of_ranks(metrics: list[dict[str, float]]) -> dict[str, float]:

@@ -7,7 +7,7 @@ import torch
 
 from hybridflow.config import load_config
 from hybridflow.engines import TorchEngine
-from hybridflow.weight_sync import InProcess, WeightReceiver, WeightSender, hand_over
+from hybridflow.rollout.weight_sync import InProcess, WeightReceiver, WeightSender, hand_over
 
 pytestmark = pytest.mark.gpu
 

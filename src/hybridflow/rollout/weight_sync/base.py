@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from hybridflow.weight_sync.buckets import Bucket, WeightSpec
+from hybridflow.rollout.weight_sync.buckets import Bucket, WeightSpec
 
 IN_FLIGHT = 2
 """Buckets that may be sent and not yet received when the next one is gathered."""

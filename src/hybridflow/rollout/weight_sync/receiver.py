@@ -1,19 +1,20 @@
 """The receiver of a weight sync: it verifies the version and fingerprint of each tensor, then the probe."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from hybridflow.controller import Dispatch, register
 from hybridflow.errors import WeightSyncError
+from hybridflow.rollout.weight_sync.base import Announcement, Sent, WeightTransport
+from hybridflow.rollout.weight_sync.buckets import Bucket, WeightSpec, spec_of
+from hybridflow.rollout.weight_sync.fingerprint import Fingerprints
+from hybridflow.rollout.weight_sync.probe import Probe, ProbeCheck
 from hybridflow.runtime import naming_out_of_memory, note_progress, own_device
 from hybridflow.runtime.fault_points import fault_point
-from hybridflow.weight_sync.base import Announcement, Sent, WeightTransport
-from hybridflow.weight_sync.buckets import Bucket, WeightSpec, spec_of
-from hybridflow.weight_sync.fingerprint import Fingerprints
-from hybridflow.weight_sync.probe import Probe, ProbeCheck
 
 LESS_AT_ENGINE = (
     "set a smaller rollout.sync_bucket_bytes or rollout.gpu_memory_utilization, or memory.offload for roles that can "
@@ -132,3 +133,50 @@ class WeightReceiver:
                     f"{bucket.fingerprints[name]:016x} on the trainer."
                 )
             self._fingerprints[name] = found
+
+
+class ReceivesWeights:
+    """The calls of a worker group whose engines load the weights of another pool; a mixin of workers.
+
+    They are the steps of `WeightReceiver`, in this order. Each runs inside `receiving()`.
+    """
+
+    weight_receiver: WeightReceiver
+
+    @register(Dispatch.ONE_TO_ALL)
+    def join_sender(self, announced: Announcement) -> None:
+        """Connect to the sender, whose `join_receivers` is called at the same time."""
+        with self.receiving():
+            self.weight_receiver.join(announced)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def start_receiving(self, announced: Announcement) -> None:
+        """Expect the announced weights."""
+        with self.receiving():
+            self.weight_receiver.start(announced)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def receive_bucket(self, sent: tuple[Sent, Any]) -> None:
+        """Receive and load the bucket that `send_bucket` returned."""
+        with self.receiving():
+            self.weight_receiver.receive(sent)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def finish_receiving(self) -> None:
+        """Complete the loading of a version."""
+        with self.receiving():
+            self.weight_receiver.finish()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def check_weights(self, probe: Probe) -> dict[str, float]:
+        """Compare the engine's log-probs with those of `compute_probe`; return metrics."""
+        with self.receiving():
+            return self.weight_receiver.check(probe)
+
+    def receiving(self) -> AbstractContextManager[None]:
+        """Return a context in which a step of a sync runs; it does nothing here."""
+        return nullcontext()
+
+
+RECEIVING = frozenset({"join_sender", "start_receiving", "receive_bucket", "finish_receiving", "check_weights"})
+"""The names of these calls."""

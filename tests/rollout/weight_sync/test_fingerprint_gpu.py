@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hybridflow.weight_sync import fingerprint
-from hybridflow.weight_sync.fingerprint import BLOCK, PART, Fingerprints
+from hybridflow.rollout.weight_sync import fingerprint
+from hybridflow.rollout.weight_sync.fingerprint import BLOCK, PART, Fingerprints
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 

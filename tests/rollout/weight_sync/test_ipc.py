@@ -17,15 +17,15 @@ import torch
 from hybridflow.cli.exit_codes import ExitCode, exit_code
 from hybridflow.config import load_config
 from hybridflow.errors import ConfigError, LostWeightSyncError, WeightSyncError
-from hybridflow.weight_sync import IN_FLIGHT, Bucket, Ipc, Sent, fingerprint, gpu_memory
-from hybridflow.weight_sync.gpu_memory import GpuHandle
-from hybridflow.weight_sync.ipc import Shared
+from hybridflow.rollout.weight_sync import IN_FLIGHT, Bucket, Ipc, Sent, fingerprint, gpu_memory
+from hybridflow.rollout.weight_sync.gpu_memory import GpuHandle
+from hybridflow.rollout.weight_sync.ipc import Shared
 
 SENDER = """
 import os, pickle, sys
 import torch
 from hybridflow.config import load_config
-from hybridflow.weight_sync import Bucket, Ipc
+from hybridflow.rollout.weight_sync import Bucket, Ipc
 end = Ipc(load_config(None, []))
 end.join("", 0, 3)
 weights = {"a": torch.arange(6000.0), "b": torch.arange(7).to(torch.bfloat16)}

@@ -3,8 +3,8 @@
 import torch
 
 from hybridflow.config import Config
-from hybridflow.weight_sync.base import Sent, WeightTransport
-from hybridflow.weight_sync.buckets import Bucket, pack, packed_size, unpack
+from hybridflow.rollout.weight_sync.base import Sent, WeightTransport
+from hybridflow.rollout.weight_sync.buckets import Bucket, pack, packed_size, unpack
 
 
 class ObjectStore(WeightTransport):

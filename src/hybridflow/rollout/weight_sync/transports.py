@@ -4,11 +4,11 @@ import shutil
 from collections.abc import Callable, Mapping
 
 from hybridflow.config import Config
-from hybridflow.weight_sync.base import WeightTransport
-from hybridflow.weight_sync.broadcast import Broadcast
-from hybridflow.weight_sync.disk import Disk, sync_directory
-from hybridflow.weight_sync.ipc import Ipc
-from hybridflow.weight_sync.object_store import ObjectStore
+from hybridflow.rollout.weight_sync.base import WeightTransport
+from hybridflow.rollout.weight_sync.broadcast import Broadcast
+from hybridflow.rollout.weight_sync.disk import Disk, sync_directory
+from hybridflow.rollout.weight_sync.ipc import Ipc
+from hybridflow.rollout.weight_sync.object_store import ObjectStore
 
 TRANSPORTS: Mapping[str, Callable[[Config], WeightTransport]] = {
     "object_store": ObjectStore,

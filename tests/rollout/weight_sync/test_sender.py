@@ -5,11 +5,11 @@ import torch
 
 from hybridflow.config import load_config
 from hybridflow.errors import WeightSyncError
+from hybridflow.rollout.weight_sync import InProcess, WeightReceiver, WeightSender, WeightSpec, fingerprint, hand_over
+from hybridflow.rollout.weight_sync.buckets import Bucket, corrupt
+from hybridflow.rollout.weight_sync.fingerprint import Fingerprints
 from hybridflow.runtime import progress
 from hybridflow.runtime.partial_tensor import PartialTensor, contents_of
-from hybridflow.weight_sync import InProcess, WeightReceiver, WeightSender, WeightSpec, fingerprint, hand_over
-from hybridflow.weight_sync.buckets import Bucket, corrupt
-from hybridflow.weight_sync.fingerprint import Fingerprints
 
 
 class Engine:
@@ -158,7 +158,7 @@ def test_a_bit_flipped_in_a_bucket_is_detected_and_is_not_the_trainers(engine, c
         assert phase == "sync_send"
         flip_bit()
 
-    monkeypatch.setattr("hybridflow.weight_sync.sender.fault_point", flip)
+    monkeypatch.setattr("hybridflow.rollout.weight_sync.sender.fault_point", flip)
     before = {name: tensor.clone() for name, tensor in engine.tensors.items()}
     with pytest.raises(WeightSyncError, match="weight 'a' changed in transit"):
         hand_over(WeightSender(engine, config, InProcess), receiver)

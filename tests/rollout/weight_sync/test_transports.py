@@ -15,7 +15,7 @@ import torch
 
 from hybridflow.config import Config, RolloutConfig, load_config
 from hybridflow.errors import LostWeightSyncError, WeightSyncError
-from hybridflow.weight_sync import (
+from hybridflow.rollout.weight_sync import (
     TRANSPORTS,
     Broadcast,
     Bucket,

@@ -13,8 +13,8 @@ from hybridflow.config import load_config
 from hybridflow.engines import TorchEngine
 from hybridflow.models import build_with_placeholders
 from hybridflow.rollout import EmbeddedRollout
-from hybridflow.weight_sync import InProcess, WeightReceiver, WeightSender, hand_over
-from hybridflow.weight_sync.fingerprint import Fingerprints
+from hybridflow.rollout.weight_sync import InProcess, WeightReceiver, WeightSender, hand_over
+from hybridflow.rollout.weight_sync.fingerprint import Fingerprints
 
 ON_HOST = {"cpu", "numpy", "tolist", "pin_memory", "__array__", "to", "cuda", "type"}
 """Calls of tensors that may copy to another device, among them those that need no kernel for a tensor on a CPU."""

@@ -9,9 +9,10 @@ import torch
 from hybridflow.config import load_config
 from hybridflow.controller import ClassWithInitArgs, Dispatch, ResourcePool, WorkerGroup, register
 from hybridflow.errors import RolloutError, WeightSyncError, WorkerDiedError
+from hybridflow.observability import timeline
 from hybridflow.protocol import DataProto
-from hybridflow.trainers.weight_sync import BetweenPools
-from hybridflow.weight_sync import Disk, WeightReceiver, WeightSender
+from hybridflow.rollout.weight_sync import RECEIVING, SENDING, Disk, ReceivesWeights, SendsWeights
+from hybridflow.rollout.weight_sync.conductor import BetweenPools
 from hybridflow.workers import ActorWorker, InFlightRolloutWorker, RolloutWorker
 
 LONG_S = 240
@@ -94,11 +95,14 @@ class Gated(RolloutWorker):
         raise TimeoutError(path)
 
     @register(Dispatch.ONE_TO_ALL)
-    def receive_weights(self, step, *args):
-        self.num_syncs += step is WeightReceiver.start
-        if self.num_syncs == 2 and step is WeightReceiver.receive:
-            args = ((args[0][0], args[0][1] ^ 1),)
-        return step(self.weight_receiver, *args)
+    def start_receiving(self, announced):
+        self.num_syncs += 1
+        super().start_receiving(announced)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def receive_bucket(self, sent):
+        description, contents = sent
+        super().receive_bucket((description, contents ^ 1 if self.num_syncs == 2 else contents))
 
 
 @pytest.mark.ray
@@ -137,15 +141,15 @@ def test_a_process_that_dies_in_a_sync_in_flight_ends_the_run_with_its_error(tin
     generate = WorkerGroup(ResourcePool([1]), classes, ray_backend, "generate", mesh)
     with learn, generate:
         BetweenPools(learn, generate)()
-        announced = learn.send_weights(WeightSender.announce)[0]
-        generate.receive_weights(WeightReceiver.start, announced)  # the engine takes no step from here on
+        announced = learn.announce_weights()[0]
+        generate.start_receiving(announced)  # the engine takes no step from here on
         waiting = generate.execute_all_async("begin_sequences", prompts())
         {"learn": learn, "generate": generate}[dying].execute_all_async("die")
 
         def send_all():
             for _ in range(announced.num_buckets):
-                (sent,) = learn.send_weights(WeightSender.send)
-                generate.receive_weights(WeightReceiver.receive, sent)
+                (sent,) = learn.send_bucket()
+                generate.receive_bucket(sent)
             ray_backend.wait(waiting)
 
         with pytest.raises(WorkerDiedError, match=f"worker {dying}/0 .*died before"):
@@ -156,3 +160,10 @@ class MortalInFlight(InFlightRolloutWorker):
     @register(Dispatch.ONE_TO_ALL)
     def die(self):
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_timeline_knows_the_calls_of_a_sync():
+    assert {*SENDING, *RECEIVING, "sync_weights"} == set(timeline.WEIGHT_SYNC)
+    assert InFlightRolloutWorker.beside > RECEIVING
+    assert all(hasattr(SendsWeights, name) for name in SENDING)
+    assert all(hasattr(ReceivesWeights, name) for name in RECEIVING)

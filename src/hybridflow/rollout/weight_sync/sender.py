@@ -7,14 +7,15 @@ import torch
 from torch import Size, Tensor
 
 from hybridflow.config import Config
+from hybridflow.controller import Dispatch, register
 from hybridflow.errors import WeightSyncError
 from hybridflow.protocol import DataProto
+from hybridflow.rollout.weight_sync.base import Announcement, Sent, WeightTransport
+from hybridflow.rollout.weight_sync.buckets import Bucket, WeightSpec, corrupt, fill_buckets, plan_buckets
+from hybridflow.rollout.weight_sync.probe import Probe, probe_sequences
 from hybridflow.runtime import naming_out_of_memory, note_progress, own_device, preferred_dtype
 from hybridflow.runtime.boxes import Box
 from hybridflow.runtime.fault_points import fault_point
-from hybridflow.weight_sync.base import Announcement, Sent, WeightTransport
-from hybridflow.weight_sync.buckets import Bucket, WeightSpec, corrupt, fill_buckets, plan_buckets
-from hybridflow.weight_sync.probe import Probe, probe_sequences
 
 SMALLER_BUCKETS = "set a smaller rollout.sync_bucket_bytes, or memory.offload for roles that can wait"
 """What to change if there is no memory for the gathered weights."""
@@ -111,3 +112,41 @@ class WeightSender:
         self._buckets = iter(())
         if self._transport is not None:
             self._transport.finish()
+
+
+class SendsWeights:
+    """The calls of a worker group whose ranks send their weights to another pool; a mixin of workers.
+
+    They are the steps of `WeightSender`, in this order; each rank gathers weights, rank 0 sends them.
+    """
+
+    weight_sender: WeightSender
+
+    @register(Dispatch.ONE_TO_ALL)
+    def announce_weights(self) -> Announcement:
+        """Return the description of the weights that follow."""
+        return self.weight_sender.announce()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def join_receivers(self, num_receivers: int) -> None:
+        """Connect to the receivers, whose `join_sender` is called at the same time."""
+        self.weight_sender.join(num_receivers)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def send_bucket(self) -> tuple[Sent, Any]:
+        """Send the next bucket of weights; return the message for `receive_bucket`."""
+        return self.weight_sender.send()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def compute_probe(self) -> Probe:
+        """Return log-probs that the engines must reproduce."""
+        return self.weight_sender.compute_probe()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def finish_sending(self) -> None:
+        """Wait until all buckets are received, and release what was used to send them."""
+        self.weight_sender.finish()
+
+
+SENDING = frozenset({"announce_weights", "join_receivers", "send_bucket", "compute_probe", "finish_sending"})
+"""The names of these calls."""

@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 
 from hybridflow.config import Config
 from hybridflow.errors import WeightSyncError
+from hybridflow.rollout.weight_sync.base import Sent, WeightTransport
+from hybridflow.rollout.weight_sync.buckets import Bucket
 from hybridflow.runtime import require_plain_file
-from hybridflow.weight_sync.base import Sent, WeightTransport
-from hybridflow.weight_sync.buckets import Bucket
 
 
 def sync_directory(config: Config) -> Path:

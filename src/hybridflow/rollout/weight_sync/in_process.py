@@ -1,9 +1,9 @@
 """Weight sync inside one process: the rollout engine loads the gathered tensors or slices without a copy."""
 
-from hybridflow.weight_sync.base import Sent, WeightTransport
-from hybridflow.weight_sync.buckets import Bucket
-from hybridflow.weight_sync.receiver import WeightReceiver
-from hybridflow.weight_sync.sender import WeightSender
+from hybridflow.rollout.weight_sync.base import Sent, WeightTransport
+from hybridflow.rollout.weight_sync.buckets import Bucket
+from hybridflow.rollout.weight_sync.receiver import WeightReceiver
+from hybridflow.rollout.weight_sync.sender import WeightSender
 
 
 class InProcess(WeightTransport):

@@ -10,9 +10,9 @@ from torch._C._distributed_c10d import Store
 
 from hybridflow.config import Config
 from hybridflow.errors import LostWeightSyncError
+from hybridflow.rollout.weight_sync.base import Sent, WeightTransport
+from hybridflow.rollout.weight_sync.buckets import Bucket, pack, packed_size, unpack
 from hybridflow.runtime import new_store_name, open_store, own_device
-from hybridflow.weight_sync.base import Sent, WeightTransport
-from hybridflow.weight_sync.buckets import Bucket, pack, packed_size, unpack
 
 
 class Broadcast(WeightTransport):

@@ -9,7 +9,7 @@ import torch
 from hybridflow.errors import HybridFlowError, RolloutError, WeightSyncError
 from hybridflow.models import DTYPES, build_with_placeholders, load_causal_lm
 from hybridflow.rollout import EmbeddedRollout, Request, RolloutEngine, SamplingParams, generate
-from hybridflow.weight_sync import (
+from hybridflow.rollout.weight_sync import (
     Announcement,
     Bucket,
     InProcess,

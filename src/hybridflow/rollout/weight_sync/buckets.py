@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hybridflow.errors import WeightSyncError
+from hybridflow.rollout.weight_sync.fingerprint import Fingerprints
 from hybridflow.runtime.fault_points import with_flipped_bit
 from hybridflow.runtime.partial_tensor import contents_of, with_contents
-from hybridflow.weight_sync.fingerprint import Fingerprints
 
 ALIGNMENT = 64
 """Alignment in bytes of each tensor in a packed bucket."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hybridflow.config import load_config
-from hybridflow.weight_sync import Broadcast, Bucket
+from hybridflow.rollout.weight_sync import Broadcast, Bucket
 
 pytestmark = pytest.mark.gpu
 
