@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from hybridflow.config import Config, leaf_keys, load_config
+from hybridflow.config.removed_keys import REMOVED
 from hybridflow.errors import ConfigError
 
 
@@ -74,6 +75,10 @@ def test_old_and_removed_names_are_errors_unless_with_the_fixed_value(tmp_path):
         "advice.warmup: no such key; it was removed, and its value is fixed at 0.5; leave it out",
         "data.shuffle: no such key; replaced by data.order = 'shuffled' or 'sequential'",
         "sft: no such section; renamed to [offline]",
+    ]
+    assert problems(write(tmp_path, "[faults]\nplan = []\nplans = 1\n"))[1:] == [
+        f"faults.plan was removed: {REMOVED['faults.plan']}",
+        "faults.plans: no such key; did you mean placement.pools?",
     ]
     recipe = write(tmp_path, "[advice]\nwarmup = 0.5\nmicro_batches = 64\nkl = 0.2\n")
     assert load_config(recipe).advice.kl == 0.2

@@ -8,7 +8,6 @@ from hybridflow.config.sections.base import RoleName, Section
 from hybridflow.config.sections.config import Config
 from hybridflow.config.sections.data import DataConfig, RewardConfig
 from hybridflow.config.sections.environment import EnvironmentConfig
-from hybridflow.config.sections.faults import FaultsConfig
 from hybridflow.config.sections.generation import RolloutConfig, ValidationConfig
 from hybridflow.config.sections.learning import (
     ActorConfig,
@@ -38,7 +37,6 @@ __all__ = [
     "DTypeName",
     "DataConfig",
     "EnvironmentConfig",
-    "FaultsConfig",
     "LoRAConfig",
     "MemoryConfig",
     "ModelConfig",

@@ -13,6 +13,7 @@ from hybridflow.config.aliases import keys_of_alias
 from hybridflow.config.checks import contradictions
 from hybridflow.config.keys import DIRECTORIES, FILES, holds_text, leaf_keys, nearest_key, sections
 from hybridflow.config.packaged_recipes import packaged_recipe
+from hybridflow.config.removed_keys import REMOVED
 from hybridflow.config.sections.config import Config
 from hybridflow.errors import ConfigError
 
@@ -191,12 +192,15 @@ def _unknown(name: str, value: Any) -> list[str]:
     if longest := max((leaf for leaf in leaves if len(leaf) > LONGEST_KEY), key=len, default=None):
         return [f"{_shown(longest)}: no such key; it has {len(longest)} characters"]
     nearest = None
-    if isinstance(value, dict) and not any(map(keys_of_alias, leaves)):
+    if isinstance(value, dict) and not any(leaf in REMOVED or keys_of_alias(leaf) for leaf in leaves):
         nearest = nearest_key(name, [section for section, _ in sections() if section])
     if nearest or not leaves:
         return [f"{name}: no such section; {_hint(nearest)}"]
     return [
-        f"{leaf}: no such key; {_describe_keys(keys_of_alias(leaf)) or _hint(nearest_key(leaf))}" for leaf in leaves
+        f"{leaf} was removed: {REMOVED[leaf]}"
+        if leaf in REMOVED
+        else f"{leaf}: no such key; {_describe_keys(keys_of_alias(leaf)) or _hint(nearest_key(leaf))}"
+        for leaf in leaves
     ]
 
 

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from hybridflow.errors import WeightSyncError
-from hybridflow.runtime.fault_points import with_flipped_bit
-from hybridflow.runtime.partial_tensor import contents_of, with_contents
 from hybridflow.weight_sync.fingerprint import Fingerprints
 
 ALIGNMENT = 64
@@ -100,12 +98,6 @@ def fill_buckets(
             if with_fingerprints:
                 fingerprints.add(name, tensor)
         yield Bucket(gathered, fingerprints.read(), version)
-
-
-def corrupt(bucket: Bucket) -> None:
-    """Flip one bit of a copy of the first weight of a bucket, whose fingerprints stay: a fault of kind "corrupt"."""
-    name, tensor = next(iter(bucket.weights.items()))
-    bucket.weights[name] = with_contents(tensor, with_flipped_bit(contents_of(tensor)))
 
 
 def packed_size(specs: Iterable[WeightSpec]) -> int:

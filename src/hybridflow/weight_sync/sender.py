@@ -13,7 +13,7 @@ from hybridflow.runtime import naming_out_of_memory, note_progress, own_device, 
 from hybridflow.runtime.boxes import Box
 from hybridflow.runtime.fault_points import fault_point
 from hybridflow.weight_sync.base import Announcement, Sent, WeightTransport
-from hybridflow.weight_sync.buckets import Bucket, WeightSpec, corrupt, fill_buckets, plan_buckets
+from hybridflow.weight_sync.buckets import Bucket, WeightSpec, fill_buckets, plan_buckets
 from hybridflow.weight_sync.probe import Probe, probe_sequences
 
 SMALLER_BUCKETS = "set a smaller rollout.sync_bucket_bytes, or memory.offload for roles that can wait"
@@ -95,7 +95,7 @@ class WeightSender:
         with naming_out_of_memory("a weight sync", own_device(), SMALLER_BUCKETS, WeightSyncError):
             bucket = next(self._buckets)
             note_progress()
-            fault_point("sync_send", lambda: corrupt(bucket))
+            fault_point("sync_send", bucket)
             return (self._transport.send(bucket) if self._transport else Sent((), {}, bucket.version)).apart()
 
     def compute_probe(self) -> Probe:
