@@ -16,8 +16,7 @@ from hybridflow.controller import (
     register,
     register_dispatch_mode,
 )
-from hybridflow.controller.group_shares import GroupShares
-from hybridflow.controller.part_sizes import MAX_WAITING, MeasuredParts, SteadyShares, sizes_of_shares
+from hybridflow.controller.part_sizes import MAX_WAITING, GroupShares, MeasuredParts, SteadyShares, sizes_of_shares
 from hybridflow.errors import DispatchError
 from hybridflow.observability import Trace
 from hybridflow.protocol import DataProto
@@ -163,21 +162,23 @@ def test_a_call_of_zero_duration_is_ignored():
     assert measured([4, 4], *[[0.0, 3.0]] * 9).shares.values == [0.5, 0.5]
 
 
-BACKENDS = ("hybridflow.controller.local", "hybridflow.controller.ray.worker_process")
+CLOCKS = ("hybridflow.controller.local", "hybridflow.controller.ray.worker_process", "hybridflow.observability.waits")
 
 
 class Clock:
-    """Stands for the module `time` of a backend; only the workers move it."""
+    """Stands for the module `time` where calls are measured; only the workers move it."""
 
     now = 0.0
 
     def time(self):
         return self.now
 
+    perf_counter = time
+
 
 def clock_of_this_process():
     """Return the clock by which the backends measure calls in this process; the first caller installs it."""
-    modules = [sys.modules[name] for name in BACKENDS if name in sys.modules]
+    modules = [sys.modules[name] for name in CLOCKS if name in sys.modules]
     clocks = [module.time for module in modules if hasattr(module.time, "now")] or [Clock()]
     for module in modules:
         module.time = clocks[0]
@@ -186,7 +187,7 @@ def clock_of_this_process():
 
 @pytest.fixture(autouse=True)
 def restored_time(monkeypatch):
-    for module in [sys.modules[name] for name in BACKENDS if name in sys.modules]:
+    for module in [sys.modules[name] for name in CLOCKS if name in sys.modules]:
         monkeypatch.setattr(module, "time", module.time)
 
 

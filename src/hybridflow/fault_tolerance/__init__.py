@@ -2,19 +2,15 @@
 
 from hybridflow.fault_tolerance.decisions import ACTIONS, Action, Fault, action_for, fault_of
 from hybridflow.fault_tolerance.groups import Restartable, RestartedGroups
-from hybridflow.fault_tolerance.slow_ranks import Rank, SlowRanks, find_slow_ranks
 from hybridflow.fault_tolerance.tries import Tries
 
 __all__ = [
     "ACTIONS",
     "Action",
     "Fault",
-    "Rank",
     "Restartable",
     "RestartedGroups",
-    "SlowRanks",
     "Tries",
     "action_for",
     "fault_of",
-    "find_slow_ranks",
 ]

@@ -29,7 +29,7 @@ class Waits:
     `clock`: seconds of a clock that never goes back.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = lambda: time.perf_counter()) -> None:
         self._lock, self._clock = Lock(), clock
         self._num_running, self._idle_since = 0, clock()
 

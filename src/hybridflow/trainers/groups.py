@@ -16,11 +16,10 @@ from hybridflow.controller import (
     spawn_colocated,
 )
 from hybridflow.observability import TraceEvent, get_logger, stage_seconds, transfer_metrics
-from hybridflow.trainers.slow_rank_watch import SlowRankWatch
 from hybridflow.workers.generating import ROLLOUT_MESH
 
 if TYPE_CHECKING:
-    from hybridflow.trainers.rank_speeds import RankSpeeds
+    from hybridflow.trainers.rank_speeds import RankSpeeds, SlowRankWatch
 
 logger = get_logger(__name__)
 
@@ -68,7 +67,6 @@ def build_backend(config: Config) -> Backend:
         report_after_s=controller.report_after_s,
         threads=controller.threads,
         compress=controller.compress_transfers,
-        prefer_fast_links=controller.parts == "measured",
     )
 
 
@@ -89,7 +87,7 @@ class BackendOwner:
 
     recovery: "Closable | None" = None
 
-    slow_ranks: SlowRankWatch | None = None
+    slow_ranks: "SlowRankWatch | None" = None
 
     rank_speeds: "RankSpeeds | None" = None
 
@@ -222,3 +220,17 @@ def build_pool(
         gpus_per_process=config.controller.gpus_per_worker,
         environment=config.controller.environment,
     )
+
+
+def groups_of_pools(config: Config, groups: Mapping[Role, WorkerGroup], method: str) -> list[WorkerGroup]:
+    """Return a group with this method for each pool, for what concerns processes: roles of one pool share them.
+
+    With updates in flight and with lending, the ranks that generate are left out: they would answer only after the
+    batches that run.
+    """
+    runs_on = config.updates_in_flight or config.placement.lend
+    of_pools: dict[int, WorkerGroup] = {}
+    for role, group in groups.items():
+        if method in group.methods and not (runs_on and role is Role.Rollout):
+            of_pools.setdefault(id(group.resource_pool), group)
+    return list(of_pools.values())

@@ -15,12 +15,11 @@ from hybridflow.trainers.in_flight import ScheduleLog
 from hybridflow.trainers.length_bias import LengthBias
 from hybridflow.trainers.pool_sizes import PoolSizes
 from hybridflow.trainers.ppo import PPO
-from hybridflow.trainers.rank_speeds import measured_shares, part_metrics
+from hybridflow.trainers.rank_speeds import measured_shares, part_metrics, watch_slow_ranks
 from hybridflow.trainers.recovery import build_recovery
 from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, staleness_metrics
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.samples import Samples, samples_of
-from hybridflow.trainers.slow_rank_watch import watch_slow_ranks
 from hybridflow.trainers.speed import Speedometer
 from hybridflow.trainers.stages import updates_per_step
 from hybridflow.trainers.token_budgets import TokenBudgets

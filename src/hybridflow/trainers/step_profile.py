@@ -10,7 +10,7 @@ from typing import Protocol
 from hybridflow.config import Config
 from hybridflow.controller import Role, WorkerGroup
 from hybridflow.observability import get_logger
-from hybridflow.trainers.pool_groups import groups_of_pools
+from hybridflow.trainers.groups import groups_of_pools
 from hybridflow.trainers.samples import Samples
 
 logger = get_logger(__name__)

@@ -9,13 +9,12 @@ from hybridflow.errors import HybridFlowError, WorkerError
 from hybridflow.observability import TraceEvent, get_logger, memory_bytes
 from hybridflow.runtime import StopRequest
 from hybridflow.runtime.fault_points import fault_point
-from hybridflow.trainers.rank_speeds import RankSpeeds
+from hybridflow.trainers.rank_speeds import RankSpeeds, SlowRankWatch
 from hybridflow.trainers.recovery import Recovery, recovering
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.run_log import RunLog
 from hybridflow.trainers.samples import Samples
 from hybridflow.trainers.save_schedule import SaveSchedule
-from hybridflow.trainers.slow_rank_watch import SlowRankWatch
 from hybridflow.trainers.step_profile import Profiled, train_step
 
 logger = get_logger(__name__)
