@@ -4,6 +4,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from pydantic import ValidationError
 from hybridflow.config.aliases import keys_of_alias
 from hybridflow.config.checks import contradictions
 from hybridflow.config.keys import DIRECTORIES, FILES, holds_text, leaf_keys, nearest_key, sections
-from hybridflow.config.packaged_recipes import packaged_recipe
 from hybridflow.config.removed_keys import REMOVED
 from hybridflow.config.sections.config import Config
 from hybridflow.errors import ConfigError
@@ -225,3 +225,24 @@ def _describe_keys(keys: Sequence[str]) -> str:
     if len(keys) < 2:
         return f"the key here is {keys[0]}" if keys else ""
     return f"the keys here are {', '.join(keys[:-1])} and {keys[-1]}"
+
+
+PACKAGED = Path(str(files("hybridflow").joinpath("recipes")))
+ALGORITHMS = PACKAGED / "algorithms"
+
+
+def packaged_recipe(name: str | Path) -> Path | None:
+    """Return the file of a name such as "dapo", or of a path such as recipes/countdown_grpo.toml; None for another."""
+    text = str(name)
+    if re.fullmatch(r"[A-Za-z0-9_-]+", text):
+        file = ALGORITHMS / f"{text.replace('-', '_')}.toml"
+    elif text.startswith("recipes/") and ".." not in Path(text).parts:
+        file = PACKAGED / text.removeprefix("recipes/")
+    else:
+        return None
+    return file if file.is_file() else None
+
+
+def algorithm_names() -> list[str]:
+    """Return the names of the recipes of algorithms."""
+    return sorted(path.stem for path in ALGORITHMS.glob("*.toml"))

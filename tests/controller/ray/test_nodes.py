@@ -17,8 +17,8 @@ from hybridflow.controller.ray import (
     split_resource_pool,
 )
 from hybridflow.controller.ray.cluster import Connection, gpus_for
-from hybridflow.controller.ray.interfaces import own_interface
 from hybridflow.controller.ray.nodes import Node, choose_nodes, does_not_fit, sorted_nodes
+from hybridflow.controller.ray.worker_process import own_interface
 from hybridflow.errors import ConfigError
 
 ONE_CPU = {"CPU": 1.0}

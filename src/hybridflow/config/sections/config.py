@@ -3,8 +3,7 @@
 from hybridflow.config.sections.advice import AdviceConfig
 from hybridflow.config.sections.base import Section
 from hybridflow.config.sections.data import DataConfig, RewardConfig
-from hybridflow.config.sections.environment import EnvironmentConfig
-from hybridflow.config.sections.generation import RolloutConfig, ValidationConfig
+from hybridflow.config.sections.generation import EnvironmentConfig, RolloutConfig, ValidationConfig
 from hybridflow.config.sections.learning import ActorConfig, AlgorithmConfig, CriticConfig, OfflineConfig
 from hybridflow.config.sections.models import (
     DTypeName,
