@@ -27,7 +27,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup setup-vllm demo demo-control demo-tools rlhf learn chaos soak smoke test types fast-tests test-runs test-vllm test-all test-gpu fix
 .PHONY: bench-balance bench-compiled_kernels bench-controller_scale bench-episodes bench-gpu bench-grpo_step bench-lag_kills
-.PHONY: bench-lag_learning bench-overlap bench-recovery bench-report bench-rewards bench-rollout bench-slow_link bench-slow_reward bench-snapshot_size bench-trace_share bench-train_engine bench-uneven
+.PHONY: bench-lag_learning bench-overlap bench-recovery bench-report bench-rewards bench-rollout bench-slow_reward bench-snapshot_size bench-trace_share bench-train_engine bench-uneven
 .PHONY: bench-transport bench-weight_sync
 
 help: ## show this list
@@ -135,9 +135,6 @@ bench-recovery: $(STAMP) ## the cost of snapshots, and the time until a run goes
 
 bench-uneven: $(STAMP) ## ranks and engines of unequal speed: measured parts against equal ones and a perfect split
 	$(BIN)/python benchmarks/uneven.py $(ARGS)
-
-bench-slow_link: $(STAMP) ## a node behind a slow link: steps that avoid it or use it, and a weight sync over it; needs root
-	$(BIN)/python benchmarks/slow_link.py $(ARGS)
 
 bench-report: $(STAMP) ## the page of a run of 100,000 responses: open, filter, size; the cost of a run's files
 	$(BIN)/python benchmarks/report.py $(ARGS)

@@ -10,7 +10,7 @@ undisturbed run. Exits with status 1 if one differs, if a run does not come to i
 process.
 """
 
-import json
+import os
 import random
 import signal
 import statistics
@@ -28,12 +28,13 @@ import psutil
 from support.arguments import parser_of
 from support.environments import ROOT
 from support.errors import BenchmarkError
+from support.faults import DRIVER, PHASES, Fault, fired_faults, kinds_at, phases_of, plan_faults, workers_of
 from support.program import run
 from support.report import Row, print_rows, print_table
 
 from hybridflow.config import Config, load_config
-from hybridflow.config.faults import DRIVER, PHASES, Fault, kinds_at, phases_of, workers_of
 from hybridflow.observability import read_jsonl
+from hybridflow.runtime.fault_points import FAULTS_VARIABLE
 
 sys.path.append(str(ROOT / "tests"))
 sys.path.append(str(ROOT / "examples"))
@@ -55,7 +56,7 @@ END_TIMEOUT_S = 60.0
 SETTINGS = (
     *("controller.backend=ray", "controller.cpus_per_worker=0.5", "controller.object_store_bytes=100000000"),
     *("placement.pools={learn=[2],generate=[2]}", "placement.roles.rollout=generate"),
-    *("controller.heartbeat_timeout_s=8", "faults.delay_s=1", "recovery.max_restarts=10", "recovery.backoff_s=0.1"),
+    *("controller.heartbeat_timeout_s=8", "recovery.max_restarts=10", "recovery.backoff_s=0.1"),
     *("trainer.save_every=2", f"trainer.total_steps={STEPS}"),
 )
 
@@ -149,7 +150,7 @@ class Chaos:
         found = [key for key in {**one, **other} if one.get(key) != other.get(key)]
         self.different += len(found)
         if plan:
-            rows = read_jsonl(self._directory / name / "faults" / "fired.jsonl")
+            rows = fired_faults(self._directory / name)
             self.fired.update((row["phase"], row["kind"]) for row in rows)
             if (recoveries := self._directory / name / "recoveries.jsonl").exists():
                 self._note_times(rows, read_jsonl(recoveries))
@@ -208,11 +209,14 @@ class Chaos:
         return ", ".join(f"{count} times {victim}" for victim, count in kills.items()) or "nothing killed"
 
     def _start(self, like: str, name: str, plan: list[str]) -> "subprocess.Popen[bytes]":
-        run_dir = f"trainer.run_dir={self._directory}/{name}"
-        line = [sys.executable, "-m", "hybridflow", *self._commands[like], *SETTINGS, run_dir]
-        line += [f"faults.plan={json.dumps(plan)}"] if plan else []
+        run_dir = self._directory / name
+        line = [sys.executable, "-m", "hybridflow", *self._commands[like], *SETTINGS, f"trainer.run_dir={run_dir}"]
+        environment = dict(os.environ)
+        if plan:
+            next_step = 1 + max((int(path.name[-6:]) for path in run_dir.glob("checkpoints/step_*[0-9]")), default=0)
+            environment[FAULTS_VARIABLE] = plan_faults(run_dir, plan, next_step, delay_s=1.0)
         with (self._directory / f"{name}.txt").open("ab") as output:
-            return subprocess.Popen(line, stdout=output, stderr=output)
+            return subprocess.Popen(line, stdout=output, stderr=output, env=environment)
 
     def _end_of_output(self, name: str) -> str:
         return (self._directory / f"{name}.txt").read_text(errors="replace")[-3000:]

@@ -29,7 +29,7 @@ from support.countdown import configured, write_task
 from support.program import run
 from support.report import Row, print_rows
 
-from hybridflow.controller.group_shares import GroupShares
+from hybridflow.controller.part_sizes import GroupShares
 from hybridflow.trainers import PPOTrainer, build_trainer
 
 ENGINES = ("placement.pools={learn=[1],generate=[2]}", "placement.roles.rollout=generate")

@@ -11,7 +11,7 @@ import pytest
 
 SCRIPTS = sorted(path.stem for path in (Path(__file__).parents[2] / "benchmarks").glob("*.py"))
 BARE_MACHINE = str(Path(__file__).parents[1] / "fixtures/bare_machine")
-ON_RAY = {"chaos", "lag_kills", "overlap", "recovery", "slow_link", "soak", "transport", "uneven", "weight_sync"}
+ON_RAY = {"chaos", "lag_kills", "overlap", "recovery", "soak", "transport", "uneven", "weight_sync"}
 QUICK = ("balance", "report", "rewards", "rollout", "snapshot_size", "trace_share")
 """Benchmarks whose smoke run takes less than 20 seconds; three of them are in a sample."""
 
@@ -42,9 +42,7 @@ def is_figure(value):
 
 @pytest.mark.runs
 @pytest.mark.own_run("grpo: it is a benchmark")
-def test_a_smoke_run_ends_with_one_json_object(command, tmp_path, name, request):
-    if name == "slow_link":
-        request.getfixturevalue("links")  # skips on a machine that cannot have one
+def test_a_smoke_run_ends_with_one_json_object(command, tmp_path, name):
     absent = [BARE_MACHINE] * (name == "gpu")  # which must run without Ray, vLLM and TRL
     paths = os.pathsep.join([*absent, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": paths}

@@ -2,22 +2,20 @@
 
 import pytest
 import torch
+from support.faults import plan_faults
 
 from hybridflow.checkpoint import BackgroundSave, CheckpointStore, save_state, saved_files
-from hybridflow.config import Config, load_config
-from hybridflow.config.faults import Fault
 from hybridflow.errors import CheckpointError
-from hybridflow.runtime.fault_points import arm_faults, current_worker, fault_point_of_step, plan_faults
+from hybridflow.runtime.fault_points import FAULTS_VARIABLE, current_worker, fault_point
 
 
 @pytest.fixture
-def save(tmp_path):
+def save(tmp_path, monkeypatch):
     """Return a function that saves a checkpoint of step 1, as the worker actor/0, with one planned fault."""
 
     def save(fault):
-        plan_faults(tmp_path, [Fault.of_text(fault)], 1)
-        arm_faults(load_config(None, ["faults.random=1", f"trainer.run_dir={tmp_path}"]))
-        fault_point_of_step(1)
+        monkeypatch.setenv(FAULTS_VARIABLE, plan_faults(tmp_path, [fault]))
+        fault_point("step", 1)
         store, saved = CheckpointStore(tmp_path / "checkpoints"), []
         with store.begin(1, {}, saved) as directory:
 
@@ -30,8 +28,7 @@ def save(tmp_path):
             saved += writing.finish()
         return store
 
-    yield save
-    arm_faults(Config())
+    return save
 
 
 def test_a_bit_that_flips_after_hashing_is_found_at_the_next_start(save):

@@ -2,7 +2,10 @@ from pathlib import Path
 
 import pytest
 
+from hybridflow.cli.main import main
 from hybridflow.config import Config, leaf_keys, load_config
+from hybridflow.config.load import algorithm_names, packaged_recipe
+from hybridflow.config.removed_keys import REMOVED
 from hybridflow.errors import ConfigError
 
 
@@ -74,6 +77,10 @@ def test_old_and_removed_names_are_errors_unless_with_the_fixed_value(tmp_path):
         "advice.warmup: no such key; it was removed: its value is fixed at 0.5; leave it out",
         "data.shuffle: no such key; replaced by data.order = 'shuffled' or 'sequential'",
         "sft: no such section; renamed to [offline]",
+    ]
+    assert problems(write(tmp_path, "[faults]\nplan = ['x']\nplans = 1\n"))[1:] == [
+        f"faults.plan: no such key; it was removed: {REMOVED['faults.plan'].advice}",
+        "faults.plans: no such key; did you mean placement.pools?",
     ]
     recipe = write(
         tmp_path, "[advice]\nwarmup = 0.5\nkl = 0.2\n[rollout]\norder = 'sampled'\n[placement]\nlend = false\n"
@@ -173,3 +180,30 @@ def test_a_tilde_in_a_path_is_the_home_directory(tmp_path):
     assert config.data.train_files == (f"{home}/rows.jsonl", "other.jsonl")
     assert (config.trainer.run_dir, config.model.path) == (f"{home}/run", home)
     assert config.critic.model_path == "a~b"
+
+
+def test_recipes_of_the_package_are_found_from_any_directory(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert load_config("dapo").algorithm.filter_groups
+    assert load_config(["recipes/countdown_grpo.toml", "dr-grpo"]).algorithm.norm_by_std is False
+    assert main(["config", "dapo"]) == 0
+    assert "filter_groups = true" in capsys.readouterr().out
+
+
+def test_a_file_here_comes_before_one_of_the_package(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dapo").write_text("trainer.seed = 7")
+    assert load_config("dapo").trainer.seed == 7
+
+
+@pytest.mark.parametrize("name", ["dapoo", "recipes/../pyproject.toml", "recipes/absent.toml", "other/dapo"])
+def test_other_names_are_files_that_do_not_exist(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    assert packaged_recipe(name) is None
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_config(name)
+
+
+def test_every_algorithm_has_a_name():
+    assert "grpo" in algorithm_names()
+    assert all(packaged_recipe(name) for name in algorithm_names())

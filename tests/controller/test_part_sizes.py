@@ -16,8 +16,7 @@ from hybridflow.controller import (
     register,
     register_dispatch_mode,
 )
-from hybridflow.controller.group_shares import GroupShares
-from hybridflow.controller.part_sizes import MAX_WAITING, MeasuredParts, SteadyShares, sizes_of_shares
+from hybridflow.controller.part_sizes import MAX_WAITING, GroupShares, MeasuredParts, SteadyShares, sizes_of_shares
 from hybridflow.errors import DispatchError
 from hybridflow.observability import Trace
 from hybridflow.protocol import DataProto

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from fixtures import tiny_run
+from fixtures.planted_faults import without_faults
 from hybridflow.cli.main import main
 
 if TYPE_CHECKING:
@@ -93,13 +94,13 @@ def start(fork_server: "ForkServer") -> "Iterator[Callable[..., Forked]]":
 
 
 SEQUENTIAL = """
-import contextlib, json, sys
+import contextlib, json, os, sys
 from hybridflow.cli.main import main
 from hybridflow.controller.ray.local_cluster import LocalCluster
 commands, own_cluster, program = json.loads(sys.argv[1])
 exec(program)
 with LocalCluster(16, object_store_bytes=512 * 2**20) if own_cluster else contextlib.nullcontext():
-    status = max(main(arguments) for arguments in commands)
+    status = max((os.environ.update(variables), main(arguments))[1] for arguments, variables in commands)
 sys.exit(status)
 """
 
@@ -110,7 +111,7 @@ def run_in_turn(fork_server: "ForkServer", request: pytest.FixtureRequest) -> Ca
 
     It returns what they wrote to stderr. With `shares_cluster=True` they use the cluster of the session; with
     `forks_workers=False` one of their own, whose workers no fork server starts; otherwise each run on Ray has its own.
-    `program`: Python that runs before.
+    `program`: Python that runs before. A command may have `faults(...)`.
     """
 
     def run(
@@ -128,7 +129,9 @@ def run_in_turn(fork_server: "ForkServer", request: pytest.FixtureRequest) -> Ca
             for arguments in lists:
                 arguments += [address] if "controller.backend=ray" in arguments else []
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        arguments = json.dumps([lists, shares_cluster and not forks_workers, program])
+        arguments = json.dumps(
+            [[without_faults(each) for each in lists], shares_cluster and not forks_workers, program]
+        )
         done = fork_server.run(["-c", SEQUENTIAL, arguments], environment=environment)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         return done.stderr

@@ -1,9 +1,8 @@
 """Runs of episodes as commands: on Ray as in one process, with a lag, after lost workers, replayed, evaluated."""
 
-import json
-
 import pytest
 
+from fixtures.planted_faults import faults
 from fixtures.tiny_episodes import episode_settings
 from fixtures.tiny_run import texts_of
 from hybridflow.observability import read_jsonl
@@ -27,8 +26,8 @@ def weights_of(run_dir):
 def test_episodes_that_lose_workers_on_ray_equal_those_in_one_process(
     episodes_run, episode_task, tmp_path, run_in_turn
 ):
-    faults = ["2: kill rollout/0 in generate", "3: kill actor_rollout/0 in backward"]
-    disturbed = command(episode_task, tmp_path / "run", *POOLS, f"faults.plan={json.dumps(faults)}")
+    kills = faults("2: kill rollout/0 in generate", "3: kill actor_rollout/0 in backward")
+    disturbed = command(episode_task, tmp_path / "run", *POOLS, kills)
     run_in_turn(disturbed, shares_cluster=True)
     assert weights_of(tmp_path / "run") == weights_of(episodes_run)
     assert texts_of(tmp_path / "run") == texts_of(episodes_run)
@@ -40,8 +39,8 @@ def test_episodes_that_lose_workers_on_ray_equal_those_in_one_process(
 @pytest.mark.ray
 @pytest.mark.own_run("episodes: on Ray")
 def test_episodes_in_other_layouts_equal_those_in_one_process(episodes_run, episode_task, tmp_path, run_in_turn):
-    faults = ["2: kill actor_rollout/0 in generate", "3: kill actor_rollout/0 in backward"]
-    runs = {"ray": (*ON_RAY, f"faults.plan={json.dumps(faults)}"), "lag_local": LAG, "lag_ray": (*LAG, *POOLS)}
+    kills = faults("2: kill actor_rollout/0 in generate", "3: kill actor_rollout/0 in backward")
+    runs = {"ray": (*ON_RAY, kills), "lag_local": LAG, "lag_ray": (*LAG, *POOLS)}
     runs["two"] = (*ON_RAY, "controller.num_workers=2")
     run_in_turn(*(command(episode_task, tmp_path / name, *more) for name, more in runs.items()), shares_cluster=True)
     for name, like in (("ray", episodes_run), ("lag_ray", tmp_path / "lag_local")):

@@ -61,8 +61,8 @@ def change_nodes(metrics):
     are_changed.set()
     threading.Event().wait()  # the processes of a node end with the thread that started them
 
-def wait_for_changes(step):
-    if step == STEP_AFTER_CHANGES:
+def wait_for_changes(name, step=None):
+    if (name, step) == ("step", STEP_AFTER_CHANGES):
         are_changed.wait()
 
 are_changed = threading.Event()
@@ -72,7 +72,7 @@ for command, is_disturbed in commands:
     if is_disturbed:
         run_dir = command[-1].removeprefix("trainer.run_dir=")
         threading.Thread(target=change_nodes, args=[Path(run_dir, "metrics.jsonl")], daemon=True).start()
-        training_loop.fault_point_of_step = wait_for_changes
+        training_loop.fault_point = wait_for_changes
     status += main([argument.replace("CLUSTER", cluster.address) for argument in command])
 cluster.shutdown()
 sys.exit(status)

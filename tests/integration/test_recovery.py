@@ -5,7 +5,9 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from support.faults import fired_faults
 
+from fixtures.planted_faults import faults
 from fixtures.tiny_run import differing, metrics_differ, results_of
 from hybridflow.observability import read_jsonl
 
@@ -48,11 +50,7 @@ OFFLINE = {"sft": ("sft.toml", "2: kill actor/1 in backward"), "dpo": ("pairs.to
 
 
 def fired(run):
-    return sorted(row["fault"] for row in read_jsonl(run / "faults" / "fired.jsonl"))
-
-
-def plan(*faults):
-    return f"faults.plan={json.dumps(faults)}"
+    return sorted(row["fault"] for row in fired_faults(run))
 
 
 def require_same_results(disturbed, undisturbed, step):
@@ -89,13 +87,13 @@ def runs(tiny, task, tmp_path_factory, run_in_turn):
     common = [*ON_RAY, *POOLS, f"trainer.total_steps={STEPS}", "controller.heartbeat_timeout_s=5"]
     of = {"grpo": tiny.commands(task)["grpo"], "ppo": tiny.commands(task)["ppo"]}
     commands = [[*of.get(name, of["grpo"]), *common, *more, f"name={name}"] for name, more in RUNS.items()]
-    for name, (like, *faults) in FAULTS.items():
-        changes = [*RUNS[like], *KEYS.get(name, ()), plan(*faults), f"name={name}"]
+    for name, (like, *entries) in FAULTS.items():
+        changes = [*RUNS[like], *KEYS.get(name, ()), faults(*entries), f"name={name}"]
         commands.append([*of.get(like, of["grpo"]), *common, *changes])
-    commands.append([*of["grpo"], *common, "trainer.save_every=2", plan(*DAMAGED), "name=damaged"])
+    commands.append([*of["grpo"], *common, "trainer.save_every=2", faults(*DAMAGED), "name=damaged"])
     for kind, (recipe, fault) in OFFLINE.items():
         command = [kind, f"{task}/{recipe}", *ON_RAY, "controller.num_workers=2", "trainer.total_steps=3"]
-        commands += [[*command, f"name={kind}"], [*command, plan(fault), f"name={kind}_faulty"]]
+        commands += [[*command, f"name={kind}"], [*command, faults(fault), f"name={kind}_faulty"]]
     places = [[each.replace("name=", f"trainer.run_dir={directory}/") for each in command] for command in commands]
     log = run_in_turn(*places, shares_cluster=True)
     return SimpleNamespace(log=log, **{path.name: path for path in directory.iterdir()})
@@ -105,13 +103,13 @@ def runs(tiny, task, tmp_path_factory, run_in_turn):
 @pytest.mark.own_run("recovered: with other faults")
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_run_that_loses_workers_has_the_results_of_an_undisturbed_one(runs, name):
-    like, *faults = FAULTS[name]
-    assert fired(getattr(runs, name)) == sorted(faults)
+    like, *entries = FAULTS[name]
+    assert fired(getattr(runs, name)) == sorted(entries)
     recovered = read_jsonl(getattr(runs, name) / "recoveries.jsonl")
     (start,) = json.loads((getattr(runs, name) / "run.json").read_text())["starts"]
     failed_starts = start.get("failed_starts", [])
-    assert len(failed_starts) == sum(fault.startswith("1: ") for fault in faults)
-    assert len(failed_starts) + sum(len(row["errors"]) for row in recovered) == len(faults)
+    assert len(failed_starts) == sum(fault.startswith("1: ") for fault in entries)
+    assert len(failed_starts) + sum(len(row["errors"]) for row in recovered) == len(entries)
     assert all(row["action"] == "restart" for row in recovered)
     if name == "backward":  # the rollout engine only forgets the unfinished step
         assert "rollout" not in recovered[0]["restarted"]
@@ -154,7 +152,7 @@ def test_training_out_of_memory_goes_on_with_smaller_micro_batches(task, grpo_ru
     command += ["model.dtype=float64", "actor.mini_batch_size=4", "actor.epochs=2", "algorithm.kl_in_loss=true"]
     small = tmp_path / "small"
     run_in_turn(
-        [*command, f"trainer.run_dir={small}", plan("2: memory actor_rollout/1 in backward")], shares_cluster=True
+        [*command, f"trainer.run_dir={small}", faults("2: memory actor_rollout/1 in backward")], shares_cluster=True
     )
     (row,) = read_jsonl(small / "recoveries.jsonl")
     assert (row["action"], row["faults"]) == ("smaller", ["memory"])

@@ -10,7 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support.faults import fired_faults
 
+from fixtures.planted_faults import faults
 from hybridflow.observability import read_jsonl
 
 pytestmark = pytest.mark.vllm
@@ -26,7 +28,7 @@ LAYOUTS = {
     "replicas": ("controller.num_workers=2",),
     "object_store": (*OWN_POOL, "rollout.weight_sync=object_store", "rollout.tensor=2"),
     "broadcast": (*OWN_POOL, "rollout.weight_sync=broadcast", "rollout.sync_bucket_bytes=20000"),
-    "disk": (*OWN_POOL, "rollout.weight_sync=disk", "rollout.sync_bucket_bytes=20000", f'faults.plan=["{KILL}"]'),
+    "disk": (*OWN_POOL, "rollout.weight_sync=disk", "rollout.sync_bucket_bytes=20000", faults(KILL)),
     "ipc": (*OWN_POOL, "rollout.weight_sync=ipc", "rollout.sync_bucket_bytes=20000"),
 }
 IN_FLIGHT = (
@@ -114,7 +116,7 @@ def test_samples_do_not_depend_on_the_layout_or_the_weight_transport(runs, layou
 
 @exhaustive
 def test_a_run_that_loses_a_vllm_engine_has_the_results_of_an_undisturbed_one(tiny, runs):
-    assert [row["fault"] for row in read_jsonl(runs.disk / "faults" / "fired.jsonl")] == [KILL]
+    assert [row["fault"] for row in fired_faults(runs.disk)] == [KILL]
     (row,) = read_jsonl(runs.disk / "recoveries.jsonl")
     assert (row["step"], row["from_step"], row["action"], row["restarted"]) == (2, 1, "restart", ["rollout"])
     disturbed, undisturbed = tiny.results_of(runs.disk, 2), tiny.results_of(runs.broadcast, 2)

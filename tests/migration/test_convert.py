@@ -1,3 +1,6 @@
+import re
+from pathlib import Path
+
 import pytest
 
 from hybridflow.algorithms import AGGREGATIONS
@@ -5,7 +8,7 @@ from hybridflow.cli.main import main
 from hybridflow.config import leaf_keys, load_config
 from hybridflow.errors import ConfigError
 from hybridflow.migration import convert
-from hybridflow.migration.convert import FRAMEWORKS
+from hybridflow.migration.verl import IGNORED, MOVES
 
 VERL = """
 set -x
@@ -23,38 +26,12 @@ python3 -m verl.trainer.main_ppo \\
     trainer.save_freq=-1 trainer.test_freq=5 +actor_rollout_ref.actor.strange=3 $@
 """
 
-TRL = """
-model_name_or_path: models/qwen
-learning_rate: 1e-6
-num_generations: 4
-per_device_train_batch_size: 8
-gradient_accumulation_steps: 4
-beta: 0.04
-epsilon: 0.2
-epsilon_high: 0.28
-loss_type: dr_grpo
-scale_rewards: false
-bf16: true
-report_to: [wandb, none]
-reward_funcs: [accuracy]
-logging_steps: 10
-"""
-
-OPENRLHF = """
-ray job submit -- python3 -m openrlhf.cli.train_ppo_ray \\
-   --pretrain models/llama --prompt_data data.jsonl --input_key question --label_key gold \\
-   --rollout_batch_size 256 --train_batch_size 128 --n_samples_per_prompt 4 \\
-   --advantage_estimator group_norm --init_kl_coef 1e-3 --use_kl_loss --kl_estimator k3 \\
-   --eps_clip_low_high 0.2 0.3 --adam_betas 0.9 0.95 --bf16 --gradient_checkpointing \\
-   --actor_num_nodes 1 --actor_num_gpus_per_node 8 --colocate_all_models --something_else 3
-"""
-
 
 @pytest.fixture
 def converted(tmp_path):
-    def converted(text, name="script.sh", framework=""):
+    def converted(text, name="script.sh"):
         (tmp_path / name).write_text(text)
-        found = convert(tmp_path / name, framework)
+        found = convert(tmp_path / name)
         (tmp_path / "recipe.toml").write_text(found.recipe())
         return found, leaf_keys(load_config(tmp_path / "recipe.toml"))
 
@@ -104,75 +81,6 @@ def test_yaml_of_verl_is_the_same_as_its_arguments(converted):
     assert (values["rollout.group_size"], values["actor.optimizer.lr"]) == (4, 1e-6)
 
 
-def test_yaml_of_trl_becomes_a_recipe(converted):
-    found, values = converted(TRL, "config.yaml")
-    wanted = {
-        "model.path": "models/qwen",
-        "model.dtype": "bfloat16",
-        "rollout.group_size": 4,
-        "data.train_batch_size": 8,
-        "actor.clip_ratio_low": 0.2,
-        "actor.clip_ratio_high": 0.28,
-        "actor.clip_ratio_dual": None,
-        "actor.loss_aggregation": "seq-mean-token-sum-norm",
-        "algorithm.norm_by_std": False,
-        "algorithm.kl_in_loss": True,
-        "algorithm.kl_coef": 0.04,
-        "algorithm.kl_importance_weight": True,
-        "trainer.trackers": ("wandb",),
-    }
-    assert {key: values[key] for key in wanted} == wanted
-    assert [line.partition(":")[0].partition("=")[0] for line in found.left_out] == [
-        "per_device_train_batch_size",
-        "reward_funcs",
-    ]
-
-
-def test_flags_of_openrlhf_become_a_recipe(converted):
-    found, values = converted(OPENRLHF)
-    wanted = {
-        "model.path": "models/llama",
-        "data.train_files": ("data.jsonl",),
-        "data.columns": {"prompt": "question", "answer": "gold"},
-        "data.train_batch_size": 256,
-        "actor.mini_batch_size": 32,
-        "rollout.group_size": 4,
-        "algorithm.advantage": "grpo",
-        "algorithm.kl_in_loss": True,
-        "algorithm.kl_in_reward": False,
-        "actor.clip_ratio_high": 0.3,
-        "actor.optimizer.betas": (0.9, 0.95),
-        "model.gradient_checkpointing": True,
-        "controller.num_workers": 8,
-    }
-    assert {key: values[key] for key in wanted} == wanted
-    assert found.left_out == ["something_else=3"]
-
-
-OPENRLHF_0_11 = """
-ray job submit -- python3 -m openrlhf.cli.train_ppo_ray \\
-   --actor.model_name_or_path models/llama --data.prompt_dataset data.jsonl --data.input_key question \\
-   --data.label_key gold --rollout.batch_size 256 --train.batch_size 128 --rollout.n_samples_per_prompt 4 \\
-   --algo.advantage.estimator group_norm --algo.kl.init_coef 1e-3 --algo.kl.use_loss --algo.kl.estimator k3 \\
-   --algo.kl.unbiased_gradient --actor.loss_agg_mode seq-mean-token-mean --rollout.max_new_tokens 512 \\
-   --actor.eps_clip_low_high 0.2 0.3 --actor.adam.betas 0.9 0.95 --actor.gradient_checkpointing_enable \\
-   --actor.num_nodes 1 --actor.num_gpus_per_node 8 --train.colocate_all --ds.param_dtype bf16 \\
-   --data.max_len 2048 --some.thing_else 3
-"""
-
-
-def test_flags_of_openrlhf_0_11_become_the_same_recipe(converted):
-    before, (found, values) = converted(OPENRLHF)[1], converted(OPENRLHF_0_11)
-    changed = {key: value for key, value in values.items() if value != before[key]}
-    assert changed == {
-        "data.max_response_length": 512,
-        "actor.loss_aggregation": "seq-mean-token-mean",
-        "algorithm.kl_importance_weight": True,
-    }
-    limits = "max_len=2048 limits prompt and response together; data.max_prompt_length and data.max_response_length"
-    assert found.left_out == ["some.thing_else=3", f"{limits} limit each, here 1024 and 512"]
-
-
 def test_aggregations_of_verl_keep_their_names_other_values_are_left_out(converted):
     for mode in AGGREGATIONS:
         found, values = converted(f"x actor_rollout_ref.actor.loss_agg_mode={mode} algorithm.adv_estimator=gae")
@@ -181,58 +89,37 @@ def test_aggregations_of_verl_keep_their_names_other_values_are_left_out(convert
     assert found.left_out == ["actor_rollout_ref.rollout.name=sglang has no equal here (expected one of vllm, hf)"]
 
 
-TRL_KEYS = [
-    ("beta: 0.04", {"algorithm.kl_importance_weight": True}),
-    ("beta: 0.04\nuse_bias_correction_kl: false", {"algorithm.kl_importance_weight": False}),
-    ("beta: 0.0", {"algorithm.kl_importance_weight": False}),
-    ("", {"algorithm.kl_importance_weight": False}),
-    ("use_peft: true", {"lora.rank": 16}),
-    ("use_peft: true\nlora_r: 8", {"lora.rank": 8}),
-    ("lora_r: 8", {"lora.rank": 0}),
-    ("loss_type: cispo", {"actor.policy_loss": "cispo", "actor.loss_aggregation": "token-mean"}),
-    ("loss_type: sapo", {"actor.policy_loss": "sapo", "actor.loss_aggregation": "token-mean"}),
-    ("loss_type: grpo", {"actor.policy_loss": "ppo", "actor.loss_aggregation": "seq-mean-token-mean"}),
-    (
-        "importance_sampling_level: sequence",
-        {"actor.policy_loss": "gspo", "actor.loss_aggregation": "seq-mean-token-mean"},
-    ),
-]
-
-
-@pytest.mark.parametrize(("lines", "expected"), TRL_KEYS)
-def test_keys_of_trl_with_a_meaning_of_their_own(converted, lines, expected):
-    found, values = converted(f"num_generations: 4\nmodel_name_or_path: a\n{lines}\n", "config.yaml")
-    assert {key: values[key] for key in expected} == expected
-    assert any("lora_r=8 without use_peft" in line for line in found.left_out) == (lines == "lora_r: 8")
-
-
-def test_a_loss_of_trl_without_an_equal_is_said_in_capitals(converted):
-    found, _ = converted("num_generations: 4\nmodel_name_or_path: a\nloss_type: vespo\n", "config.yaml")
-    assert any("THE RECIPE TRAINS WITH ANOTHER LOSS" in line for line in found.left_out)
-
-
-@pytest.mark.parametrize("name", FRAMEWORKS)
-def test_every_move_is_to_keys_that_exist(name):
-    moved = {key for move in FRAMEWORKS[name].moves.values() for key in move.keys}
+def test_every_move_is_to_keys_that_exist():
+    moved = {key for move in MOVES.values() for key in move.keys}
     assert moved <= leaf_keys().keys()
-    assert not set(FRAMEWORKS[name].moves) & set(FRAMEWORKS[name].ignored)
-    assert set(FRAMEWORKS[name].names.values()) <= {*FRAMEWORKS[name].moves, *FRAMEWORKS[name].ignored}
+    assert not set(MOVES) & set(IGNORED)
 
 
-OTHER_TRAINER = r"has no key of GRPO, such as .* it belongs to another trainer of TRL"
+def test_the_tables_of_trl_and_openrlhf_name_keys_that_exist():
+    page = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text("utf-8")
+    rows = [line.split(" | ") for line in page.partition("## Keys of TRL")[2].splitlines() if line.startswith("| `")]
+    named = {key for row in rows for key in re.findall(r"`([^`]+)`", row[1])}
+    assert len(rows) == 96
+    assert named <= leaf_keys().keys()
 
 
 @pytest.mark.parametrize(
     ("name", "text", "problem"),
     [
-        ("a.sh", "echo nothing", "has no key=value and no --flag"),
+        ("a.sh", "echo nothing", "has no key=value;"),
         ("a.sh", "x 'open", "is not a shell script"),
         ("a.yaml", "a: [", "is not YAML"),
-        ("a.yaml", "a: {b: 1}", "has no key by which verl, TRL or OpenRLHF is known"),
-        ("a.yaml", "num_generations: many\nmodel_name_or_path: a", "has another type than TRL documents"),
-        ("a.yaml", "model_name_or_path: a\nbeta: 0.1\nloss_type: sigmoid\nmax_length: 512", OTHER_TRAINER),
-        ("a.yaml", "model_name_or_path: a\npacking: true", OTHER_TRAINER),
-        ("a.yaml", "model_name_or_path: a\nmax_steps: 3", OTHER_TRAINER),
+        ("a.yaml", "a: {b: 1}", "has no key of verl's PPO trainer"),
+        (
+            "a.yaml",
+            "num_generations: 4\nmodel_name_or_path: a",
+            r"docs/coming_from.md has the keys of TRL and OpenRLHF",
+        ),
+        (
+            "a.yaml",
+            "actor_rollout_ref.actor.x: 1\ntrainer.n_gpus_per_node: a\ntrainer.nnodes: b",
+            "another type than verl",
+        ),
         ("missing.sh", None, "missing.sh"),
         ("binary.sh", b"\xff\xfe", "binary.sh"),
         ("large.sh", b"a" * (2**20 + 1), "large.sh"),
@@ -252,5 +139,5 @@ def test_the_command_writes_the_recipe_and_names_what_must_change(tmp_path, caps
     text = (tmp_path / "recipe.toml").read_text()
     assert text.startswith("# From a configuration of verl. Not carried over:\n#   data.")
     (tmp_path / "run.sh").write_text(VERL.replace("rollout.n=5", "rollout.n=0"))
-    assert main(["convert-config", str(tmp_path / "run.sh"), "--from", "verl"]) == 2
+    assert main(["convert-config", str(tmp_path / "run.sh")]) == 2
     assert "the recipe needs changes before it runs" in capsys.readouterr().err

@@ -8,6 +8,7 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
+from support.faults import fired_faults, plan_faults
 from transformers import AutoModelForCausalLM
 
 from fixtures.rollouts import (
@@ -22,15 +23,13 @@ from fixtures.rollouts import (
     tokens_of,
     weights_of,
 )
-from hybridflow.config import Config, load_config
-from hybridflow.config.faults import Fault
 from hybridflow.errors import OutOfMemoryError, RolloutError
 from hybridflow.rollout import Completion, EmbeddedRollout, Request, SamplingParams, generate, load_weights
 from hybridflow.rollout.loading import Loading, require_announced
 from hybridflow.rollout.requests import require_servable
 from hybridflow.rollout.stop_strings import StopStrings
 from hybridflow.runtime import capture_random_state, progress
-from hybridflow.runtime.fault_points import arm_faults, current_worker, fault_point_of_step, plan_faults, unfired_faults
+from hybridflow.runtime.fault_points import FAULTS_VARIABLE, current_worker, fault_point
 
 
 def by_name(completions: list[Completion]) -> dict[tuple[int, int], Completion]:
@@ -607,14 +606,14 @@ def test_non_finite_weights_are_an_error_and_can_be_replaced(build_rollout, tiny
     assert generate(engine, wanted) == before
 
 
-def test_a_memory_fault_between_two_steps_changes_no_token(build_rollout, tiny_model, tmp_path):
+def test_a_memory_fault_between_two_steps_changes_no_token(build_rollout, tiny_model, tmp_path, monkeypatch):
     wanted, engine = requests(SamplingParams(6)), build_rollout(tiny_model())
     expected = generate(engine, wanted)
-    plan_faults(tmp_path, [Fault.of_text("1: memory rollout/0 in generate")], 1)
-    arm_faults(load_config(None, ["faults.random=1", f"trainer.run_dir={tmp_path}"]))
+    fault = "1: memory rollout/0 in generate"
+    monkeypatch.setenv(FAULTS_VARIABLE, plan_faults(tmp_path, [fault]))
     token = current_worker.set("rollout/0")
     try:
-        fault_point_of_step(1)
+        fault_point("step", 1)
         for request in wanted:
             engine.submit(request)
         if not isinstance(engine, EmbeddedRollout):  # which goes on with fewer sequences
@@ -624,7 +623,6 @@ def test_a_memory_fault_between_two_steps_changes_no_token(build_rollout, tiny_m
         assert tokens_of(found) == tokens_of(expected)
         for ours, theirs in zip(found, expected, strict=True):  # of fewer sequences at a time, which may round
             assert ours.log_probs == pytest.approx(theirs.log_probs, rel=1e-5)
-        assert unfired_faults() == []
+        assert [row["fault"] for row in fired_faults(tmp_path)] == [fault]
     finally:
         current_worker.reset(token)
-        arm_faults(Config())

@@ -12,8 +12,8 @@ from hybridflow.errors import RolloutConfigError
 from hybridflow.models import PackedPlan, load_causal_lm
 from hybridflow.models.forward import FusedForward
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate, load_weights
+from hybridflow.rollout.decoding_state import uniform_after
 from hybridflow.runtime import set_deterministic, uniform, uniform_state
-from hybridflow.runtime.random_tensors import uniform_after
 
 pytestmark = pytest.mark.gpu
 

@@ -6,7 +6,7 @@ import torch
 import torch.utils.deterministic
 
 from hybridflow.errors import ConfigError
-from hybridflow.runtime import count_physical_cores, set_deterministic, set_num_threads
+from hybridflow.runtime import count_physical_cores, set_deterministic, set_num_threads, use_full_float32
 
 
 def fills_memory() -> bool:
@@ -45,3 +45,19 @@ def test_deterministic_mode_rejects_nondeterministic_kernels_until_left():
         torch.ones(4).put_(torch.tensor([0, 0]), torch.tensor([1.0, 2.0]), accumulate=False)
     set_deterministic(False)
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("setting", ["old", "new"])
+def test_tf32_is_off_though_it_was_allowed(setting):
+    before = torch.get_float32_matmul_precision()
+    try:
+        if setting == "old":
+            torch.set_float32_matmul_precision("medium")
+        else:
+            torch.backends.cuda.matmul.fp32_precision = "tf32"
+        use_full_float32()
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.backends.cuda.matmul.fp32_precision in ("ieee", "none")
+        assert torch.backends.cuda.matmul.allow_tf32 is False
+    finally:
+        torch.set_float32_matmul_precision(before)

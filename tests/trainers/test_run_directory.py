@@ -12,7 +12,6 @@ from hybridflow.checkpoint import save_state
 from hybridflow.config import load_config
 from hybridflow.errors import CheckpointError, ConfigError, DataError, RunInUseError
 from hybridflow.observability import JsonlWriter, read_jsonl
-from hybridflow.runtime.fault_points import PLAN, plan_faults
 from hybridflow.trainers import RunDirectory
 from hybridflow.trainers.run_directory import RECOVERIES, TOKEN_BUDGETS, WRITTEN, require_unused
 from hybridflow.trainers.run_log import RunLog
@@ -174,15 +173,13 @@ def test_a_run_does_not_write_through_links_and_fifos(open_run, run_dir, name, k
         open_run()
 
 
-def test_every_file_of_a_run_is_checked_for_links(open_run, tmp_path, run_dir):
+def test_every_file_of_a_run_is_checked_for_links(open_run, run_dir):
     run = open_run()
     run.documents[TOKEN_BUDGETS] = "{}"
     run.begin()
     run.end()
     JsonlWriter(run.path / SCHEDULE).write_all([{"step": 1}])
     JsonlWriter(run.path / RECOVERIES).write_all([{"step": 1}])
-    plan_faults(tmp_path, [], next_step=1)
-    (tmp_path / PLAN).rename(run.path / PLAN)
     assert {str(path.relative_to(run_dir)) for path in run_dir.rglob("*") if path.is_file()} == set(WRITTEN)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config import leaf_keys
-from hybridflow.config.packaged_recipes import algorithm_names, packaged_recipe
+from hybridflow.config.load import algorithm_names, packaged_recipe
 from hybridflow.config.render import toml_value
 from hybridflow.errors import ConfigError
 

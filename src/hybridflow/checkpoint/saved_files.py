@@ -6,13 +6,12 @@ import os
 import shutil
 import socket
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from hybridflow.errors import CheckpointError
 from hybridflow.runtime import note_progress, write_text_atomically
-from hybridflow.runtime.fault_points import fault_point, flip_bit_of_file
+from hybridflow.runtime.fault_points import fault_point
 
 
 class SavedFile(NamedTuple):
@@ -32,7 +31,7 @@ def saved_files(directory: Path, files: Iterable[Path]) -> list[SavedFile]:
             os.fsync(file.fileno())
             saved.append(SavedFile(path.relative_to(directory).as_posix(), file.tell(), digest))
         note_progress()
-    fault_point("save", partial(flip_bit_of_file, written[0]) if written else None)
+    fault_point("save", written[0] if written else None)
     return saved
 
 

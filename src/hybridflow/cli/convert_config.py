@@ -1,20 +1,19 @@
-"""Make a recipe of a configuration of verl, TRL or OpenRLHF, and list what has no equal.
+"""Make a recipe of a configuration of verl, and list what has no equal.
 
-The file is YAML, or a shell script with the arguments (`key=value` words, or --flags). Defaults of the other framework
-that differ from ours are written too. docs/coming_from.md says what differs in meaning.
+The file is YAML, or a shell script with the arguments (`key=value` words). Defaults of verl that differ from ours are
+written too. docs/coming_from.md says what differs in meaning, and has the keys of TRL and OpenRLHF with ours.
 """
 
 import argparse
 from pathlib import Path
 
 from hybridflow.errors import ConfigError
-from hybridflow.migration.convert import FRAMEWORKS, convert
+from hybridflow.migration.convert import convert
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the file, the framework and the output."""
+    """Add the file and the output."""
     parser.add_argument("file", type=Path, metavar="FILE", help="YAML file, or shell script with the arguments")
-    parser.add_argument("--from", dest="framework", choices=FRAMEWORKS, default="", help="default: known by the keys")
     parser.add_argument("--output", type=Path, metavar="RECIPE", help="file to write (default: print)")
 
 
@@ -24,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     from hybridflow.config import load_config
     from hybridflow.config.render import toml_value
 
-    found = convert(args.file, args.framework)
+    found = convert(args.file)
     text = found.recipe()
     if args.output is None:
         print(text, end="")

@@ -94,7 +94,7 @@ COMMANDS = {
     ),
     "convert-config": Command(
         "hybridflow.cli.convert_config",
-        "make a recipe of a configuration of verl, TRL or OpenRLHF",
+        "make a recipe of a configuration of verl",
         "convert-config verl.yaml",
     ),
     "check-template": Command(

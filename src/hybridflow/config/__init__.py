@@ -7,9 +7,7 @@ from hybridflow.config.render import reference_markdown, reference_text, to_toml
 from hybridflow.config.sections.base import RoleName, Section
 from hybridflow.config.sections.config import Config
 from hybridflow.config.sections.data import DataConfig, RewardConfig
-from hybridflow.config.sections.environment import EnvironmentConfig
-from hybridflow.config.sections.faults import FaultsConfig
-from hybridflow.config.sections.generation import RolloutConfig, ValidationConfig
+from hybridflow.config.sections.generation import EnvironmentConfig, RolloutConfig, ValidationConfig
 from hybridflow.config.sections.learning import (
     ActorConfig,
     AlgorithmConfig,
@@ -38,7 +36,6 @@ __all__ = [
     "DTypeName",
     "DataConfig",
     "EnvironmentConfig",
-    "FaultsConfig",
     "LoRAConfig",
     "MemoryConfig",
     "ModelConfig",

@@ -9,7 +9,6 @@ from math import isqrt
 from hybridflow.algorithms.declarations import ESTIMATORS, LOSSES
 from hybridflow.config.environment import wrong_variable
 from hybridflow.config.episode_checks import episode_problems
-from hybridflow.config.faults import fault_problems, training_roles
 from hybridflow.config.roles import ROLES, ranks_of
 from hybridflow.config.sections.base import RoleName
 from hybridflow.config.sections.config import Config
@@ -537,16 +536,15 @@ def _profile(config: Config) -> Iterator[str]:
         )
     if how.profile_steps and not how.profile_ranks:
         yield "trainer.profile_ranks=[] profiles no rank of the steps in trainer.profile_steps; name ranks, such as [0]"
-    largest = max(ranks_of(config, role) for role in training_roles(config)) - 1
+    roles: list[RoleName] = [
+        role for role, traits in ROLES.items() if traits.has_group(config) or role in ("actor", "reference")
+    ]
+    largest = max(ranks_of(config, role) for role in roles) - 1
     if how.profile_ranks and max(how.profile_ranks) > largest:
         yield (
             f"trainer.profile_ranks has rank {max(how.profile_ranks)}, but the ranks of this run are 0 to {largest} "
             "(controller.num_workers, placement.pools); name some of these"
         )
-
-
-def _faults(config: Config) -> Iterator[str]:
-    yield from fault_problems(config, training_roles(config))
 
 
 SUBJECTS = (
@@ -577,5 +575,4 @@ SUBJECTS = (
     _lag,
     _stream,
     _profile,
-    _faults,
 )

@@ -4,6 +4,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from pydantic import ValidationError
 from hybridflow.config.aliases import keys_of_alias
 from hybridflow.config.checks import contradictions
 from hybridflow.config.keys import DIRECTORIES, FILES, holds_text, leaf_keys, nearest_key, sections
-from hybridflow.config.packaged_recipes import packaged_recipe
 from hybridflow.config.removed_keys import RENAMED, without_removed
 from hybridflow.config.sections.config import Config
 from hybridflow.errors import ConfigError
@@ -167,12 +167,13 @@ def _unknown(name: str, value: Any) -> list[str]:
     if longest := max((leaf for leaf in leaves if len(leaf) > LONGEST_KEY), key=len, default=None):
         return [f"{_shown(longest)}: no such key; it has {len(longest)} characters"]
     nearest = None
-    if isinstance(value, dict) and not any(map(keys_of_alias, leaves)):
+    if isinstance(value, dict) and not any(leaf in RENAMED or keys_of_alias(leaf) for leaf in leaves):
         nearest = nearest_key(name, [section for section, _ in sections() if section])
     if nearest or not leaves:
         return [f"{name}: no such section; {_hint(nearest)}"]
     return [
-        f"{leaf}: no such key; {_describe_keys(keys_of_alias(leaf)) or _hint(nearest_key(leaf))}" for leaf in leaves
+        f"{leaf}: no such key; {RENAMED.get(leaf) or _describe_keys(keys_of_alias(leaf)) or _hint(nearest_key(leaf))}"
+        for leaf in leaves
     ]
 
 
@@ -197,3 +198,24 @@ def _describe_keys(keys: Sequence[str]) -> str:
     if len(keys) < 2:
         return f"the key here is {keys[0]}" if keys else ""
     return f"the keys here are {', '.join(keys[:-1])} and {keys[-1]}"
+
+
+PACKAGED = Path(str(files("hybridflow").joinpath("recipes")))
+ALGORITHMS = PACKAGED / "algorithms"
+
+
+def packaged_recipe(name: str | Path) -> Path | None:
+    """Return the file of a name such as "dapo", or of a path such as recipes/countdown_grpo.toml; None for another."""
+    text = str(name)
+    if re.fullmatch(r"[A-Za-z0-9_-]+", text):
+        file = ALGORITHMS / f"{text.replace('-', '_')}.toml"
+    elif text.startswith("recipes/") and ".." not in Path(text).parts:
+        file = PACKAGED / text.removeprefix("recipes/")
+    else:
+        return None
+    return file if file.is_file() else None
+
+
+def algorithm_names() -> list[str]:
+    """Return the names of the recipes of algorithms."""
+    return sorted(path.stem for path in ALGORITHMS.glob("*.toml"))

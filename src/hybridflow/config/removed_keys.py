@@ -15,16 +15,25 @@ def _fixed(value: Any) -> Removed:
     return Removed(value, f"its value is fixed at {value}; leave it out")
 
 
+_FAULTS = "faults are injected by benchmarks/support/faults.py, see docs/recovery.md"
+
 REMOVED = {
     "advice.chat_template": _fixed(0.1),
     "advice.contradictory_prompts": _fixed(0.0),
     "advice.micro_batches": _fixed(64),
     "advice.padding": _fixed(0.5),
     "advice.warmup": _fixed(0.5),
+    "faults.delay_s": Removed(5.0, _FAULTS),
+    "faults.plan": Removed((), _FAULTS),
+    "faults.random": Removed(0, _FAULTS),
+    "faults.seed": Removed(0, _FAULTS),
     "placement.lend": Removed(False, "training ranks do not generate for another pool; use trainer.lag"),
     "rollout.order": Removed("sampled", "batches are trained on as they began; use trainer.stream, or a larger lag"),
     "rollout.schedule": Removed("even", "engines get equal numbers of prompts; use trainer.stream or trainer.lag"),
 }
+
+SECTIONS = ("faults",)
+"""Sections that were removed."""
 
 RENAMED = {
     "sft": "renamed to [offline]",
@@ -42,4 +51,4 @@ def without_removed(values: Mapping[str, Any]) -> dict[str, Any]:
         own = kept.get(section)
         if isinstance(own, dict) and name in own and own[name] == removed.value:
             kept[section] = {other: value for other, value in own.items() if other != name}
-    return kept
+    return {section: own for section, own in kept.items() if own or section not in SECTIONS}

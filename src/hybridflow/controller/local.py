@@ -15,13 +15,12 @@ from weakref import WeakSet
 
 from hybridflow.controller.backend import CallTerms, PerRank, WorkerRef
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs
-from hybridflow.controller.introduce import introduce
 from hybridflow.controller.one_call import NamingErrors, checked_output
 from hybridflow.controller.private_copy import copy_of_objects, private_copy
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.controller.sources import produced_columns, sources_of
 from hybridflow.controller.threads import concurrent_calls_of
-from hybridflow.controller.worker import RANKS_TAKE_TURNS
+from hybridflow.controller.worker import RANKS_TAKE_TURNS, introduce
 from hybridflow.errors import BatchError, WorkerError
 from hybridflow.observability import Trace, TraceEvent
 from hybridflow.observability.trace import DRIVER, Sources

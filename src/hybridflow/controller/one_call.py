@@ -9,7 +9,7 @@ from hybridflow.controller.backend import CallTerms
 from hybridflow.errors import HybridFlowError, LostWorkerError, WorkerError
 from hybridflow.observability import get_logger, log_memory
 from hybridflow.runtime.fault_points import current_worker
-from hybridflow.runtime.lost_peer import is_lost_peer
+from hybridflow.runtime.rendezvous import is_lost_peer
 
 
 class NamingErrors:

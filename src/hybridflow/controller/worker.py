@@ -6,6 +6,7 @@ It reads its rank from the standard environment variables. It does not know grou
 import os
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
+from weakref import WeakValueDictionary
 
 from hybridflow.errors import WorkerError
 
@@ -99,3 +100,10 @@ class Worker:
             role=type(self).__name__,
             rank=self.rank,
         )
+
+
+def introduce(instances: Mapping[str, object]) -> None:
+    """Set `colocated` of each Worker to all Workers by the names of their groups; one that is shut down leaves it."""
+    workers = WeakValueDictionary({name: each for name, each in instances.items() if isinstance(each, Worker)})
+    for worker in workers.values():
+        worker.colocated = workers

@@ -15,9 +15,9 @@ from hybridflow.controller.call import Arguments, BoundMethod, arguments_by_rank
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs, require_init_args
 from hybridflow.controller.columns import MethodColumns, resolve_columns
 from hybridflow.controller.dispatch_functions import dispatch_all_to_all
-from hybridflow.controller.group_shares import GroupShares
 from hybridflow.controller.local import LocalBackend
 from hybridflow.controller.mesh import Mesh
+from hybridflow.controller.part_sizes import GroupShares
 from hybridflow.controller.register import Execute, Registration, check_parts, registered_methods
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.errors import DispatchError

@@ -1,20 +1,15 @@
 """Recovery of a run: which failures can be mended, how, and how often. It knows no trainer and no algorithm."""
 
-from hybridflow.fault_tolerance.decisions import ACTIONS, Action, Fault, action_for, fault_of
+from hybridflow.fault_tolerance.decisions import ACTIONS, Action, Fault, Tries, action_for, fault_of
 from hybridflow.fault_tolerance.groups import Restartable, RestartedGroups
-from hybridflow.fault_tolerance.slow_ranks import Rank, SlowRanks, find_slow_ranks
-from hybridflow.fault_tolerance.tries import Tries
 
 __all__ = [
     "ACTIONS",
     "Action",
     "Fault",
-    "Rank",
     "Restartable",
     "RestartedGroups",
-    "SlowRanks",
     "Tries",
     "action_for",
     "fault_of",
-    "find_slow_ranks",
 ]

@@ -1,4 +1,4 @@
-"""Configurations of other frameworks as recipes of hybridflow."""
+"""Configurations of verl as recipes of hybridflow."""
 
 from hybridflow.migration.convert import Converted, convert
 

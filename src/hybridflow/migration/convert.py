@@ -1,4 +1,4 @@
-"""Reads a configuration of another framework and makes a recipe of it."""
+"""Reads a configuration of verl and makes a recipe of it."""
 
 import re
 import shlex
@@ -9,22 +9,17 @@ from typing import Any
 
 from hybridflow.config.render import toml_value
 from hybridflow.errors import ConfigError
-from hybridflow.migration.moves import Framework, NoEqualError
-from hybridflow.migration.openrlhf import OPENRLHF
-from hybridflow.migration.trl import TRL
-from hybridflow.migration.verl import VERL
+from hybridflow.migration.verl import DEFAULTS, IGNORED, MARK, MOVES, NoEqualError, finish
 
-FRAMEWORKS = {"verl": VERL, "trl": TRL, "openrlhf": OPENRLHF}
 MAX_BYTES = 2**20
 
 
 @dataclass(frozen=True)
 class Converted:
-    """A recipe: our keys and values; `left_out`: a line for each thing that was not carried over; the framework."""
+    """A recipe: our keys and values; `left_out`: a line for each thing that was not carried over."""
 
     values: Mapping[str, Any]
     left_out: list[str]
-    framework: str
 
     def recipe(self) -> str:
         """Return the recipe as TOML, with what was left out as comments."""
@@ -33,60 +28,46 @@ class Converted:
             section, _, name = key.rpartition(".")
             sections.setdefault(section, []).append(f"{name} = {toml_value(value)}")
         parts = ["\n".join([f"[{section}]", *lines]) for section, lines in sorted(sections.items())]
-        head = [f"# From a configuration of {self.framework}. Not carried over:"]
+        head = ["# From a configuration of verl. Not carried over:"]
         head += [f"#   {_one_line(line)}" for line in self.left_out] or ["#   nothing"]
         return "\n\n".join(["\n".join(head), *parts]) + "\n"
 
 
-def convert(file: str | Path, framework: str = "") -> Converted:
-    """Return the recipe of a YAML file, or of the arguments in a shell script; `framework` "": known by its keys.
+def convert(file: str | Path) -> Converted:
+    """Return the recipe of a YAML file, or of the `key=value` words in a shell script.
 
-    Defaults of the other framework that differ from ours are part of the recipe. Raises ConfigError for a file that
-    cannot be read or that has no key of the framework.
+    Defaults of verl that differ from ours are part of the recipe. Raises ConfigError for a file that cannot be read or
+    that has no key of verl.
     """
     path = Path(file)
     theirs = _read(path)
-    chosen = FRAMEWORKS[framework] if framework else _framework_of(path, theirs)
-    theirs = {chosen.names.get(key, key): value for key, value in theirs.items()}
-    if chosen.needs and not theirs.keys() & {*chosen.needs}:
+    if not any(key.startswith(MARK) for key in theirs):
         raise ConfigError(
-            f"{path} has no key of GRPO, such as {', '.join(chosen.needs[:3])}: it belongs to another trainer of "
-            f"{chosen.name}. Only reinforcement learning is converted; for SFT, DPO and reward models write a few keys "
-            "by hand, see `hybridflow sft --help`, `dpo --help` and `reward-model --help`."
+            f"{path} has no key of verl's PPO trainer ({MARK}*), and other configurations are not converted; "
+            "docs/coming_from.md has the keys of TRL and OpenRLHF with ours."
         )
     values: dict[str, Any] = {}
     left_out: list[str] = []
-    for key, value in {**chosen.defaults, **theirs}.items():
-        if key not in chosen.moves:
-            if key not in chosen.ignored and key not in chosen.defaults:
+    for key, value in {**DEFAULTS, **theirs}.items():
+        if key not in MOVES:
+            if key not in IGNORED and key not in DEFAULTS:
                 left_out.append(f"{key}={value}")
             continue
         if isinstance(value, str) and "$" in value:
-            left_out.append(f"{key}={value} holds a variable of the shell; set {' and '.join(chosen.moves[key].keys)}")
+            left_out.append(f"{key}={value} holds a variable of the shell; set {' and '.join(MOVES[key].keys)}")
             continue
         try:
-            moved = chosen.moves[key].value(value)
+            moved = MOVES[key].value(value)
         except NoEqualError as error:
             if str(error):
                 left_out.append(f"{key}={value} has no equal here ({error})")
             continue
-        values |= dict.fromkeys(chosen.moves[key].keys, moved)
+        values |= dict.fromkeys(MOVES[key].keys, moved)
     try:
-        left_out += chosen.finish(values, {**chosen.defaults, **theirs})
+        left_out += finish(values, {**DEFAULTS, **theirs})
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: a value has another type than {chosen.name} documents: {error}.") from error
-    return Converted(values, left_out, chosen.name)
-
-
-def _framework_of(path: Path, theirs: Mapping[str, Any]) -> Framework:
-    for framework in FRAMEWORKS.values():
-        if any(
-            key.startswith(mark) if mark.endswith(".") else key == mark for mark in framework.marks for key in theirs
-        ):
-            return framework
-    raise ConfigError(
-        f"{path} has no key by which verl, TRL or OpenRLHF is known; name it: --from {', '.join(FRAMEWORKS)}."
-    )
+        raise ConfigError(f"{path}: a value has another type than verl documents: {error}.") from error
+    return Converted(values, left_out)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -100,7 +81,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
     found = _flat(_yaml(path, text)) if path.suffix in (".yaml", ".yml") else _arguments(path, text)
     if not found:
-        raise ConfigError(f"{path} has no key=value and no --flag; give a YAML file, or a script with the arguments.")
+        raise ConfigError(f"{path} has no key=value; give a YAML file, or a script with the arguments.")
     return found
 
 
@@ -130,28 +111,17 @@ def _number(value: Any) -> Any:
 
 
 def _arguments(path: Path, text: str) -> dict[str, Any]:
-    """Return the `key=value` words and `--flags` of a shell script."""
+    """Return the `key=value` and `--flag=value` words of a shell script."""
     try:
         plain = re.sub(r"`#[^`]*`", "", text)  # a comment inside a command
         words = shlex.split(plain.replace("\\\n", " "), comments=True)
     except ValueError as error:
         raise ConfigError(f"{path} is not a shell script: {error}.") from error
     found: dict[str, Any] = {}
-    flag = ""
     for word in words:
         key, equals, value = word.partition("=")
-        if word == "--":
-            flag = ""
-        elif word.startswith("--"):
-            flag = key.removeprefix("--").replace("-", "_")
-            found[flag] = _value(value) if equals else True
-            flag = "" if equals else flag
-        elif re.fullmatch(r"\+{0,2}[A-Za-z_][\w.]*\.[\w.]+", key) and equals:
-            found[key.lstrip("+")], flag = _value(value), ""
-        elif flag:
-            before = found[flag]
-            so_far = [] if before is True else before if isinstance(before, list) else [before]
-            found[flag] = [*so_far, _value(word)] if so_far else _value(word)
+        if equals and (key.startswith("--") or re.fullmatch(r"\+{0,2}[A-Za-z_][\w.]*\.[\w.]+", key)):
+            found[key.lstrip("+")] = _value(value)
     return found
 
 

@@ -1,9 +1,66 @@
-"""verl: `ppo_trainer.yaml`, or the `key=value` words of a script that starts `verl.trainer.main_ppo`."""
+"""verl: what becomes of the keys of `ppo_trainer.yaml`, and of a script that starts `verl.trainer.main_ppo`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from hybridflow.migration.moves import Framework, Move, files, renamed, switch, to, trackers_of, without
+
+class NoEqualError(ValueError):
+    """A value that has no equal here; its text says what to do instead."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """A key moves to `keys`; `value` changes its value, and raises NoEqualError if there is no equal."""
+
+    keys: tuple[str, ...]
+    value: Callable[[Any], Any] = lambda value: value
+
+
+TRACKERS = ("wandb", "mlflow", "tensorboard")
+
+
+def trackers_of(value: Any) -> list[str]:
+    """Return those of the named trackers that exist here; the console is always there."""
+    return [name for name in (value if isinstance(value, list) else [value]) if name in TRACKERS]
+
+
+def to(*keys: str) -> Move:
+    """Return the move of a value as it is."""
+    return Move(keys)
+
+
+def renamed(key: str, names: Mapping[Any, Any]) -> Move:
+    """Return the move of one of some names, each with another name here."""
+
+    def value(theirs: Any) -> Any:
+        if theirs not in names:
+            raise NoEqualError(f"expected one of {', '.join(map(str, names))}")
+        return names[theirs]
+
+    return Move((key,), value)
+
+
+def without(key: str, *, where: tuple[Any, ...], instead: Any) -> Move:
+    """Return the move of a value, of which some (such as -1 for "never") are written in another way here."""
+    return Move((key,), lambda value: instead if value in where else value)
+
+
+def files(key: str) -> Move:
+    """Return the move of one file, or of a list of them."""
+    return Move((key,), lambda value: list(value) if isinstance(value, list | tuple) else [value])
+
+
+def switch(key: str, when: Any) -> Move:
+    """Return the move of a boolean: true sets the key to `when`."""
+
+    def value(theirs: Any) -> Any:
+        if not theirs:
+            raise NoEqualError("")  # false is the default, which needs no key
+        return when
+
+    return Move((key,), value)
+
 
 KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "abs": "abs"}
 ADVANTAGES = {
@@ -16,6 +73,8 @@ ADVANTAGES = {
     "reinforce_plus_plus": "reinforce++",
     "reinforce_plus_plus_baseline": "reinforce++-baseline",
 }
+MARK = "actor_rollout_ref."
+"""How keys of verl begin, of which every configuration has some."""
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _STEPS = {"where": (-1, None), "instead": 0}
 
@@ -119,8 +178,11 @@ IGNORED = (
     f"{_ACTOR}.fsdp_config.optimizer_offload",
     "actor_rollout_ref.ref.fsdp_config.param_offload",
     "data.filter_overlong_prompts_workers",
+    *(f"{_ACTOR}.kl_loss_coef", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", "trainer.n_gpus_per_node"),
+    *("custom_reward_function.path", "custom_reward_function.name", "trainer.logger", "data.prompt_key"),
+    *(f"reward_model.overlong_buffer.{name}" for name in ("enable", "len", "penalty_factor")),
 )
-"""Keys for which nothing is to be set: hybridflow decides, or has one key for all roles."""
+"""Keys for which nothing is to be set: hybridflow decides, or has one key for all roles; or `finish` reads them."""
 
 
 def finish(values: dict[str, Any], theirs: Mapping[str, Any]) -> list[str]:
@@ -149,13 +211,3 @@ def finish(values: dict[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     if (prompt := theirs.get("data.prompt_key", "prompt")) != "prompt":
         values["data.columns"] = {"prompt": prompt}
     return notes
-
-
-SETTLED = (
-    *(f"{_ACTOR}.kl_loss_coef", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", "trainer.n_gpus_per_node"),
-    *("custom_reward_function.path", "custom_reward_function.name", "trainer.logger", "data.prompt_key"),
-    *(f"reward_model.overlong_buffer.{name}" for name in ("enable", "len", "penalty_factor")),
-)
-"""Keys that `finish` reads."""
-
-VERL = Framework("verl", ("actor_rollout_ref.",), MOVES, DEFAULTS, (*IGNORED, *SETTLED), finish)

@@ -21,7 +21,6 @@ from hybridflow.runtime.device import (
 from hybridflow.runtime.host_memory import HostMemory
 from hybridflow.runtime.interrupts import Interrupts
 from hybridflow.runtime.matmul_peak import measure_flops_now, measure_peak_flops, peak_flops
-from hybridflow.runtime.matmul_precision import use_full_float32
 from hybridflow.runtime.memory_limit import memory_limit, peak_memory_of
 from hybridflow.runtime.out_of_memory import describe_memory, is_out_of_memory, naming_out_of_memory, out_of_memory
 from hybridflow.runtime.plain_files import open_plain_file, require_plain_file, require_regular_file
@@ -37,7 +36,7 @@ from hybridflow.runtime.rendezvous import group_store, new_store_name, open_stor
 from hybridflow.runtime.safetensors_header import sort_metadata
 from hybridflow.runtime.side_stream import SideStream
 from hybridflow.runtime.stop_signals import StopRequest
-from hybridflow.runtime.threads import count_physical_cores, set_deterministic, set_num_threads
+from hybridflow.runtime.threads import count_physical_cores, set_deterministic, set_num_threads, use_full_float32
 from hybridflow.runtime.user_code import did_you_mean, require_arguments
 from hybridflow.runtime.user_import import load_user_function
 

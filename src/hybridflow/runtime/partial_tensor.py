@@ -92,13 +92,6 @@ class PartialTensor(Tensor):
         return f"PartialTensor({self._name!r}, {tuple(self.shape)}, box={self._box})"
 
 
-def with_contents(tensor: Tensor, contents: Tensor) -> Tensor:
-    """Return `contents`, or a PartialTensor with them if `tensor` is one."""
-    if isinstance(tensor, PartialTensor):
-        return PartialTensor(tensor.shape, tensor.dtype, tensor._name, tensor._box, contents)
-    return contents
-
-
 def contents_of(tensor: Tensor) -> Tensor:
     """Return the elements in memory: the box of a PartialTensor, or the tensor itself."""
     if isinstance(tensor, PartialTensor):

@@ -1,10 +1,11 @@
-"""Stores through which the ranks of a process group find each other.
+"""Stores through which the ranks of a process group find each other, and the errors by which they lose each other.
 
 The backend of a worker process provides stores that other users cannot reach. A process without a backend has stores
 of its own, shared by its threads.
 """
 
 import secrets
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING
@@ -46,3 +47,11 @@ def open_store(name: str) -> "Store":
     It stays open until the process ends, as its process group needs it.
     """
     return _open(name)
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Return whether a collective operation failed because of another rank; its own error or log has the cause."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and isinstance(error, distributed.DistError):
+        return True
+    return isinstance(error, RuntimeError) and "gloo" in " ".join(str(error).split())[:300].lower()

@@ -1,6 +1,6 @@
-"""The number of threads of torch, and whether it may use nondeterministic kernels.
+"""The number of threads of torch, whether it may use nondeterministic kernels, and the precision of its products.
 
-Both affect the bits of a result, since sums are split over threads.
+All affect the bits of a result; sums are split over threads.
 """
 
 import os
@@ -65,3 +65,15 @@ def _container_limit(default: int) -> int:
     except (OSError, ValueError):
         return default
     return default if quota == "max" else int(quota) // int(period)
+
+
+def use_full_float32() -> None:
+    """Compute float32 matrix products in float32 on every device, never in TF32, whose mantissa has 10 bits.
+
+    A run that wants the speed of tensor cores computes in bfloat16 (`model.dtype`); what stays float32 there, such as
+    rotary angles, needs the precision: TF32 would round positions above 2,048. It also undoes TF32 that a library or
+    TORCH_ALLOW_TF32_CUBLAS_OVERRIDE enabled.
+    """
+    import torch
+
+    torch.set_float32_matmul_precision("highest")

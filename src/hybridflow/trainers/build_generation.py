@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from hybridflow.checkpoint import Checkpoint
 from hybridflow.checkpoint.model_fingerprint import require_same_base
 from hybridflow.checkpoint.weights import stored_weights
-from hybridflow.config import Config, EnvironmentConfig, FaultsConfig, ParallelConfig
+from hybridflow.config import Config, EnvironmentConfig, ParallelConfig
 from hybridflow.controller import Backend, ClassWithInitArgs, Role, WorkerGroup
 from hybridflow.data import RLHFDataset, load_tokenizer
 from hybridflow.data.parquet_rows import Row
@@ -93,7 +93,6 @@ def _prepare(config: Config, checkpoint: Checkpoint | None, *file_keys: str) -> 
     config = with_required_files(config, *file_keys)
     require_rollout_engine(config)
     config = settle_dtype(_without_learning(config), resumes=False)
-    config = config.model_copy(update={"faults": FaultsConfig()})
     _require_base(config, checkpoint)
     prepare_driver_process(config)
     return config

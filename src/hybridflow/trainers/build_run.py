@@ -21,7 +21,6 @@ from hybridflow.runtime import (
     use_full_float32,
 )
 from hybridflow.trainers.groups import build_backend, build_groups, closing_on_error
-from hybridflow.trainers.planned_faults import prepare_faults
 from hybridflow.trainers.pool_sizes import PoolSizes, pool_sizes_of
 from hybridflow.trainers.preconditions import require_one_rank, require_profile_steps, require_snapshot_dir
 from hybridflow.trainers.run_directory import RunDirectory, require_unused
@@ -81,7 +80,7 @@ class Program(Generic[D, T]):
 
 
 def build_run(config: Config, program: Program[D, T]) -> T:
-    """Build the trainer of a run, cheap checks first. Seeds the process; writes no file yet, but those of `faults`.
+    """Build the trainer of a run, cheap checks first. Seeds the process; writes no file yet.
 
     Raises ConfigError, DataError, ModelError or CheckpointError.
     """
@@ -104,7 +103,6 @@ def build_run(config: Config, program: Program[D, T]) -> T:
     classes = program.classes(total_steps)
     run = RunDirectory(config, program.kind)
     run.start_facts["data"] = data_facts(train=dataset, val=validation)
-    prepare_faults(config, run, classes, total_steps)
 
     def start() -> T:
         with closing_on_error(build_backend(config)) as backend:

@@ -18,10 +18,9 @@ from hybridflow.controller import (
 from hybridflow.controller.mesh import ROLLOUT_MESH
 from hybridflow.observability import TraceEvent, get_logger, stage_seconds, transfer_metrics
 from hybridflow.rollout.weight_sync import RECEIVING, SENDING
-from hybridflow.trainers.slow_rank_watch import SlowRankWatch
 
 if TYPE_CHECKING:
-    from hybridflow.trainers.rank_speeds import RankSpeeds
+    from hybridflow.trainers.rank_speeds import RankSpeeds, SlowRankWatch
 
 logger = get_logger(__name__)
 
@@ -70,7 +69,6 @@ def build_backend(config: Config) -> Backend:
         report_after_s=controller.report_after_s,
         threads=controller.threads,
         compress=controller.compress_transfers,
-        prefer_fast_links=controller.parts == "measured",
     )
 
 
@@ -91,7 +89,7 @@ class BackendOwner:
 
     recovery: "Closable | None" = None
 
-    slow_ranks: SlowRankWatch | None = None
+    slow_ranks: "SlowRankWatch | None" = None
 
     rank_speeds: "RankSpeeds | None" = None
 
@@ -224,3 +222,15 @@ def build_pool(
         gpus_per_process=config.controller.gpus_per_worker,
         environment=config.controller.environment,
     )
+
+
+def groups_of_pools(config: Config, groups: Mapping[Role, WorkerGroup], method: str) -> list[WorkerGroup]:
+    """Return a group with this method for each pool, for what concerns processes: roles of one pool share them.
+
+    With updates in flight the ranks that generate are left out: they would answer only after the batches that run.
+    """
+    of_pools: dict[int, WorkerGroup] = {}
+    for role, group in groups.items():
+        if method in group.methods and not (config.updates_in_flight and role is Role.Rollout):
+            of_pools.setdefault(id(group.resource_pool), group)
+    return list(of_pools.values())

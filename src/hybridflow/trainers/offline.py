@@ -12,12 +12,11 @@ from hybridflow.observability import performance_report, timed
 from hybridflow.trainers.groups import BackendOwner
 from hybridflow.trainers.objectives import Objective
 from hybridflow.trainers.pool_sizes import PoolSizes
-from hybridflow.trainers.rank_speeds import measured_shares, part_metrics
+from hybridflow.trainers.rank_speeds import measured_shares, part_metrics, watch_slow_ranks
 from hybridflow.trainers.reading import Lengths, read
 from hybridflow.trainers.recovery import Recovery, build_recovery
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.samples import NO_SAMPLES, Samples
-from hybridflow.trainers.slow_rank_watch import watch_slow_ranks
 from hybridflow.trainers.speed import Speedometer
 from hybridflow.trainers.token_budgets import TokenBudgets
 from hybridflow.trainers.training_loop import fit

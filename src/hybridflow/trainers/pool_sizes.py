@@ -16,8 +16,7 @@ from hybridflow.controller import Backend, Role, WorkerGroup, move_colocated
 from hybridflow.errors import ConfigError, LostWorkerError
 from hybridflow.observability import TraceEvent, get_logger
 from hybridflow.trainers.groups import build_pool, meshes_of, pool_of, pools_of
-from hybridflow.trainers.rank_speeds import RankSpeeds, measured_shares
-from hybridflow.trainers.slow_rank_watch import SlowRankWatch, watch_slow_ranks
+from hybridflow.trainers.rank_speeds import RankSpeeds, SlowRankWatch, measured_shares, watch_slow_ranks
 from hybridflow.trainers.speed import Speedometer, measured_speedometer
 
 if TYPE_CHECKING:

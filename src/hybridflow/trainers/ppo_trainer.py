@@ -15,7 +15,7 @@ from hybridflow.rollout.weight_sync.conductor import WeightSync, weight_sync_of
 from hybridflow.trainers.groups import BackendOwner, processes_of
 from hybridflow.trainers.pool_sizes import PoolSizes
 from hybridflow.trainers.ppo import PPO
-from hybridflow.trainers.rank_speeds import measured_shares, part_metrics
+from hybridflow.trainers.rank_speeds import measured_shares, part_metrics, watch_slow_ranks
 from hybridflow.trainers.recovery import build_recovery
 from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, staleness_metrics
 from hybridflow.trainers.run_directory import RunDirectory
@@ -23,7 +23,6 @@ from hybridflow.trainers.samples import Samples, samples_of
 from hybridflow.trainers.sampling.ahead import Ahead, describe_pending, save_pending, wait_for
 from hybridflow.trainers.sampling.in_flight import ScheduleLog
 from hybridflow.trainers.sampling.sampling import Sampling
-from hybridflow.trainers.slow_rank_watch import watch_slow_ranks
 from hybridflow.trainers.speed import Speedometer
 from hybridflow.trainers.stages import updates_per_step
 from hybridflow.trainers.token_budgets import TokenBudgets

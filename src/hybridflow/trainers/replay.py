@@ -39,7 +39,7 @@ SAMPLING = ("algorithm.filter_groups", "algorithm.max_sampling_rounds")
 NOT_IN_REPLAYS = (
     *("trainer.resume=auto", "trainer.save_every=0", "trainer.save_every_s=0", "trainer.trackers=[]"),
     *("data.val_files=[]", "trainer.val_every=0", "trainer.val_before_train=false"),
-    *("recovery.max_restarts=0", "faults.plan=[]", "faults.random=0"),
+    "recovery.max_restarts=0",
 )
 
 SYNC = "weight_sync/"

@@ -29,7 +29,7 @@ TOKEN_BUDGETS = "token_budgets.json"
 DATA = "data"
 """Directory of data that came from the memory of a Python program; it is written before the run starts."""
 
-WRITTEN = (*(*LOGS, RECOVERIES, "schedule.jsonl", "config.toml", "run.json", "faults.json", TOKEN_BUDGETS, ".lock"),)
+WRITTEN = (*(*LOGS, RECOVERIES, "schedule.jsonl", "config.toml", "run.json", TOKEN_BUDGETS, ".lock"),)
 """The files that a run writes and that are not in a checkpoint. Its subdirectories may be links to other disks."""
 
 _NUM_SHOWN = 10

@@ -11,15 +11,13 @@ from hybridflow.controller import Role, WorkerGroup
 from hybridflow.errors import HybridFlowError, WorkerError
 from hybridflow.observability import TraceEvent, get_logger, memory_bytes
 from hybridflow.runtime import StopRequest
-from hybridflow.runtime.fault_points import fault_point, fault_point_of_step
-from hybridflow.trainers.planned_faults import warn_of_unfired_faults
-from hybridflow.trainers.pool_groups import groups_of_pools
-from hybridflow.trainers.rank_speeds import RankSpeeds
+from hybridflow.runtime.fault_points import fault_point
+from hybridflow.trainers.groups import groups_of_pools
+from hybridflow.trainers.rank_speeds import RankSpeeds, SlowRankWatch
 from hybridflow.trainers.recovery import Recovery, recovering
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.run_log import RunLog
 from hybridflow.trainers.samples import Samples
-from hybridflow.trainers.slow_rank_watch import SlowRankWatch
 
 
 class Profiled(Protocol):
@@ -137,8 +135,6 @@ def fit(trainer: Trainer, stop_after: int | None = None) -> None:
             "stopped after step %d of %d; run the same command to continue%s",
             *(trainer.global_step, trainer.total_steps, "" if stop.requested else ", without --stop-after"),
         )
-    else:
-        warn_of_unfired_faults()
 
 
 def _begin(trainer: Trainer, log: RunLog) -> None:
@@ -153,7 +149,7 @@ def _begin(trainer: Trainer, log: RunLog) -> None:
 def _train_one_step(trainer: Trainer, log: RunLog, saves: SaveSchedule, is_last: Callable[[int], bool]) -> bool:
     """Make a step, validate, log and save as configured; return whether the run stops, which `is_last(step)` tells."""
     how, recovery = trainer.config.trainer, trainer.recovery
-    fault_point_of_step(trainer.global_step + 1)
+    fault_point("step", trainer.global_step + 1)
     samples = train_step(trainer)
     trainer.finish_save()  # the background save of the step before
     if recovery:

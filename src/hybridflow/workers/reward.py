@@ -21,7 +21,7 @@ from hybridflow.runtime import (
     seed_random_state,
     unchanged_random_state,
 )
-from hybridflow.runtime.fault_points import arm_faults, fault_point
+from hybridflow.runtime.fault_points import fault_point
 
 SCORED_COLUMNS = ("solution_texts", "data_sources", "ground_truths", "extra_infos", "raw_prompts")
 SCORE_COLUMNS = ("scores", "reward_failed", "reward_timed_out", "reward_extras")
@@ -57,7 +57,6 @@ class RewardWorker(Worker):
     """
 
     def __init__(self, config: Config, closure: Closure | None = None) -> None:
-        arm_faults(config)
         fault_point("start")
         if self.rank == 0 or self.has_collectives:  # ranks that share a process are seeded once, by rank 0
             seed_random_state(derive_seed(config.trainer.seed, self.rank) if self.rank else config.trainer.seed)

@@ -15,7 +15,7 @@ from hybridflow.runtime import (
     use_full_float32,
     use_own_device,
 )
-from hybridflow.runtime.fault_points import arm_faults, fault_point
+from hybridflow.runtime.fault_points import fault_point
 
 
 def prepare_worker_process(worker: Worker, config: Config) -> Config:
@@ -23,7 +23,6 @@ def prepare_worker_process(worker: Worker, config: Config) -> Config:
 
     Returns the configuration with the dtype of model.dtype = "auto", which a run has settled before for all workers.
     """
-    arm_faults(config)
     fault_point("start")
     use_own_device()
     keep_freed_memory()

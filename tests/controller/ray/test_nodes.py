@@ -17,9 +17,8 @@ from hybridflow.controller.ray import (
     split_resource_pool,
 )
 from hybridflow.controller.ray.cluster import Connection, gpus_for
-from hybridflow.controller.ray.interfaces import own_interface
-from hybridflow.controller.ray.links import NO_LINK, Link, find_slow_links
 from hybridflow.controller.ray.nodes import Node, choose_nodes, does_not_fit, sorted_nodes
+from hybridflow.controller.ray.worker_process import own_interface
 from hybridflow.errors import ConfigError
 
 ONE_CPU = {"CPU": 1.0}
@@ -52,28 +51,22 @@ def test_nodes_are_sorted_by_address_whatever_their_ids(names):
 
 
 @pytest.mark.parametrize(
-    ("processes", "share", "nodes", "options", "chosen"),
+    ("processes", "share", "nodes", "chosen"),
     [
-        ([2], {}, [4, 2, 4], {}, "1"),
-        ([2, 2], {}, [4, 2, 4], {}, "12"),
-        ([2, 4, 4], {}, [4, 2, 4], {}, "213"),  # the first node that leaves room for the others
-        ([4, 2, 4], {}, [4, 2, 4], {}, "123"),
-        ([1, 1], {}, [64], {}, None),  # each entry gets a node of its own
-        ([1], {}, [], {}, None),
-        ([10], {"CPU": 0.1}, [1], {}, "1"),
-        ([3], {"CPU": 1 / 3}, [1], {}, "1"),
-        ([11], {"CPU": 0.1}, [1], {}, None),
-        ([1000], {"CPU": 0.0}, [1], {}, "1"),
-        ([2], {}, [2, 2, 2], {"used_last": {"1"}}, "2"),
-        ([2, 2], {}, [2, 2, 2], {"used_last": {"1", "2"}}, "31"),  # one that is fast, then by address
-        ([2, 2, 2], {}, [2, 2, 2], {"used_last": {"1"}}, "231"),
-        ([4], {}, [2, 2, 2], {"used_last": {"1"}}, None),
-        ([4], {}, [4, 2, 2], {"used_last": {"1"}}, "1"),  # only it is large enough
-        ([1], {}, [2, 2], {"used_last": {"1", "2"}}, "1"),
+        ([2], {}, [4, 2, 4], "1"),
+        ([2, 2], {}, [4, 2, 4], "12"),
+        ([2, 4, 4], {}, [4, 2, 4], "213"),  # the first node that leaves room for the others
+        ([4, 2, 4], {}, [4, 2, 4], "123"),
+        ([1, 1], {}, [64], None),  # each entry gets a node of its own
+        ([1], {}, [], None),
+        ([10], {"CPU": 0.1}, [1], "1"),
+        ([3], {"CPU": 1 / 3}, [1], "1"),
+        ([11], {"CPU": 0.1}, [1], None),
+        ([1000], {"CPU": 0.0}, [1], "1"),
     ],
 )
-def test_nodes_are_chosen_in_order_of_address(processes, share, nodes, options, chosen):
-    found = choose_nodes(processes, share or ONE_CPU, numbered(*nodes), **options)
+def test_nodes_are_chosen_in_order_of_address(processes, share, nodes, chosen):
+    found = choose_nodes(processes, share or ONE_CPU, numbered(*nodes))
     assert found == chosen or "".join(each.node_id for each in found) == chosen
 
 
@@ -127,27 +120,6 @@ def test_error_names_the_request_and_the_resources_of_each_node():
     error = str(does_not_fit("the pool", [1], {"CPU": 1.0, "GPU": 0.6}, [on_gpu]))
     assert "0.8 of 2 GPU free. Use fewer processes or a smaller share (controller.cpus_per_worker, " in error
     assert "controller.gpus_per_worker, of which each process needs all on one GPU; cpus_per_process" in error
-
-
-# Links
-
-FAST, SLOW, NARROW = Link(0.0005, 1e9), Link(0.05, 1e9), Link(0.0005, 1e8)
-
-
-@pytest.mark.parametrize(
-    ("links", "slow"),
-    [
-        ({"a": FAST, "b": FAST, "c": SLOW}, ["c"]),
-        ({"a": FAST, "b": NARROW, "c": FAST}, ["b"]),
-        ({"a": SLOW, "b": SLOW, "c": SLOW}, []),
-        ({"a": FAST, "b": Link(0.0049, 5e8)}, []),
-        ({"a": NO_LINK, "b": FAST}, ["a"]),
-        ({"a": NO_LINK, "b": NO_LINK}, []),
-        ({"a": SLOW}, []),
-    ],
-)
-def test_a_link_is_slow_compared_with_the_others(links, slow):
-    assert list(find_slow_links(links)) == slow
 
 
 def test_the_interface_of_an_address_is_found():

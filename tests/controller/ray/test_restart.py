@@ -21,9 +21,8 @@ from hybridflow.controller import (
     register,
     spawn_colocated,
 )
-from hybridflow.controller.ray import RayResourcePool, backend
+from hybridflow.controller.ray import RayResourcePool
 from hybridflow.controller.ray import standbys as module
-from hybridflow.controller.ray.links import Link
 from hybridflow.controller.ray.resource_pool import has_room, nodes_of_cluster
 from hybridflow.errors import ConfigError, LostWorkerError, WorkerDiedError, WorkerError
 
@@ -271,19 +270,3 @@ def test_colocated_groups_move_to_a_pool_of_another_size(ray_backend, cpus):
     finally:
         one.shutdown()
         two.shutdown()
-
-
-def test_after_a_loss_nodes_that_were_slow_at_the_start_are_used_last(ray_backend, monkeypatch):
-    """Only the measured links are made up, since the cluster has one node; a loss does not measure them again."""
-    links, measured = {"slow": Link(0.05, 1e9), "fast": Link(0.0005, 1e9)}, []
-    monkeypatch.setattr(backend, "measure_links", lambda nodes: measured.append(nodes) or links)
-    monkeypatch.setattr(ray_backend, "_prefer_fast_links", True)
-    (pool,) = ray_backend.choose_fitting([[pool_of(1, 0.1)]])
-    assert pool.used_last == {"slow"}
-    group = spawn_colocated(pool, {"one": ClassWithInitArgs(Counter, 0)}, ray_backend)["one"]
-    measured.clear()
-    try:
-        (chosen,) = ray_backend.choose_fitting([[pool_of(1, 0.1)]], instead_of=group.workers)
-        assert (chosen.used_last, measured) == ({"slow"}, [])
-    finally:
-        group.shutdown()

@@ -11,9 +11,8 @@ import pytest
 from ray.exceptions import ObjectLostError, OutOfDiskError, OutOfMemoryError, RpcError
 
 from hybridflow.controller.ray import cluster_watch, heartbeat, silence
-from hybridflow.controller.ray.chain import chain_of, describe_chain, running_call
 from hybridflow.controller.ray.cluster_watch import ClusterWatch
-from hybridflow.controller.ray.hang_report import HangReports
+from hybridflow.controller.ray.hang_report import HangReports, chain_of, describe_chain, running_call
 from hybridflow.controller.ray.heartbeat import Heartbeats
 from hybridflow.controller.ray.processes import RayCall, RayProcess, RayWorker
 from hybridflow.controller.ray.silence import Silence

@@ -3,9 +3,7 @@
 from hybridflow.config.sections.advice import AdviceConfig
 from hybridflow.config.sections.base import Section
 from hybridflow.config.sections.data import DataConfig, RewardConfig
-from hybridflow.config.sections.environment import EnvironmentConfig
-from hybridflow.config.sections.faults import FaultsConfig
-from hybridflow.config.sections.generation import RolloutConfig, ValidationConfig
+from hybridflow.config.sections.generation import EnvironmentConfig, RolloutConfig, ValidationConfig
 from hybridflow.config.sections.learning import ActorConfig, AlgorithmConfig, CriticConfig, OfflineConfig
 from hybridflow.config.sections.models import (
     DTypeName,
@@ -42,7 +40,6 @@ class Config(Section):
     recovery: RecoveryConfig = RecoveryConfig()
     advice: AdviceConfig = AdviceConfig()
     offline: OfflineConfig = OfflineConfig()
-    faults: FaultsConfig = FaultsConfig()
 
     def with_dtype(self, dtype: DTypeName) -> "Config":
         """Return the configuration with `dtype` in place of model.dtype = "auto"; any other dtype stays."""

@@ -151,7 +151,7 @@ class ControllerConfig(Section):
     parts: Literal["equal", "measured"] = Field(
         default="equal",
         description="Number of rows that each rank gets: equal, or measured (fewer for slower ranks in generation, "
-        "scoring and training; on Ray, nodes with slow links are used last; needs trainer.deterministic = false).",
+        "scoring and training; needs trainer.deterministic = false).",
     )
     balance: Literal["rows", "groups", "none"] = Field(
         default="rows",

@@ -20,7 +20,6 @@ from hybridflow.controller.one_call import described
 from hybridflow.controller.ray.cluster import Connection
 from hybridflow.controller.ray.heartbeat import delete_heartbeat
 from hybridflow.controller.ray.launcher import NAMESPACE, Launch, Launcher
-from hybridflow.controller.ray.links import find_slow_links, measure_links
 from hybridflow.controller.ray.probe import probe_nodes
 from hybridflow.controller.ray.processes import RayCall, RayHandle, RayProcess, RayWorker
 from hybridflow.controller.ray.resource_pool import (
@@ -54,9 +53,8 @@ class RayBackend:
     `call_timeout_s`: the deadline of every call in seconds without progress; None: no deadline. `heartbeat_timeout_s`:
     seconds without a heartbeat until a process that a call waits for is lost; None: do not look. `report_after_s`:
     seconds without progress until a wait logs who waits for whom; None: never. `threads`: CPU threads of each rank; 0:
-    its share of the physical cores. `compress`: compress sent data with zstd. `prefer_fast_links`: measure
-    the links to the nodes when pools are checked, and use nodes with a slow one last. Use the backend as a context, or
-    call `close()`.
+    its share of the physical cores. `compress`: compress sent data with zstd. Use the backend as a context,
+    or call `close()`.
     """
 
     def __init__(
@@ -71,14 +69,12 @@ class RayBackend:
         report_after_s: float | None = 60.0,
         threads: int = 0,
         compress: bool = False,
-        prefer_fast_links: bool = False,
     ) -> None:
         of_name = {"call_timeout_s": call_timeout_s, "heartbeat_timeout_s": heartbeat_timeout_s}
         for name, seconds in (of_name | {"report_after_s": report_after_s}).items():
             if seconds is not None and not seconds > 0:
                 raise ConfigError(f"{name}={seconds} is invalid: expected seconds above 0, or None.")
         self.call_timeout_s, self.threads, self.compress = call_timeout_s, threads, compress
-        self._prefer_fast_links, self._slow_nodes = prefer_fast_links, frozenset[str]()
         self._connection = Connection(address, num_cpus, num_gpus, object_store_bytes)
         self._processes: list[RayProcess] = []
         self._node = socket.gethostname()
@@ -105,8 +101,6 @@ class RayBackend:
         pools = [self._as_ray_pool(pool) for pool in resource_pools]
         if pools:
             self._connection.open(pools)
-            if self._prefer_fast_links:
-                self._use_slow_links_last(pools)
             require_fit(pools)
 
     def choose_fitting(
@@ -119,29 +113,12 @@ class RayBackend:
         """
         self._connection.open([pools[0] for pools in options])
         self._stop([peer for worker in instead_of for peer in worker.process.peers])
-        if self._prefer_fast_links:
-            self._use_slow_links_last([pool for pools in options for pool in pools], measure=not instead_of)
         try:
             return choose_fitting(options)
         except ConfigError as error:
             if not instead_of:
                 raise
             raise self._lost_places(error) from error
-
-    def _use_slow_links_last(self, pools: Sequence[RayResourcePool], *, measure: bool = True) -> None:
-        """Let pools use nodes with a slow link only if the others do not suffice; else by the last measurement."""
-        if measure:
-            nodes = nodes_of_cluster()
-            slow = find_slow_links(measure_links(nodes))
-            for node in nodes:
-                if node.node_id in slow:
-                    logger.warning(
-                        "node %s has a slow link (%s) and is used only if the others do not suffice",
-                        *(node.address, slow[node.node_id]),
-                    )
-            self._slow_nodes = frozenset(slow)
-        for pool in pools:
-            pool.used_last = self._slow_nodes
 
     def has_gpus(self) -> bool:
         """Return whether the cluster has GPUs, which this process need not see; connects to a running cluster."""

@@ -18,9 +18,13 @@ from hybridflow.controller.ray.waiting import Waiting
 from hybridflow.controller.ray.worker_process import WorkerProcess
 from hybridflow.controller.threads import beside_of, concurrent_calls_of
 from hybridflow.observability.log import LEVEL_VARIABLE
+from hybridflow.runtime.fault_points import FAULTS_VARIABLE
 
 START_TIMEOUT_S = 300.0
 """The shortest deadline for the start of a process, in seconds; Ray may be slow to start one."""
+
+FORWARDED = (LEVEL_VARIABLE, FAULTS_VARIABLE)
+"""Environment variables of the driver that workers get too."""
 
 NAMESPACE = "hybridflow"
 """The Ray namespace of detached workers."""
@@ -114,8 +118,7 @@ class Launcher:
                 "MASTER_PORT": str(port),
                 **launch.pool.environment,
             }
-            if LEVEL_VARIABLE in os.environ:
-                environment[LEVEL_VARIABLE] = os.environ[LEVEL_VARIABLE]
+            environment |= {name: os.environ[name] for name in FORWARDED if name in os.environ}
             arguments.append((shared, environment, store, self._threads, self._compress))
         where = "+".join(f"{cls_with_init.cls.__name__}.__init__" for cls_with_init in classes.values())
         self.ask(processes, "build", arguments, where)

@@ -1,6 +1,6 @@
 """The choice of nodes for the processes of a pool: pure functions, without calls to Ray."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hybridflow.errors import ConfigError
@@ -50,20 +50,14 @@ def choose_nodes(
     nodes: Sequence[Node],
     *,
     empty: bool = False,
-    used_last: Set[str] = frozenset(),
 ) -> list[Node] | None:
     """Return a separate node for each entry of `process_on_nodes`; None if they do not fit.
 
     Each entry gets the first node, in order of addresses, that leaves a node for every later entry. `share`: the
-    resources of one process. `used_last`: ids of nodes that are used only if the others do not suffice.
+    resources of one process.
     """
-    if used_last:
-        others = [node for node in nodes if node.node_id not in used_last]
-        chosen = choose_nodes(process_on_nodes, share, others, empty=empty)
-        if chosen is not None:
-            return chosen
     chosen = []
-    left = sorted(sorted_nodes(nodes), key=lambda node: node.node_id in used_last)
+    left = sorted_nodes(nodes)
     for index, processes in enumerate(process_on_nodes):
         later = process_on_nodes[index + 1 :]
         for node in left:

@@ -69,7 +69,6 @@ class RayResourcePool(ResourcePool):
         self._groups: list[PlacementGroup] = []
         self._tenants = [0] * self.world_size
         self._is_detached = False
-        self.used_last: frozenset[str] = frozenset()  # ids of nodes that are used only if the others do not suffice
 
     @property
     def share(self) -> dict[str, float]:
@@ -140,7 +139,7 @@ class RayResourcePool(ResourcePool):
         deadline = time.monotonic() + SETTLING_S
         while True:
             nodes = nodes_of_cluster()
-            chosen = choose_nodes(self.process_on_nodes, self.share, nodes, used_last=self.used_last)
+            chosen = choose_nodes(self.process_on_nodes, self.share, nodes)
             if chosen is not None:
                 return chosen
             never_fits = choose_nodes(self.process_on_nodes, self.share, nodes, empty=True) is None
@@ -276,13 +275,13 @@ def has_room(pool: RayResourcePool, instead_of: RayResourcePool) -> bool:
     """Return whether a pool would fit the cluster if the places of another one, which are reserved, were free."""
     own = [place.node.node_id for place in instead_of.places()]
     nodes = [node.without(-own.count(node.node_id), instead_of.share) for node in nodes_of_cluster()]
-    return choose_nodes(pool.process_on_nodes, pool.share, nodes, used_last=pool.used_last) is not None
+    return choose_nodes(pool.process_on_nodes, pool.share, nodes) is not None
 
 
 def _first_problem(pools: Sequence[RayResourcePool], nodes: list[Node], empty: bool) -> ConfigError | None:
     left = [replace(node, free=node.total) for node in nodes] if empty else nodes
     for pool in pools:
-        chosen = choose_nodes(pool.process_on_nodes, pool.share, left, used_last=pool.used_last)
+        chosen = choose_nodes(pool.process_on_nodes, pool.share, left)
         if chosen is None:
             return does_not_fit(repr(pool), pool.process_on_nodes, pool.share, left)
         taken = {node.node_id: count for node, count in zip(chosen, pool.process_on_nodes, strict=True)}

@@ -21,8 +21,7 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from hybridflow.controller.ray.chain import running_call
-from hybridflow.controller.ray.hang_report import HangReports, report_calls
+from hybridflow.controller.ray.hang_report import HangReports, report_calls, running_call
 from hybridflow.controller.ray.heartbeat import Heartbeats
 from hybridflow.controller.ray.processes import RayCall, RayProcess, RayWorker
 from hybridflow.controller.ray.silence import Silence

@@ -14,13 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import ray
 import torch
 
-from hybridflow.controller.introduce import introduce
 from hybridflow.controller.one_call import NamingErrors, checked_output
 from hybridflow.controller.ray.heartbeat import start_heartbeat
-from hybridflow.controller.ray.interfaces import own_interface
 from hybridflow.controller.ray.store import RayStore
 from hybridflow.controller.ray.transport import (
     Outgoing,
@@ -32,6 +31,7 @@ from hybridflow.controller.ray.transport import (
     thaw,
     unpack,
 )
+from hybridflow.controller.worker import introduce
 from hybridflow.errors import ConfigError
 from hybridflow.observability import TraceEvent, memory_bytes
 from hybridflow.observability.waits import CallTime, Waits
@@ -244,3 +244,9 @@ class WorkerProcess:
 
     def __repr__(self) -> str:
         return self.label
+
+
+def own_interface(address: str) -> str:
+    """Return the name of this machine's network interface that has the address; "" if none has it."""
+    addresses = psutil.net_if_addrs()
+    return next((name for name, found in addresses.items() if address in {entry.address for entry in found}), "")

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from hybridflow.errors import WeightSyncError
 from hybridflow.rollout.weight_sync.fingerprint import Fingerprints
-from hybridflow.runtime.fault_points import with_flipped_bit
-from hybridflow.runtime.partial_tensor import contents_of, with_contents
 
 ALIGNMENT = 64
 """Alignment in bytes of each tensor in a packed bucket."""
@@ -100,12 +98,6 @@ def fill_buckets(
             if with_fingerprints:
                 fingerprints.add(name, tensor)
         yield Bucket(gathered, fingerprints.read(), version)
-
-
-def corrupt(bucket: Bucket) -> None:
-    """Flip one bit of a copy of the first weight of a bucket, whose fingerprints stay: a fault of kind "corrupt"."""
-    name, tensor = next(iter(bucket.weights.items()))
-    bucket.weights[name] = with_contents(tensor, with_flipped_bit(contents_of(tensor)))
 
 
 def packed_size(specs: Iterable[WeightSpec]) -> int:

@@ -11,7 +11,7 @@ from hybridflow.controller import Dispatch, register
 from hybridflow.errors import WeightSyncError
 from hybridflow.protocol import DataProto
 from hybridflow.rollout.weight_sync.base import Announcement, Sent, WeightTransport
-from hybridflow.rollout.weight_sync.buckets import Bucket, WeightSpec, corrupt, fill_buckets, plan_buckets
+from hybridflow.rollout.weight_sync.buckets import Bucket, WeightSpec, fill_buckets, plan_buckets
 from hybridflow.rollout.weight_sync.probe import Probe, probe_sequences
 from hybridflow.runtime import naming_out_of_memory, note_progress, own_device, preferred_dtype
 from hybridflow.runtime.boxes import Box
@@ -96,7 +96,7 @@ class WeightSender:
         with naming_out_of_memory("a weight sync", own_device(), SMALLER_BUCKETS, WeightSyncError):
             bucket = next(self._buckets)
             note_progress()
-            fault_point("sync_send", lambda: corrupt(bucket))
+            fault_point("sync_send", bucket)
             return (self._transport.send(bucket) if self._transport else Sent((), {}, bucket.version)).apart()
 
     def compute_probe(self) -> Probe:

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from hybridflow.controller.one_call import NamingErrors
 from hybridflow.errors import LostWorkerError, WorkerError
-from hybridflow.runtime.lost_peer import is_lost_peer
+from hybridflow.runtime.rendezvous import is_lost_peer
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:897."
 
