@@ -98,11 +98,10 @@ def phases_of(config: Config, role: str) -> tuple[str, ...]:
     """Return the phases that a worker of a role, or the driver, passes in a run, as far as the configuration says."""
     if role == DRIVER:
         return OF_DRIVER
-    syncs_inside = (not config.has_rollout_pool and _has_own_weights(config)) or config.placement.lend
+    syncs_inside = not config.has_rollout_pool and _has_own_weights(config)
     passed = {
         "start": True,
-        "generate": role == "rollout"
-        or (role == "actor_rollout" and (not config.has_rollout_pool or config.placement.lend)),
+        "generate": role == "rollout" or (role == "actor_rollout" and not config.has_rollout_pool),
         "score": role == "reward",
         "forward": _computes_outputs(config, role),
         "backward": role in ("actor_rollout", "critic", "actor"),
