@@ -27,7 +27,6 @@ CONTRADICTIONS = [
         "would judge each row of an episode by itself",
     ),
     (f"{EPISODES} rollout.stop_strings=['a']", "rollout.stop_strings=('a',) is not supported with environment.classes"),
-    (f"{EPISODES} trainer.stream=true", "trainer.stream=True is not supported with environment.classes; use False"),
     (f"{EPISODES} reward.function=a.py:b", "reward.function='a.py:b' and environment.classes both give the rewards"),
     (f"{EPISODES} environment.weights={{a=1,walk=1}}", "environment.weights.walk weighs no environment"),
     (f"{EPISODES} environment.weights={{a=0}}", "environment.weights are all 0"),

@@ -20,6 +20,7 @@ from hybridflow.environments import (
     Player,
     play_episodes,
 )
+from hybridflow.environments.episodes import RunningEpisodes
 from hybridflow.errors import EnvironmentConfigError, RolloutError
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate
 
@@ -87,6 +88,30 @@ def test_episodes_have_the_same_tokens_however_long_environments_take(model, loo
         assert sum(row.is_sampled) <= LIMITS.tokens
         text = TOKENIZER.decode(row.context)
         assert text.count("<|im_start|>assistant\n") == len(episode.episode.turns)
+
+
+def test_groups_come_as_they_end_with_the_tokens_of_the_whole_batch(model, loop):
+    whole = play(model, loop, lambda i: 0.0)
+    steps, found = [], []
+    running = RunningEpisodes(
+        EmbeddedRollout(model),
+        starts_of(lambda i: 0.01 * (i % 2)),
+        SAMPLING,
+        loop,
+        group_size=2,
+        between_steps=lambda: steps.append(len(found)),
+    )
+    for count in (1, 2):
+        found += running.next(count)
+        assert running.num_left == 3 - len(found)
+    assert sorted(number for number, _ in found) == [0, 1, 2]
+    assert steps == sorted(steps) != []
+    for number, episodes in found:
+        of_whole = whole[2 * number : 2 * number + 2]
+        assert [each.rows[0].ids for each in episodes] == [each.rows[0].ids for each in of_whole]
+        assert [each.rows[0].log_probs for each in episodes] == [each.rows[0].log_probs for each in of_whole]
+    with pytest.raises(RolloutError, match="has 0 groups left, fewer than 1"):
+        running.next(1)
 
 
 def test_log_probs_of_sampled_tokens_are_those_of_the_model(model, loop):

@@ -51,6 +51,21 @@ def test_episodes_in_other_layouts_equal_those_in_one_process(episodes_run, epis
 
 
 @pytest.mark.runs
+@pytest.mark.ray
+@pytest.mark.own_run("episodes: on Ray, with updates in flight, streamed")
+def test_episodes_go_on_with_new_weights_and_end_in_parts(episode_task, tmp_path, run_in_turn):
+    in_flight = (*POOLS, *LAG, "rollout.on_new_weights=retract", "trainer.stream=true", "trainer.total_steps=4")
+    run_in_turn(command(episode_task, tmp_path / "run", *in_flight), shares_cluster=True)
+    rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if row["step"]]
+    assert len(rows) == 4
+    assert all(row["staleness/max"] <= 1 for row in rows)
+    assert all(row["weight_sync/probe_diff_max"] < 1e-4 for row in rows if "weight_sync/probe_diff_max" in row)
+    events = [(row["event"], row["number"]) for row in read_jsonl(tmp_path / "run" / "schedule.jsonl")]
+    assert [number for event, number in events if event == "begin"] == [0, 1, 2, 3]
+    assert all(row["episode/ended_error"] == 0 for row in rows)
+
+
+@pytest.mark.runs
 def test_a_step_of_episodes_is_learned_again_without_its_environment(episodes_run, tmp_path, hybridflow, monkeypatch):
     events = tmp_path / "events"
     monkeypatch.setenv("EVENTS", str(events))

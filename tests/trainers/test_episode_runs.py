@@ -10,6 +10,7 @@ import pytest
 
 from fixtures.chat_tokenizers import chat_tokenizer
 from fixtures.tiny_episodes import episode_settings, write_episode_task
+from fixtures.tiny_run import texts_of
 from hybridflow.checkpoint import CheckpointStore
 from hybridflow.config import load_config
 from hybridflow.environments import CalledTool, ChatRenderer, Episode, EpisodeRow, PlayedEpisode, ToolCall, Turn
@@ -64,6 +65,16 @@ def test_rows_that_no_episode_uses_change_nothing(episode_task, tmp_path):
             assert row[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6)
         assert row["actor/loss"] == pytest.approx(other["actor/loss"], rel=1e-3, abs=1e-6)
         assert row["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=1e-3)
+
+
+@own_run("streamed, and the same on whole batches")
+def test_a_streamed_run_of_episodes_learns_as_one_on_whole_batches(episode_task, tmp_path):
+    exact = (*HERE, "model.dtype=float64", "environment.max_rows=2", TWO_STEPS)
+    _, whole = train(episode_task, tmp_path / "whole", "Talk", *exact)
+    _, streamed = train(episode_task, tmp_path / "streamed", "Talk", *exact, "trainer.stream=true")
+    for name in ("critic/score/mean", "episode/turns/mean", "actor/loss", "actor/grad_norm", "response_length/mean"):
+        assert [row[name] for row in streamed] == pytest.approx([row[name] for row in whole], rel=1e-9), name
+    assert texts_of(tmp_path / "streamed") == texts_of(tmp_path / "whole") != []
 
 
 @own_run("stopped after each step")

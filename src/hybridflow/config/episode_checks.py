@@ -46,10 +46,9 @@ def _generation(config: Config) -> Iterator[str]:
     """Yield what episodes do not do yet."""
     rollout = config.rollout
     for key, value, needed in (
-        ("rollout.on_new_weights", rollout.on_new_weights, "wait"),
+        ("rollout.replay", rollout.replay, ""),
         ("rollout.stop_strings", rollout.stop_strings, ()),
         ("rollout.tensor", rollout.tensor, 1),
-        ("trainer.stream", config.trainer.stream, False),
         ("data.chat_template", config.data.chat_template, True),
     ):
         if value != needed:

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import queue
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -48,57 +49,92 @@ def play_episodes(
     in_order: bool = True,
     loop_limit_s: float | None = LOOP_LIMIT_S,
 ) -> list[PlayedEpisode]:
-    """Play all episodes to their ends with an idle engine, and return them in order; environments run on `loop`.
+    """Play all episodes to their ends, and return them in order; see `RunningEpisodes`."""
+    running = RunningEpisodes(engine, starts, sampling, loop, in_order=in_order, loop_limit_s=loop_limit_s)
+    return [episode for _, (episode,) in sorted(running.next(len(starts)), key=lambda each: each[0])]
+
+
+class RunningEpisodes:
+    """The episodes of a batch over an idle engine, `group_size` of each prompt in a row; environments run on `loop`.
 
     `sampling.max_new_tokens` bounds a turn. A token depends on its episode alone: on what came before it, and on the
     noise of its position among the episode's sampled tokens. With `in_order`, turns begin at certain steps of the
     engine, which waits for their environments then: so the sequences that run beside each other, and with them the
-    rounding, do not depend on how long environments take either. Raises RolloutError for a turn that the engine cannot
-    serve, and EnvironmentConfigError if `loop` is blocked for `loop_limit_s`, in which chat templates run.
+    rounding, do not depend on how long environments take, nor does the order in which groups end. `between_steps` is
+    called after each step of the engine; it may load weights.
     """
-    return _Episodes(engine, starts, sampling, _Loop(loop, loop_limit_s), in_order).play()
 
-
-class _Episodes:
     def __init__(
         self,
         engine: RolloutEngine,
         starts: Sequence[EpisodeStart],
         sampling: SamplingParams,
-        loop: "_Loop",
-        in_order: bool,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        group_size: int = 1,
+        in_order: bool = True,
+        loop_limit_s: float | None = LOOP_LIMIT_S,
+        between_steps: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine, self._starts, self._sampling, self._in_order = engine, starts, sampling, in_order
-        self._turns, self._ends = _Tasks(loop), _Tasks(loop)
+        self._group_size, self._between_steps = group_size, between_steps
+        on_loop = _Loop(loop, loop_limit_s)
+        self._turns, self._ends = _Tasks(on_loop), _Tasks(on_loop)
         self._num_steps = 0
         self._running: dict[int, list[int]] = {}  # the episodes of each request
         self._request_ids = itertools.count()  # an episode goes on while others of its first request still run
+        self._num_ended: Counter[int] = Counter()  # of each group
+        self._ended: list[int] = []  # groups that have ended and were not returned yet, in order
+        self.num_left = len(starts) // group_size
+        self._has_begun = False
 
-    def play(self) -> list[PlayedEpisode]:
-        """Play all episodes."""
+    def next(self, count: int) -> list[tuple[int, list[PlayedEpisode]]]:
+        """Play until `count` more groups have ended; return their numbers and episodes, in the order of their ends.
+
+        Raises RolloutError for a turn that the engine cannot serve, or if fewer groups are left, and
+        EnvironmentConfigError if `loop` is blocked for `loop_limit_s`, in which chat templates run. After an error, no
+        episode runs.
+        """
+        if count > self.num_left:
+            raise RolloutError(f"the batch of episodes has {self.num_left} groups left, fewer than {count}.")
         try:
-            firsts = {number: start.player.begin(start.row) for number, start in enumerate(self._starts)}
-            self._turns.start(firsts, self._num_steps)
-            begun = self._turns.wait(self._turns.oldest())  # all: the responses to one prompt run as one group
-            self._submit(begun)
-            while self._turns or self._engine.has_unfinished():
+            if not self._has_begun:
+                self._begin()
+            while len(self._ended) < count:
                 self._submit(self._ready())
                 if self._engine.has_unfinished():
                     self._engine.step()
                     self._num_steps += 1
+                    self._between_steps()
                 self._take_finished()  # an engine may finish sequences without a step
                 note_progress()
-            return [played for _, played in sorted(self._ends.wait(self._ends.oldest()), key=lambda each: each[0])]
+            groups, self._ended = self._ended[:count], self._ended[count:]
+            members = [range(group * self._group_size, (group + 1) * self._group_size) for group in groups]
+            played = dict(self._ends.wait([number for numbers in members for number in numbers]))
         except BaseException:
-            self._turns.cancel()
-            self._ends.cancel()
-            for request in self._running:
-                with suppress(RolloutError):  # finished
-                    self._engine.abort(request)
-            self._engine.finished()
+            self.abandon()
             raise
-        finally:
+        self.num_left -= count
+        if not self.num_left:
             self._engine.forget_kept()
+        return [(group, [played[n] for n in numbers]) for group, numbers in zip(groups, members, strict=True)]
+
+    def abandon(self) -> None:
+        """End all episodes; the engine is idle then."""
+        self._turns.cancel()
+        self._ends.cancel()
+        for request in self._running:
+            with suppress(RolloutError):  # finished
+                self._engine.abort(request)
+        self._engine.finished()
+        self._engine.forget_kept()
+        self.num_left = 0
+
+    def _begin(self) -> None:
+        self._has_begun = True
+        firsts = {number: start.player.begin(start.row) for number, start in enumerate(self._starts)}
+        self._turns.start(firsts, self._num_steps)
+        self._submit(self._turns.wait(self._turns.oldest()))  # all: the responses to one prompt run as one group
 
     def _ready(self) -> list[tuple[int, Any]]:
         """Return what environments have returned, as far as it may be used now."""
@@ -118,6 +154,10 @@ class _Episodes:
         for number, context in sorted(results, key=lambda each: each[0]):
             if context is None:
                 ends[number] = self._starts[number].player.finish()
+                group = number // self._group_size
+                self._num_ended[group] += 1
+                if self._num_ended[group] == self._group_size:
+                    self._ended.append(group)
             else:
                 contexts[number] = context
         self._ends.start(ends, self._num_steps)

@@ -134,7 +134,7 @@ class PPO:
             self.metrics |= reduce_lists(update.get(()).meta_info["metrics"])
         if sums:
             self.metrics |= log_prob_metrics(sums)
-        return batch.select_rows(in_order_of_groups(batch) if len(parts) > 1 else as_generated)
+        return in_order_of_groups(batch) if len(parts) > 1 else batch.select_rows(as_generated)
 
     def _balanced(
         self, batch: DataProtoFuture, group: WorkerGroup | None = None

@@ -2,7 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,11 +22,10 @@ from hybridflow.environments import (
     EpisodeStart,
     PlayedEpisode,
     Player,
-    play_episodes,
 )
 from hybridflow.environments.answers import ScoreGroup
-from hybridflow.environments.episodes import LOOP_LIMIT_S
-from hybridflow.errors import EnvironmentConfigError
+from hybridflow.environments.episodes import LOOP_LIMIT_S, RunningEpisodes
+from hybridflow.errors import EnvironmentConfigError, RolloutError
 from hybridflow.protocol import DataProto
 from hybridflow.rewards import RewardResult, RewardScorer
 from hybridflow.rewards.closure import Closure
@@ -96,6 +96,19 @@ class EpisodeWorker:
 
         Answers of environments are in the journal of `step`; None: in no journal.
         """
+        _, rows = self.start(engine, prompts, sampling, group_size, step).rest()
+        return rows
+
+    def start(
+        self,
+        engine: RolloutEngine,
+        prompts: DataProto,
+        sampling: SamplingParams,
+        group_size: int,
+        step: int | None,
+        between_steps: Callable[[], None] = lambda: None,
+    ) -> "PlayedBatch":
+        """Return the same batch to be read in parts; `between_steps` is called after each step of the engine."""
         journal = self._opened_journal(step)
         noise = tuple(prompts.meta_info["noise_key"])
         columns = {name: prompts.non_tensor_batch[name].tolist() for name in EPISODE_PROMPT_COLUMNS}
@@ -113,26 +126,36 @@ class EpisodeWorker:
                 client = self._client(name, len(starts), (group, index), journal)
                 player = Player(client, self._renderers[name], self._stop_ids, self._limits)
                 starts.append(EpisodeStart(player, row, (*noise, group), index))
-        in_order = self._config.trainer.deterministic
-        try:
-            limit = LOOP_LIMIT_S if self._config.reward.processes else None  # here user code may stop in a debugger
-            loop = self._pool.loop
-            played = play_episodes(engine, starts, sampling, loop, in_order=in_order, loop_limit_s=limit)
-            played = self._with_group_rewards(played, columns["data_sources"], groups, group_size, journal)
-        except EnvironmentConfigError:  # something blocks the event loop, or no process can be started
-            raise
-        except BaseException:
-            self._pool.renew(all_of_them=True)  # they hold environments that nothing will ask again
-            raise
-        self._pool.renew()
-        ids = [group * group_size + index for group in groups for index in range(group_size)]
-        first = [start.player.num_first_messages for start in starts]
+        running = RunningEpisodes(
+            engine,
+            starts,
+            sampling,
+            self._pool.loop,
+            group_size=group_size,
+            in_order=self._config.trainer.deterministic,
+            loop_limit_s=LOOP_LIMIT_S if self._config.reward.processes else None,  # here user code may be debugged
+            between_steps=between_steps,
+        )
+        return PlayedBatch(self, running, starts, groups, group_size, journal, step)
+
+    def rows_of(self, batch: "PlayedBatch", numbers: Sequence[int], played: Sequence[PlayedEpisode]) -> DataProto:
+        """Return the rows of the prompts of these numbers, whose groups have `played`, with their scores."""
+        size, rows_per_episode = batch.group_size, self._config.rows_per_episode
+        sources = [batch.starts[number * size].row["data_source"] for number in numbers]
+        groups = [batch.groups[number] for number in numbers]
+        scored = self._with_group_rewards(played, sources, groups, size, batch.journal)
+        ids = [group * size + index for group in groups for index in range(size)]
+        first = [batch.starts[n * size + index].player.num_first_messages for n in numbers for index in range(size)]
         dtype = torch.float64 if self._config.model.dtype == "float64" else torch.float32
-        rows = episode_batch(played, ids, first, self._config.rows_per_episode, self._tokenizer, dtype)
-        result = self._scores(played, step)
-        rows.batch["turn_rewards"][result.failed.repeat_interleave(self._config.rows_per_episode)] = 0.0
+        rows = episode_batch(scored, ids, first, rows_per_episode, self._tokenizer, dtype)
+        result = self._scores(scored, batch.step)
+        rows.batch["turn_rewards"][result.failed.repeat_interleave(rows_per_episode)] = 0.0
         rewards = result_columns(result).union(DataProto.from_dict({}, {"answers": repeated(result.answers, 1)}))
-        return rows.union(rewards.repeat(self._config.rows_per_episode, interleave=True))
+        return rows.union(rewards.repeat(rows_per_episode, interleave=True))
+
+    def renew(self, *, all_of_them: bool = False) -> None:
+        """End processes of environments that nothing will ask again: those that are stuck, or all."""
+        self._pool.renew(all_of_them=all_of_them)
 
     def _opened_journal(self, step: int | None) -> RewardJournal | None:
         """Return the journal, with what it knows of the step; None without a step."""
@@ -193,6 +216,111 @@ class EpisodeWorker:
         result = self._scorer.of_outcomes(names, samples, prompts, outcomes, step)
         bonus = torch.tensor([each.bonus for each in played], dtype=torch.float32)
         return replace(result, scores=torch.where(result.failed, result.scores, result.scores + bonus))
+
+
+class PlayedBatch:
+    """The episodes of a batch of prompts, which are read in parts or as a whole."""
+
+    def __init__(
+        self,
+        worker: EpisodeWorker,
+        running: RunningEpisodes,
+        starts: Sequence[EpisodeStart],
+        groups: Sequence[int],
+        group_size: int,
+        journal: RewardJournal | None,
+        step: int | None,
+    ) -> None:
+        self._worker, self._running = worker, running
+        self.starts, self.groups, self.group_size, self.journal, self.step = starts, groups, group_size, journal, step
+
+    @property
+    def num_left(self) -> int:
+        """The number of prompts whose episodes were not returned yet."""
+        return self._running.num_left
+
+    def next(self, count: int) -> tuple[list[int], DataProto]:
+        """Return the numbers of those prompts whose groups end next, and the rows of their episodes."""
+        return self._rows(lambda: self._running.next(count))
+
+    def rest(self) -> tuple[list[int], DataProto]:
+        """Return the same of all prompts that are left, in their order."""
+        return self._rows(lambda: sorted(self._running.next(self.num_left), key=lambda group: group[0]))
+
+    def abandon(self) -> None:
+        """End all episodes."""
+        self._running.abandon()
+        self._worker.renew(all_of_them=True)
+
+    def _rows(self, play: Callable[[], list[tuple[int, list[PlayedEpisode]]]]) -> tuple[list[int], DataProto]:
+        try:
+            groups = play()
+            numbers = [number for number, _ in groups]
+            rows = self._worker.rows_of(self, numbers, [each for _, episodes in groups for each in episodes])
+        except EnvironmentConfigError:  # something blocks the event loop, or no process can be started
+            raise
+        except BaseException:
+            self.abandon()
+            raise
+        if not self.num_left:
+            self._worker.renew()
+        return numbers, rows
+
+
+class BegunEpisodes:
+    """Batches of episodes that have begun. They are played one after another, when they are read."""
+
+    def __init__(self, ready_to_generate: Callable[[], AbstractContextManager[None]]) -> None:
+        self._ready_to_generate, self._is_ready = ready_to_generate, ExitStack()
+        self._begun: dict[Hashable, tuple[DataProto, Callable[[], PlayedBatch]]] = {}
+        self._played: dict[Hashable, PlayedBatch] = {}  # one at most
+
+    def begin(self, batch: Hashable, prompts: DataProto, start: Callable[[], PlayedBatch]) -> None:
+        """Begin a batch; `start` is called when it is read. Raises RolloutError if it has begun."""
+        if batch in self._begun:
+            raise RolloutError(f"batch {batch!r} has begun already; read all of its groups first.")
+        self._begun[batch] = prompts, start
+
+    def next(self, batch: Hashable, count: int) -> tuple[DataProto, DataProto]:
+        """Return the `count` prompts whose episodes end next, and their rows."""
+        return self._read(batch, lambda played: played.next(count))
+
+    def rest(self, batch: Hashable) -> tuple[DataProto, DataProto]:
+        """Return the prompts that are left, in order, and their rows."""
+        return self._read(batch, lambda played: played.rest())
+
+    def abandon(self) -> None:
+        """End all episodes and forget the batches."""
+        for played in self._played.values():
+            played.abandon()
+        self._forget()
+
+    def _read(
+        self, batch: Hashable, read: Callable[[PlayedBatch], tuple[list[int], DataProto]]
+    ) -> tuple[DataProto, DataProto]:
+        if batch not in self._begun:
+            raise RolloutError(f"batch {batch!r} has no groups left.")
+        if others := [other for other in self._played if other != batch]:
+            raise RolloutError(f"batch {others[0]!r} is still played; read all of its groups first.")
+        prompts, start = self._begun[batch]
+        try:
+            if not self._played:
+                self._is_ready.enter_context(self._ready_to_generate())
+                self._played[batch] = start()
+            played = self._played[batch]
+            numbers, rows = read(played)
+        except BaseException:
+            self._forget()
+            raise
+        if not played.num_left:
+            del self._begun[batch], self._played[batch]
+            self._is_ready.close()
+        return prompts.select_idxs(numbers), rows
+
+    def _forget(self) -> None:
+        self._begun.clear()
+        self._played.clear()
+        self._is_ready.close()
 
 
 def episode_worker(

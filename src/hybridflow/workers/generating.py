@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from hybridflow.protocol import DataProto
 from hybridflow.rollout import Completion, Request, RolloutEngine, SamplingParams, generate
 from hybridflow.workers.begun_batches import BegunBatches
 from hybridflow.workers.episode_batch import EPISODE_COLUMNS
-from hybridflow.workers.episodes import EPISODE_PROMPT_COLUMNS, EpisodeWorker
+from hybridflow.workers.episodes import EPISODE_PROMPT_COLUMNS, BegunEpisodes, EpisodeWorker, PlayedBatch
 from hybridflow.workers.measured import MeasuredWorker
 from hybridflow.workers.reward import score_columns
 
@@ -91,7 +91,7 @@ DATASET_COLUMNS = (
 )
 """The columns of a prompt dataset."""
 BEGUN_COLUMNS = (*DATASET_COLUMNS, "group_ids")
-"""The columns of prompts that come back with the responses of a part of a batch."""
+"""The columns of prompts that begin; they come back with the responses of a part of a batch."""
 ROLLOUT_COLUMNS = (
     *("responses", "response_mask", "input_ids", "attention_mask", "position_ids"),
     *("rollout_log_probs", "rollout_versions", "finish_reasons", "solution_texts"),
@@ -107,6 +107,11 @@ def rollout_columns(config: Config) -> tuple[str, ...]:
     """Return the columns that generation writes; environments also give the rewards."""
     of_episodes = (*EPISODE_COLUMNS, *score_columns(config)) if config.environment.classes else ()
     return (*ROLLOUT_COLUMNS, *of_episodes)
+
+
+def part_columns(config: Config) -> tuple[str, ...]:
+    """Return the columns of a part of a batch: those of its prompts and those that generation writes."""
+    return tuple(dict.fromkeys((*rollout_columns(config), *BEGUN_COLUMNS)))
 
 
 GREEDY = ValidationConfig(temperature=0.0, group_size=1)
@@ -161,30 +166,41 @@ class GeneratingWorker(MeasuredWorker):
 
         `next_sequences` and `finish_sequences` return the responses.
         """
-        self._begun.begin(noise_key(prompts), prompts, self.requests_of(prompts, self.config.rollout))
+        if self.episodes:
+            start = partial(self._started_episodes, self.episodes, prompts)
+            self._begun_episodes.begin(noise_key(prompts), prompts, start)
+        else:
+            self._begun.begin(noise_key(prompts), prompts, self.requests_of(prompts, self.config.rollout))
         return prompts.select(["group_ids"], [])
 
     @register(
         TO_ENGINES,
         reads=("group_ids",),
-        writes=(*ROLLOUT_COLUMNS, *BEGUN_COLUMNS),
-        rows=lambda config: config.rollout.group_size,
+        writes=part_columns,
+        rows=lambda config: config.rollout.group_size * config.rows_per_episode,
     )
     def next_sequences(self, places: DataProto) -> DataProto:
         """Return those prompts that finish next, each with its responses: as many prompts as `places` has rows.
 
         `places`: any rows of a batch that has begun. The `group_ids` of the result name its prompts.
         """
+        size, key = self.config.rollout.group_size, noise_key(places)
         with self.generating():
-            prompts, completions = self._begun.next(noise_key(places), len(places))
-        rows = self.rollouts_of(prompts, completions, self.config.rollout.group_size)
-        return prompts.select(meta_info_keys=()).repeat(self.config.rollout.group_size, interleave=True).union(rows)
+            if self.episodes:
+                prompts, rows = self._begun_episodes.next(key, len(places))
+            else:
+                prompts, completions = self._begun.next(key, len(places))
+                rows = self.rollouts_of(prompts, completions, size)
+        own = {*rows.batch.keys(), *rows.non_tensor_batch}  # episodes have prompts of their own
+        tensors, others = (sorted({*part} - own) for part in (prompts.batch.keys(), prompts.non_tensor_batch))
+        times = size * self.config.rows_per_episode
+        return prompts.select(tensors, others, ()).repeat(times, interleave=True).union(rows)
 
     @register(
         TO_ENGINES,
         reads=("group_ids",),
-        writes=ROLLOUT_COLUMNS,
-        rows=lambda config: config.rollout.group_size,
+        writes=rollout_columns,
+        rows=lambda config: config.rollout.group_size * config.rows_per_episode,
     )
     def finish_sequences(self, begun: DataProto) -> DataProto:
         """Return the responses to all prompts of a batch that has begun, in order.
@@ -192,6 +208,8 @@ class GeneratingWorker(MeasuredWorker):
         `begun`: the result of `begin_sequences`, with the same `meta_info["noise_key"]`.
         """
         with self.generating():
+            if self.episodes:
+                return self._begun_episodes.rest(noise_key(begun))[1]
             prompts, completions = self._begun.rest(noise_key(begun))
         return self.rollouts_of(prompts, completions, self.config.rollout.group_size)
 
@@ -199,6 +217,7 @@ class GeneratingWorker(MeasuredWorker):
     def abandon_step(self) -> None:
         """Discard what an unfinished step has left: batches that have begun, and a weight sync."""
         self._begun.abandon()
+        self._begun_episodes.abandon()
         self.rollout.abandon_loading()
         super().abandon_step()
 
@@ -219,6 +238,15 @@ class GeneratingWorker(MeasuredWorker):
         with self.ready_to_generate():
             completions = generate(self.rollout, requests)
         return self.rollouts_of(prompts, completions, settings.group_size)
+
+    def _started_episodes(self, episodes: EpisodeWorker, prompts: DataProto) -> PlayedBatch:
+        settings, step = self.config.rollout, noise_key(prompts)[-1]
+        sampling = self._sampling(settings)
+        return episodes.start(self.rollout, prompts, sampling, settings.group_size, step, self.between_steps)
+
+    @cached_property
+    def _begun_episodes(self) -> BegunEpisodes:
+        return BegunEpisodes(self.ready_to_generate)
 
     @cached_property
     def _begun(self) -> BegunBatches:

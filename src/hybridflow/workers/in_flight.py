@@ -1,13 +1,14 @@
 """Generation whose running sequences go on with new weights: batches begin and weights are loaded between two steps."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from hybridflow.config import Config, RolloutConfig, ValidationConfig
 from hybridflow.controller import Dispatch, register
 from hybridflow.protocol import DataProto
+from hybridflow.rewards.closure import Closure
 from hybridflow.rollout.weight_sync import RECEIVING, Announcement, Probe
 from hybridflow.workers.generating import BEGUN_COLUMNS, TO_ENGINES
 from hybridflow.workers.rollout import RolloutWorker
@@ -23,8 +24,8 @@ class InFlightRolloutWorker(RolloutWorker):
 
     beside = RECEIVING | {"begin_sequences", "take_schedule"}
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
+    def __init__(self, config: Config, environments: Sequence[Closure] = ()) -> None:
+        super().__init__(config, environments)
         self._turn = Turn()
         self._is_loading = False
         replay = read_schedule(config.rollout.replay) if config.rollout.replay else None

@@ -42,4 +42,7 @@ def test_a_batch_waits_from_the_end_of_its_generation(sample, monkeypatch, ended
 
 def test_rows_that_were_read_in_parts_are_sorted_by_group_and_then_by_id():
     columns = {"group_ids": torch.tensor([1, 0, 1, 0]), "row_ids": torch.tensor([3, 5, 2, 4])}
-    assert in_order_of_groups(DataProtoFuture.of(DataProto.from_dict(columns))).tolist() == [3, 1, 2, 0]
+    values = {"values": torch.tensor([0, 1, 2, 3])}
+    sorted_rows = in_order_of_groups(DataProtoFuture.of(DataProto.from_dict(columns | values)))
+    assert sorted_rows.get().batch["values"].tolist() == [3, 1, 2, 0]
+    assert sorted(sorted_rows.columns or ()) == ["group_ids", "values"]

@@ -67,7 +67,8 @@ def joined(parts: Sequence[DataProtoFuture]) -> DataProtoFuture:
     return DataProtoFuture.concat([part.with_meta_info({PART_SIZES: {}}) for part in parts])
 
 
-def in_order_of_groups(batch: DataProtoFuture) -> np.ndarray:
-    """Return the row numbers that sort the batch by group, and the rows of a group by `row_ids`."""
+def in_order_of_groups(batch: DataProtoFuture) -> DataProtoFuture:
+    """Return the batch sorted by group, and the rows of a group by `row_ids`, without these: they tell parts apart."""
     columns = read(batch, ("group_ids", "row_ids")).batch
-    return np.lexsort((columns["row_ids"].numpy(), columns["group_ids"].numpy()))
+    order = np.lexsort((columns["row_ids"].numpy(), columns["group_ids"].numpy()))
+    return batch.select_columns([name for name in batch.columns or () if name != "row_ids"]).select_rows(order)
