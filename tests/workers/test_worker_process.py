@@ -10,8 +10,8 @@ from hybridflow.controller import Worker
 from hybridflow.engines import torch_engine
 from hybridflow.errors import ModelConfigError
 from hybridflow.runtime import peak_flops
-from hybridflow.workers import ActorWorker, RolloutWorker, measured, rollout, worker_process
-from hybridflow.workers.rollout_engine import build_rollout_engine
+from hybridflow.workers import ActorWorker, RolloutWorker, device_worker, rollout, worker_process
+from hybridflow.workers.rollout import build_rollout_engine
 
 
 def test_the_device_is_set_before_the_process_group_is_made(configure, monkeypatch):
@@ -36,7 +36,7 @@ def test_a_rank_without_memory_for_the_measurement_has_no_speed(group, monkeypat
     def raise_out_of_memory(dtype, **periods):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(measured, "measure_flops_now", raise_out_of_memory)
+    monkeypatch.setattr(device_worker, "measure_flops_now", raise_out_of_memory)
     assert actors.measure_speed("float32") == [0.0]
 
 

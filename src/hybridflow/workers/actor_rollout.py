@@ -12,7 +12,7 @@ from hybridflow.runtime import free_cached_memory
 from hybridflow.workers.actor import ActorWorker
 from hybridflow.workers.episodes import episode_worker
 from hybridflow.workers.generating import GeneratingWorker
-from hybridflow.workers.rollout_engine import build_rollout_engine
+from hybridflow.workers.rollout import build_rollout_engine
 
 
 class ActorRolloutWorker(GeneratingWorker, ActorWorker):

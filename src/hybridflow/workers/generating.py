@@ -18,9 +18,9 @@ from hybridflow.errors import BatchError
 from hybridflow.protocol import DataProto
 from hybridflow.rollout import Completion, Request, RolloutEngine, SamplingParams, generate
 from hybridflow.workers.begun_batches import BegunBatches
+from hybridflow.workers.device_worker import DeviceWorker
 from hybridflow.workers.episode_batch import EPISODE_COLUMNS
 from hybridflow.workers.episodes import EPISODE_PROMPT_COLUMNS, BegunEpisodes, EpisodeWorker, PlayedBatch
-from hybridflow.workers.measured import MeasuredWorker
 from hybridflow.workers.reward import score_columns
 
 
@@ -117,7 +117,7 @@ def part_columns(config: Config) -> tuple[str, ...]:
 GREEDY = ValidationConfig(temperature=0.0, group_size=1)
 
 
-class GeneratingWorker(MeasuredWorker):
+class GeneratingWorker(DeviceWorker):
     """A base class of workers that generate with the engine `rollout`, inside `ready_to_generate()`.
 
     A batch is generated in one call, or it begins, beside others or not, and is read in parts or as a whole.

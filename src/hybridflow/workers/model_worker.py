@@ -1,13 +1,32 @@
-"""`ModelWorker`: the common part of all workers with a model: building their engine."""
+"""`ModelWorker`: the common part of all workers with a model: the engine, its token budget, its files."""
 
-from typing import Literal
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
 
+from hybridflow.checkpoint import (
+    BackgroundSave,
+    SavedFile,
+    StateCopy,
+    describe_state,
+    first_difference,
+    load_state,
+    read_state_into,
+    report_files,
+    require_shared,
+    save_sharded_state,
+    save_state,
+    saved_files,
+    zeros_like_state,
+)
 from hybridflow.config import Config, OptimizerConfig, RoleName
 from hybridflow.controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridflow.controller.part_sizes import PartsOf
 from hybridflow.engines import TorchEngine, TrainEngine
+from hybridflow.errors import CheckpointError
 from hybridflow.runtime import naming_out_of_memory, own_device
-from hybridflow.workers.saving import SavingWorker
+from hybridflow.workers.device_worker import DeviceWorker
 
 TO_REPLICAS = make_nd_compute_dataproto_dispatch_fn(name="TO_REPLICAS")
 """Dispatch mode that splits rows over the data-parallel replicas; the ranks of one replica get the same rows."""
@@ -30,10 +49,14 @@ def parts_of_replicas(config: Config) -> PartsOf:
     return "shares" if config.controller.parts == "measured" else "equal"
 
 
-class ModelWorker(SavingWorker):
-    """A worker with one train engine."""
+class ModelWorker(DeviceWorker):
+    """A worker with one train engine, whose state is saved and loaded; `component` names its files in a checkpoint."""
 
     role: RoleName
+    component: str
+    engine: TrainEngine
+    _save: BackgroundSave[list[SavedFile]] | None = None
+    _copy_state: StateCopy | None = None
 
     def build_engine(
         self,
@@ -67,3 +90,72 @@ class ModelWorker(SavingWorker):
     def set_token_budget(self, max_tokens: int) -> None:
         """Set the maximum number of tokens in a micro-batch."""
         self.engine.max_tokens = max_tokens
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save(self, directory: str, in_background: bool = False) -> list[SavedFile] | None:
+        """Write the engine's state into a checkpoint directory: each rank its shards, or rank 0 an unsharded state.
+
+        Return the files that this rank wrote. `in_background`: copy the state now, write it in a thread and return
+        None; `finish_save` waits for it, and the files are reported in the directory too. Raises CheckpointError.
+        """
+        if self.rank and not self.engine.is_sharded:
+            return []
+        state = self.engine.state_dict()
+        if not in_background:
+            return self._write(Path(directory), state)
+        if self._save is not None or self._copy_state is None:  # a pending save still reads its copy
+            self._copy_state = StateCopy()
+        self._save = BackgroundSave(partial(self._write_and_report, Path(directory), self._copy_state(state)))
+        return None
+
+    def _write_and_report(self, directory: Path, state: Any) -> list[SavedFile]:
+        saved = self._write(directory, state)
+        report_files(directory, f"{self.component}_{self.rank}", saved)
+        return saved
+
+    def _write(self, directory: Path, state: Any) -> list[SavedFile]:
+        path = directory / self.component
+        try:
+            require_shared(directory)
+            write = save_sharded_state if self.engine.is_sharded else save_state
+            return saved_files(directory, write(state, path))
+        except OSError as error:
+            raise CheckpointError(f"'{path}' cannot be written: {error}") from error
+
+    @register(Dispatch.ONE_TO_ALL)
+    def finish_save(self) -> list[SavedFile]:
+        """Wait for a pending background save and return its files. Raises CheckpointError if it failed."""
+        save, self._save = self._save, None
+        return save.finish() if save is not None else []
+
+    @register(Dispatch.ONE_TO_ALL)
+    def abandon_step(self) -> None:
+        """Discard what an unfinished step has left, before `load` goes back to an earlier state."""
+        super().abandon_step()
+        with suppress(CheckpointError):  # of a save that is no longer wanted
+            self.finish_save()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def verify(self, directory: str) -> None:
+        """Compare the engine's state with the one that `load` has read, bit for bit. Raises CheckpointError."""
+        path, state = Path(directory) / self.component, self.engine.state_dict()
+        if self.engine.is_sharded:
+            stored = zeros_like_state(state)
+            read_state_into(stored, path)
+        else:
+            stored = load_state(path)
+        if different := first_difference(state, stored):
+            raise CheckpointError(
+                f"{self.component}, rank {self.rank}: {different} differs from '{path}' after loading; the memory "
+                "or the disk of this node is faulty."
+            )
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load(self, directory: str) -> None:
+        """Load the state that `save` wrote, on the same or a different number of ranks. Raises CheckpointError."""
+        require_shared(Path(directory))
+        path = Path(directory) / self.component
+        if self.engine.is_sharded:
+            self.engine.load_shards(describe_state(path), lambda state: read_state_into(state, path))
+        else:
+            self.engine.load_state_dict(load_state(path))

@@ -1,4 +1,4 @@
-"""`MeasuredWorker`: a worker that measures how fast its device computes, for MFU and to find slow ranks."""
+"""`DeviceWorker`: its device is measured, for MFU and to find slow ranks, and profiled (`trainer.profile_steps`)."""
 
 from pathlib import Path
 
@@ -13,8 +13,8 @@ MOST_ALLOCATIONS = 100_000
 """Newest allocations and frees that a memory snapshot keeps."""
 
 
-class ProfiledWorker(Worker):
-    """Base class of workers with a model. A process has one profile at a time, of all its roles."""
+class DeviceWorker(Worker):
+    """Base class of workers that compute on a device. A process has one profile at a time, of all its roles."""
 
     @register(Dispatch.ONE_TO_ALL)
     def begin_profile(self, ranks: tuple[int, ...]) -> None:
@@ -50,14 +50,6 @@ class ProfiledWorker(Worker):
             torch.cuda.memory._dump_snapshot(str(snapshot))
             torch.cuda.memory._record_memory_history(enabled=None)
 
-
-_running: tuple[int, profile] | None = None
-"""The rank that began the profile of this process, and the profile."""
-
-
-class MeasuredWorker(ProfiledWorker):
-    """Base class of workers with a model."""
-
     @register(Dispatch.ONE_TO_ALL)
     def abandon_step(self) -> None:
         """Discard what an unfinished step has left, before the run goes back to an earlier state."""
@@ -80,3 +72,7 @@ class MeasuredWorker(ProfiledWorker):
             return measure_flops_now(DTYPES[dtype], periods=periods, period_s=0.3 / periods)
         except torch.OutOfMemoryError:
             return 0.0
+
+
+_running: tuple[int, profile] | None = None
+"""The rank that began the profile of this process, and the profile."""
