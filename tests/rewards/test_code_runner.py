@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hybridflow.errors import RewardError
+from hybridflow.rewards.code_checks import steps_of
 from hybridflow.rewards.code_quota import MAX_CREATED_FILES, MAX_STARTED_THREADS
 from hybridflow.rewards.code_runner import CodeLimits, run_program
 
@@ -56,7 +57,8 @@ def test_a_program_may_create_a_number_of_files_and_start_a_number_of_threads():
     assert output(COUNT_THREADS) == f"{MAX_STARTED_THREADS} can't start new thread\n"
     program = b"def make(n):\n    for i in range(n):\n        open(str(i), 'w').close()\n    return n"
     for number, passes in ((MAX_CREATED_FILES, True), (MAX_CREATED_FILES + 1, False)):
-        assert run_program(program, LIMITS, statements=f"assert make({number}) == {number}".encode()).finished == passes
+        steps = steps_of(f"assert make({number}) == {number}").steps
+        assert run_program(program, LIMITS, steps=steps).finished == passes
 
 
 RESTRICTED = """
@@ -82,31 +84,31 @@ def test_a_restricted_process_has_no_capabilities(tmp_path):
 SLEEPS = """
 import os, time
 with open("new", "w") as file:
-    file.write(f"{os.getpid()} {os.getppid()}")
-os.rename("new", "ids")
+    file.write(str(os.getpid()))
+os.rename("new", "id")
 time.sleep(1000)
 """
 
 SCORER = """
 import sys
 from hybridflow.rewards.code_runner import CodeLimits, run_program
-run_program(sys.argv[1].encode(), CodeLimits(500.0, 2**28, 2**20), statements=b"pass")
+run_program(sys.argv[1].encode(), CodeLimits(500.0, 2**28, 2**20), steps=[])
 """
 
 
 @pytest.mark.exhaustive
-def test_processes_of_a_killed_scorer_end(tmp_path):
+def test_the_process_of_a_killed_scorer_ends(tmp_path):
     scorer = subprocess.Popen([sys.executable, "-c", SCORER, SLEEPS], env={**os.environ, "TMPDIR": str(tmp_path)})
     try:
-        while not (found := list(tmp_path.glob("hybridflow-code-*/ids"))):
+        while not (found := list(tmp_path.glob("hybridflow-code-*/id"))):
             assert scorer.poll() is None
             time.sleep(0.01)
-        processes = [int(number) for number in found[0].read_text().split()]
-        assert all(map(is_running, processes))
+        process = int(found[0].read_text())
+        assert is_running(process)
     finally:
         scorer.kill()
         scorer.wait()
-    while any(map(is_running, processes)):
+    while is_running(process):
         time.sleep(0.01)
 
 
@@ -139,7 +141,7 @@ def test_too_many_open_files_are_an_error_of_the_scorer(tmp_path, monkeypatch):
         assert len(messages) < 500
         resource.setrlimit(resource.RLIMIT_NOFILE, (last + len(messages), hard))
         try:
-            assert run_program(b"f = abs", LIMITS, statements=b"assert f(-1) == 1").finished
+            assert run_program(b"f = abs", LIMITS, steps=steps_of("assert f(-1) == 1").steps).finished
             messages.append("")
         except RewardError as error:
             messages.append(str(error))

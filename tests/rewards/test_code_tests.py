@@ -20,10 +20,10 @@ SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 ADD = {"tests": ["assert add(1, 2) == 3", "assert add(3, 4) == 7"]}
 PRINTS = {"inputs": [""], "outputs": ["done"]}
 
-ALL = {"score": 1.0, "passed": 1.0, "compiled": 1.0}
-HALF = {"score": 0.0, "passed": 0.5, "compiled": 1.0}
-NOTHING = {"score": 0.0, "passed": 0.0, "compiled": 1.0}
-NO_PROGRAM = {"score": 0.0, "passed": 0.0, "compiled": 0.0}
+ALL = {"score": 1.0, "passed": 1.0, "compiled": 1.0, "unprotected": 0.0}
+HALF = ALL | {"score": 0.0, "passed": 0.5}
+NOTHING = ALL | {"score": 0.0, "passed": 0.0}
+NO_PROGRAM = NOTHING | {"compiled": 0.0}
 
 STANDARD_LIBRARY = """
 import asyncio, bisect, concurrent.futures, csv, decimal, fcntl, fractions, glob, gzip, hashlib, heapq, itertools, json
@@ -115,7 +115,7 @@ def score(program: str, truth: object, **settings):
             "import dataclasses, pickle\n@dataclasses.dataclass\nclass P:\n    x: int\n"
             "y = pickle.loads(pickle.dumps(P(3)))",
             {"tests": ["assert y == P(3)"]},
-            ALL,
+            ALL | {"unprotected": 1.0},
         ),
         *((program, ADD, NO_PROGRAM) for program in ("def", "x = \x00", "\ud800", "(" * 10_000, "x = 1 +" * 2)),
     ],
@@ -136,6 +136,14 @@ def test_partial_credit_scores_the_share_and_max_tests_limits_the_tests():
     assert score("def f(x):\n    return x % 2", truth, partial_credit=True)["passed"] == 2 / 3  # goes on
 
 
+def test_the_share_of_unprotected_tests_is_that_of_the_tests_that_run():
+    truth = {"tests": ["assert add(1, 2) == 3", "total = add(1, 2)\nassert total == 3"]}
+    program = "def add(a, b):\n    return a + b"
+    assert score(program, truth) == ALL | {"unprotected": 0.5}
+    assert score("no program", truth)["unprotected"] == 0.5
+    assert score(program, truth, max_tests=1) == ALL
+
+
 def test_ground_truth_may_be_json_or_hold_arrays():
     assert score("print(sum(map(int, input().split())))", json.dumps(SUM)) == ALL
     arrays = {name: np.array(texts, dtype=object) for name, texts in SUM.items()}
@@ -152,7 +160,7 @@ def test_a_program_that_hangs_is_not_run_on_further_tests(kind, monkeypatch):
         truth = {"inputs": [str(n) for n in numbers], "outputs": [str(n) for n in numbers]}
         program += "\nprint(f(int(input())))"
     result = score(program, truth, timeout_s=2.0, partial_credit=True)
-    assert result == {"score": 0.25, "passed": 0.25, "compiled": 1.0}
+    assert result == {"score": 0.25, "passed": 0.25, "compiled": 1.0, "unprotected": 0.0}
     assert [run.is_late for run in runs] == [False, False, True]
 
 

@@ -11,7 +11,7 @@ from hybridflow.rewards.code_block import last_code_block
 
 SUM = {"inputs": ["1 2\n"], "outputs": ["3\n"]}
 ADD = {"tests": ["assert add(1, 2) == 3"]}
-NO_PROGRAM = {"score": 0.0, "passed": 0.0, "compiled": 0.0}
+NO_PROGRAM = {"score": 0.0, "passed": 0.0, "compiled": 0.0, "unprotected": 0.0}
 
 
 def test_no_program_runs_on_an_unsupported_machine(monkeypatch):

@@ -1,9 +1,10 @@
 """Entry point of a restricted process that runs one program of a model against one test.
 
 It is started as a file and imports nothing of hybridflow's packages, so that it starts in milliseconds. It sends one
-line for each state: "ready" with the descriptors that the scorer needs, or the reason why the process cannot be
-restricted; "restricted", or the reason; "compiled"; and, if the test is statements, "passed". These are run by this
-process, the judge; the program runs in a fork of it, which has no access to the line.
+line for each state: "ready" with the descriptor that the scorer needs, or the reason why the process cannot be
+restricted; "restricted", or the reason; "compiled"; and, if the test is statements, "loaded" after the program has run.
+Then it answers requests, which are steps of the test: it runs statements or sends the value of an expression. The
+program can send anything in its place, but it does not see what is expected.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ from types import CodeType, ModuleType
 
 TYPE_CHECKING = False  # importing `typing` would take longer than all else here
 if TYPE_CHECKING:
-    from typing import Any, NoReturn
+    from typing import Any
 
 PROGRAM = "program.py"
 """Name of the program's file in the working directory of the process."""
 
+STATEMENTS, EXPRESSION, ELEMENTS = b"s", b"e", b"i"
+"""Kinds of a request: run statements; send a value; send a value, or its elements if it is not plain data."""
+
+_MODULE = "program"
 _SOL_SOCKET, _SCM_RIGHTS = 1, 1
 
 
@@ -30,10 +35,28 @@ def main() -> None:
     line = settings["line"]
     try:
         listener = _restrict(settings)
-        run = run_script if settings["is_script"] else judge
-        run(settings, line, listener)
+        send(line, "ready", listener)
+        os.close(listener)
+        _filter_calls(settings)
+        say(line, "restricted")
     except _Problem as problem:
         say(line, str(problem))
+        return
+    code = compiled()
+    if code is None:
+        return
+    say(line, "compiled")
+    sys.argv[:] = [PROGRAM]
+    builtins.exit = builtins.quit = sys.exit  # normally added by the module `site`
+    if settings["is_script"]:
+        os.close(line)
+        sys.modules["__main__"] = ModuleType("__main__")  # which dataclasses and pickle look up
+        exec(code, vars(sys.modules["__main__"]))
+        return
+    try:
+        serve_program(code, line)
+    finally:
+        os._exit(1)
 
 
 class _Problem(Exception):
@@ -47,7 +70,7 @@ def _restrict(settings: dict[str, Any]) -> int:
         import code_limits  # beside this file
 
         if not settings["is_script"]:
-            import code_judge  # noqa: F401
+            import code_values  # noqa: F401
 
         del sys.path[0]
         sys.dont_write_bytecode = True
@@ -67,94 +90,6 @@ def _filter_calls(settings: dict[str, Any]) -> None:
         raise _Problem(f"{type(problem).__name__}: {problem}") from None
 
 
-def run_script(settings: dict[str, Any], line: int, listener: int) -> None:
-    """Run the program as a script; the exit status of this process is its result."""
-    send(line, "ready", listener)
-    os.close(listener)
-    _filter_calls(settings)
-    say(line, "restricted")
-    code = compiled()
-    if code is None:
-        return
-    say(line, "compiled")
-    os.close(line)
-    prepare()
-    sys.modules["__main__"] = ModuleType("__main__")  # which dataclasses and pickle look up
-    exec(code, vars(sys.modules["__main__"]))
-
-
-def judge(settings: dict[str, Any], line: int, listener: int) -> None:
-    """Run the program in a fork of this process, then receive the statements and run them in this one."""
-    import _signal  # pyright: ignore[reportMissingImports]  # `signal` takes long
-    import _socket
-
-    ours, theirs = (end.detach() for end in _socket.socketpair())
-    own_id = os.getpid()
-    try:
-        process = os.fork()
-    except OSError as problem:
-        raise _Problem(f"a second process for the program: {problem}") from None
-    if process == 0:
-        for descriptor in (line, listener, ours):
-            os.close(descriptor)
-        try:
-            _serve(settings, theirs, own_id)
-        finally:
-            os._exit(1)
-    os.close(theirs)
-    first = receive_line(ours)
-    if first != "restricted":
-        raise _Problem(first)
-    handle = os.pidfd_open(process)
-    send(line, "ready", listener, handle)
-    os.close(listener)
-    os.close(handle)
-    _signal.signal(_signal.SIGCHLD, _signal.SIG_IGN)
-    _filter_calls(settings)
-    say(line, "restricted")
-    if receive_line(ours) == "compiled":
-        say(line, "compiled")
-        statements = receive_sized(line)
-        from code_judge import run_statements
-
-        verdict = "failed"
-        try:
-            if receive_line(ours) == "loaded":
-                run_statements(statements, ours, lambda: _end(line, "failed"))
-                verdict = "passed"
-        except BaseException:  # also an exit
-            verdict = "failed"
-        _end(line, verdict)
-    _end(line, "failed")
-
-
-def _end(line: int, verdict: str) -> NoReturn:
-    """Send the verdict and wait to be killed: the scorer kills the program first, while its parent can collect it."""
-    say(line, verdict)
-    while True:
-        os.read(line, 1)
-
-
-def _serve(settings: dict[str, Any], connection: int, judge_id: int) -> None:
-    from code_judge import serve_program
-    from code_limits import end_with_parent
-
-    try:
-        end_with_parent()
-        if os.getppid() != judge_id:  # it ended before
-            return
-        _filter_calls(settings)
-    except Exception as problem:
-        say(connection, str(problem))
-        return
-    say(connection, "restricted")
-    code = compiled()
-    if code is not None:
-        say(connection, "compiled")
-        prepare()
-        serve_program(code, connection, lambda: say(connection, "loaded"))
-
-
 def compiled() -> CodeType | None:
     """Return the program's code; None if it does not compile."""
     with open(PROGRAM, "rb") as file:
@@ -165,10 +100,55 @@ def compiled() -> CodeType | None:
         return None
 
 
-def prepare() -> None:
-    """Prepare the interpreter for the program."""
-    sys.argv[:] = [PROGRAM]
-    builtins.exit = builtins.quit = sys.exit  # normally added by the module `site`
+def serve_program(code: CodeType, line: int) -> None:
+    """Run the program, then the steps of a test, until one raises; the caller ends the process then."""
+    from code_values import encode
+
+    module = sys.modules[_MODULE] = ModuleType(_MODULE)  # which dataclasses, pickle and `import program` look up
+    sys.setrecursionlimit(sys.getrecursionlimit() + 10)  # for the frames of this file
+    exec(code, vars(module))
+    say(line, "loaded")
+    names = _TestNames(vars(module))
+    while True:
+        kind, source = receive(line, 1), receive(line, int.from_bytes(receive(line, 4), "little"))
+        step = compile(source, "test.py", "exec" if kind == STATEMENTS else "eval", dont_inherit=True)
+        names.use(step)
+        value = eval(step, names)
+        message = encode(value)
+        if kind == ELEMENTS and message.startswith(b"O"):
+            message = encode(tuple(value))
+        write(line, len(message).to_bytes(4, "little") + message)
+
+
+class _TestNames(dict):
+    """Global names of a test; a name that it does not define is the program's."""
+
+    def __init__(self, program: dict[str, Any]) -> None:
+        super().__init__(__name__=_MODULE)
+        self._program = program
+        self._hidden: set[str] = set()
+
+    def use(self, code: CodeType) -> None:
+        """Prepare for statements or an expression.
+
+        The name of a built-in function keeps its meaning, unless it is the only name of the program that they use.
+        """
+        used = _names(code) & {name for name in self._program if type(name) is str and not name.startswith("__")}
+        shared = {name for name in used if hasattr(builtins, name)}
+        self._hidden = set() if used == shared and len(shared) == 1 else shared
+        for name in used - self._hidden:
+            if callable(self._program[name]):
+                self.setdefault(name, self._program[name])  # bodies of classes find only names that the dict has
+
+    def __missing__(self, name: str) -> Any:
+        if name in self._hidden or name.startswith("__"):
+            raise KeyError(name)
+        return self._program[name]
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = [_names(const) for const in code.co_consts if isinstance(const, CodeType)]
+    return set(code.co_names).union(*inner)
 
 
 def say(line: int, text: str) -> None:
@@ -186,24 +166,22 @@ def send(line: int, text: str, *descriptors: int) -> None:
     connection.detach()
 
 
-def receive_sized(connection: int) -> bytes:
-    """Return the bytes that follow their length."""
-    length = int.from_bytes(os.read(connection, 4), "little")
+def receive(line: int, length: int) -> bytes:
+    """Return the next bytes; end this process if the scorer has closed the line."""
     contents = b""
     while len(contents) < length:
-        contents += os.read(connection, length - len(contents))
+        chunk = os.read(line, length - len(contents))
+        if not chunk:
+            os._exit(1)
+        contents += chunk
     return contents
 
 
-def receive_line(connection: int) -> str:
-    """Return the next line, byte by byte, because other messages follow it; "" at the end."""
-    text = b""
-    while not text.endswith(b"\n"):
-        byte = os.read(connection, 1)
-        if not byte or len(text) > 4096:
-            return ""
-        text += byte
-    return text[:-1].decode(errors="replace")
+def write(line: int, contents: bytes) -> None:
+    """Write all bytes."""
+    rest = memoryview(contents)
+    while rest:
+        rest = rest[os.write(line, rest) :]
 
 
 if __name__ == "__main__":

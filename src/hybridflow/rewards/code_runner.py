@@ -1,7 +1,7 @@
 """Runs a program against one test in separate restricted processes and removes its files and processes.
 
 program ──file──> process ──stdout──> compared by the caller
-program ──file──> process <──values──> judge <──statements── and "passed" by a line that the program does not have
+program ──file──> process <──expressions── steps of the test ──values──> compared by the steps
 creation of a file or a thread ──notification──> allowed up to a number of them
 """
 
@@ -16,13 +16,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from hybridflow.errors import RewardError
-from hybridflow.rewards.code_process import PROGRAM
+from hybridflow.rewards.code_checks import Step
+from hybridflow.rewards.code_process import ELEMENTS, EXPRESSION, PROGRAM, STATEMENTS
 from hybridflow.rewards.code_quota import CodeQuota
 from hybridflow.rewards.syscall_filter import OWN_ID, Filters, filters_of
 from hybridflow.rewards.tree_removal import remove_tree
@@ -30,6 +32,10 @@ from hybridflow.rewards.tree_removal import remove_tree
 _SCRIPT = Path(__file__).with_name("code_process.py")
 _START_TIMEOUT_S = 60.0
 _MAX_LINE_BYTES = 4096
+_MAX_CHUNK_BYTES = 2**16
+MAX_MESSAGE_BYTES = 2**24
+"""Size of the encoded value of an expression of a test."""
+
 _LATE_SHARE = 0.9
 """Share of `timeout_s`, since the limit of CPU time includes the start of the interpreter and wall-clock time not."""
 
@@ -60,10 +66,13 @@ class CodeRun:
     is_late: bool = False
 
 
-def run_program(program: bytes, limits: CodeLimits, *, stdin: bytes = b"", statements: bytes | None = None) -> CodeRun:
-    """Run the program with this input, or run the statements on its objects in another process.
+def run_program(
+    program: bytes, limits: CodeLimits, *, stdin: bytes = b"", steps: Sequence[Step] | None = None
+) -> CodeRun:
+    """Run the program with this input, or run it and then the steps of a test.
 
-    A program has finished if its exit status is 0, statements if neither they nor the program raised or exited.
+    A program has finished if its exit status is 0, a test if neither it nor the program raised or exited, and its
+    checks hold.
     Raises `RewardError` if this system cannot restrict the process (the program has not run then), or cannot make or
     remove its directory.
     """
@@ -72,7 +81,7 @@ def run_program(program: bytes, limits: CodeLimits, *, stdin: bytes = b"", state
     try:
         try:
             with _memory_file(stdin) as given, _memory_file(b"") as output, ExitStack() as stack:
-                test = _Test(limits, filters, stack, given.fileno(), output.fileno(), directory, statements)
+                test = _Test(limits, filters, stack, given.fileno(), output.fileno(), directory, steps)
                 try:
                     compiled, finished = test.run()
                     is_late = not finished and test.seconds >= _LATE_SHARE * limits.timeout_s
@@ -142,19 +151,18 @@ class _Test:
         stdin: int,
         stdout: int,
         directory: str,
-        statements: bytes | None,
+        steps: Sequence[Step] | None,
     ) -> None:
-        self._limits, self._statements, self._stack, self._clone = limits, statements, stack, filters.clone
-        self._program: int | None = None
+        self._limits, self._steps, self._stack, self._clone = limits, steps, stack, filters.clone
         self._quota: CodeQuota | None = None
-        self._received = b""
+        self._received = bytearray()
         self._started = time.monotonic()
         self._deadline = self._started + _START_TIMEOUT_S
         self._line, theirs = socket.socketpair()
         stack.enter_context(self._line)
         settings = {
             "line": theirs.fileno(),
-            "is_script": statements is None,
+            "is_script": steps is None,
             "write_bytecode": not sys.dont_write_bytecode,
             "cpu_s": limits.timeout_s,
             "memory_bytes": limits.memory_bytes,
@@ -168,7 +176,7 @@ class _Test:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-X", "utf8", str(_SCRIPT), marshal.dumps(settings).hex()],
                 stdin=stdin,
-                stdout=stdout if statements is None else subprocess.DEVNULL,
+                stdout=stdout if steps is None else subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 cwd=directory,
                 env={},
@@ -193,30 +201,37 @@ class _Test:
             if line != state:
                 no_line = f"its process did not start with memory_bytes={self._limits.memory_bytes}"
                 raise _cannot_restrict(line.decode(errors="replace") or no_line)
-        if self._quota is None or (self._program is None and self._statements is not None):
-            raise OSError(errno.EMFILE, "no descriptors left for the process")
+        if self._quota is None:
+            raise OSError(errno.EMFILE, "no descriptor left for the process")
         self._started = time.monotonic()
         self._deadline = min(self._started + 2 * self._limits.timeout_s, self._limits.deadline)
         if self._receive_line() != b"compiled":
             return False, False
-        if self._statements is None:
+        if self._steps is None:
             if not self._wait_for(self._exit):
                 return True, False
             return True, self._process.wait() == 0
-        with suppress(OSError):
+        is_loaded = self._receive_line() == b"loaded"
+        return True, is_loaded and all(map(self._holds, self._steps))
+
+    def _holds(self, step: Step) -> bool:
+        """Return whether the program's process has answered the step, and its check holds of the answer."""
+        kind = STATEMENTS if step.check is None else ELEMENTS if step.is_iterated else EXPRESSION
+        source = step.source.encode()
+        try:
             self._line.settimeout(max(0.001, self._deadline - time.monotonic()))
-            self._line.sendall(len(self._statements).to_bytes(4, "little") + self._statements)
-            return True, self._receive_line() == b"passed"
-        return True, False
+            self._line.sendall(kind + len(source).to_bytes(4, "little") + source)
+        except OSError:  # the process has ended, or does not read
+            return False
+        header = self._receive_bytes(4)
+        length = int.from_bytes(header, "little")
+        if len(header) < 4 or length > MAX_MESSAGE_BYTES:
+            return False
+        message = self._receive_bytes(length)
+        return len(message) == length and step.holds(message)
 
     def kill(self) -> None:
-        """Kill the processes and wait until they have ended, the program's first, while its parent can collect it."""
-        if self._program is not None:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._program, signal.SIGKILL)
-            poll = select.poll()
-            poll.register(self._program, select.POLLIN)
-            poll.poll(1000 * _START_TIMEOUT_S)
+        """Kill the process and wait until it has ended."""
         if self._process.returncode is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -229,19 +244,29 @@ class _Test:
     def _receive_line(self) -> bytes:
         """Return the next line; b"" at the end, for a line that is too long, and after the deadline."""
         while b"\n" not in self._received and len(self._received) <= _MAX_LINE_BYTES:
-            if not self._wait_for(self._line.fileno()):
+            if not self._receive():
                 return b""
-            chunk, descriptors = b"", []
-            with suppress(ConnectionResetError):
-                chunk, descriptors, _, _ = socket.recv_fds(self._line, _MAX_LINE_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
-            if descriptors:
-                self._quota = CodeQuota(self._adopt(descriptors[0]), self._clone)
-                self._program = self._adopt(descriptors[1]) if len(descriptors) > 1 else None
-            if not chunk:
-                return b""
-            self._received += chunk
         line, newline, self._received = self._received.partition(b"\n")
-        return line if newline else b""
+        return bytes(line) if newline else b""
+
+    def _receive_bytes(self, length: int) -> bytes:
+        """Return the next bytes; fewer at the end and after the deadline."""
+        while len(self._received) < length and self._receive():
+            pass
+        contents, self._received = bytes(self._received[:length]), self._received[length:]
+        return contents
+
+    def _receive(self) -> bool:
+        """Receive what the process has sent; return False at the end and after the deadline."""
+        if not self._wait_for(self._line.fileno()):
+            return False
+        chunk, descriptors = b"", []
+        with suppress(ConnectionResetError):
+            chunk, descriptors, _, _ = socket.recv_fds(self._line, _MAX_CHUNK_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
+        for descriptor in map(self._adopt, descriptors):
+            self._quota = self._quota or CodeQuota(descriptor, self._clone)
+        self._received += chunk
+        return bool(chunk)
 
     def _wait_for(self, descriptor: int) -> bool:
         """Wait until the descriptor is readable, and answer notifications; return False at the deadline."""

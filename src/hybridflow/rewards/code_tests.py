@@ -7,6 +7,7 @@ from typing import Any
 
 from hybridflow.errors import RewardError
 from hybridflow.rewards.code_block import last_code_block
+from hybridflow.rewards.code_checks import Steps, steps_of
 from hybridflow.rewards.code_runner import CodeLimits, run_program
 from hybridflow.rewards.code_statements import require_check
 from hybridflow.rewards.limits import require_seconds, require_whole
@@ -17,7 +18,7 @@ MIN_MEMORY_BYTES = 32 * 2**20
 
 _EXAMPLES = "{'inputs': ['1 2\\n'], 'outputs': ['3\\n']} or {'tests': ['assert add(1, 2) == 3']}"
 
-_Test = tuple[str, str | None]
+_Test = tuple[str, str] | Steps
 
 
 def code_reward(
@@ -35,7 +36,8 @@ def code_reward(
 ) -> dict[str, float]:
     """Score 1.0 if the last Python block passes all tests.
 
-    Returns {"score", "passed": share of passed tests, "compiled": 0 or 1}; `partial_credit` scores the share.
+    Returns {"score", "passed": share of passed tests, "compiled": 0 or 1, "unprotected": share of tests whose verdict
+    the program could make up}; `partial_credit` scores the share.
 
     `ground_truth`, or JSON of it, is {"inputs": [text, ...], "outputs": [text, ...]}: what the program reads and must
     print, ignoring spaces at the ends of lines and empty lines at the end. Or it is {"tests": [text, ...]}: statements
@@ -45,8 +47,9 @@ def code_reward(
     `total_timeout_s` seconds of wall-clock time, which must be less than reward.timeout_s. A test that would start
     later is not run and does not pass; nor are the tests after one that exceeded its time.
 
-    Outputs are compared, and statements are run, in another process, which the program cannot influence: a value of its
-    own class that claims to equal everything does not equal a number. docs/rewards.md has the rules.
+    Outputs, and the values of assertions such as `assert f(2) == 4`, are compared outside of the program's process, as
+    plain data: an object that claims to equal everything does not equal a number. Other statements run in the program's
+    process and count as unprotected. docs/rewards.md has the rules.
 
     Raises:
         RewardError: The ground truth has another form, statements do not compile or check nothing, a limit is out of
@@ -57,36 +60,36 @@ def code_reward(
     require_whole("memory_bytes", memory_bytes, least=MIN_MEMORY_BYTES)
     require_whole("max_output_bytes", max_output_bytes, least=1)
     require_whole("max_tests", max_tests, least=0)
-    tests = _read_tests(ground_truth)
-    tests = tests[:max_tests] if max_tests else tests
-    for given, wanted in tests:
-        if wanted is None:
-            require_check(given)
+    tests = _read_tests(ground_truth, max_tests)
+    unprotected = sum(isinstance(test, Steps) and not test.is_protected for test in tests) / len(tests)
+    no_program = {"score": 0.0, "passed": 0.0, "compiled": 0.0, "unprotected": unprotected}
     program = last_code_block(solution_str)
     if program is None or len(program) > MAX_PROGRAM_CHARS:
-        return {"score": 0.0, "passed": 0.0, "compiled": 0.0}
+        return no_program
     limits = CodeLimits(timeout_s, memory_bytes, max_output_bytes, deadline=time.monotonic() + total_timeout_s)
     source = program.encode(errors="surrogatepass")
     num_passed = 0
-    for number, (given, wanted) in enumerate(tests):
+    for number, test in enumerate(tests):
         if number and time.monotonic() >= limits.deadline:
             break
-        if wanted is None:
-            run = run_program(source, limits, statements=given.encode())
+        if isinstance(test, Steps):
+            run = run_program(source, limits, steps=test.steps)
             num_passed += run.finished
         else:
+            given, wanted = test
             run = run_program(source, limits, stdin=given.encode())
             num_passed += run.finished and _lines(run.output.decode(errors="replace")) == _lines(wanted)
         if not run.compiled and number == 0:  # later: the time was over before
-            return {"score": 0.0, "passed": 0.0, "compiled": 0.0}
+            return no_program
         if run.is_late:
             break
     share = num_passed / len(tests)
-    return {"score": share if partial_credit else float(share == 1.0), "passed": share, "compiled": 1.0}
+    score = share if partial_credit else float(share == 1.0)
+    return {"score": score, "passed": share, "compiled": 1.0, "unprotected": unprotected}
 
 
-def _read_tests(ground_truth: Any) -> list[_Test]:
-    """Return (input, output) of each test, or (statements, None)."""
+def _read_tests(ground_truth: Any, max_tests: int) -> Sequence[_Test]:
+    """Return (input, output) or the steps of each test, or of the first `max_tests`."""
     truth = ground_truth
     if isinstance(truth, str):
         try:
@@ -97,9 +100,12 @@ def _read_tests(ground_truth: Any) -> list[_Test]:
         raise _no_tests(ground_truth)
     inputs, outputs, tests = (_texts(truth.get(name)) for name in ("inputs", "outputs", "tests"))
     if tests and not inputs and not outputs:
-        return [(test, None) for test in tests]
+        tests = tests[: max_tests or None]
+        for test in tests:
+            require_check(test)
+        return [steps_of(test) for test in tests]
     if inputs and outputs and len(inputs) == len(outputs) and not tests:
-        return list(zip(inputs, outputs, strict=True))
+        return list(zip(inputs, outputs, strict=True))[: max_tests or None]
     raise _no_tests(ground_truth)
 
 

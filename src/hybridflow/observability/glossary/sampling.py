@@ -125,6 +125,11 @@ SAMPLING = {
         "1",
         worry="Near 1: the task is too hard, or the reward function does not recognize right answers.",
     ),
+    "reward/unprotected/mean": Metric(
+        "Share of the tests of `code_reward` that run in the program's process, where the program can make them pass.",
+        "1",
+        worry="Above 0: such tests can be cheated; write them as assertions about one value, `assert f(2) == 4`.",
+    ),
     "reward/<name>/mean": Metric(
         "Mean of a further number returned by the reward function.",
         "score",
