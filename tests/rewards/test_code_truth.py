@@ -7,7 +7,7 @@ import pytest
 
 from hybridflow.errors import RewardError
 from hybridflow.rewards import code_reward
-from hybridflow.rewards.code_block import last_code_block
+from hybridflow.rewards.code_tests import last_code_block
 
 SUM = {"inputs": ["1 2\n"], "outputs": ["3\n"]}
 ADD = {"tests": ["assert add(1, 2) == 3"]}

@@ -20,10 +20,10 @@ from hybridflow.rewards.shaping import format_score, length_score, shaped_reward
 from hybridflow.rewards.table import ANSWERS, REWARDS, RewardFunction
 
 if TYPE_CHECKING:
+    from hybridflow.rewards.arguments import load_reward_function
     from hybridflow.rewards.outcome import Outcome
     from hybridflow.rewards.runner import RewardRunner
     from hybridflow.rewards.scorer import RewardResult, RewardScorer
-    from hybridflow.rewards.user import load_reward_function
 
 __all__ = [
     "ANSWERS",
@@ -58,7 +58,7 @@ _HOMES = {
     "RewardRunner": "hybridflow.rewards.runner",
     "RewardResult": "hybridflow.rewards.scorer",
     "RewardScorer": "hybridflow.rewards.scorer",
-    "load_reward_function": "hybridflow.rewards.user",
+    "load_reward_function": "hybridflow.rewards.arguments",
 }
 
 

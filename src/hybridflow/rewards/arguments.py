@@ -7,6 +7,11 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hybridflow.errors import RewardConfigError
+from hybridflow.rewards.reward_process import WHAT
+from hybridflow.rewards.table import RewardFunction
+from hybridflow.runtime import load_user_function, require_arguments
+
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 
@@ -85,3 +90,20 @@ def _values_of_batch(batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]
     columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
     plurals = {f"{name}s": column for name, column in columns.items()}
     return plurals | {name: column for name, column in columns.items() if name not in _FIXED}
+
+
+def load_reward_function(name: str, kwargs: Mapping[str, Any] | None = None) -> RewardFunction:
+    """Return the function that 'path/to/file.py:function' or 'package.module:function' names.
+
+    Raises `RewardError` if the file, module or function does not exist, if the code fails on import, or if the function
+    cannot be called with the keyword arguments data_source, solution_str, ground_truth, extra_info (or all of their
+    plurals) and `kwargs`, nor has a parameter `completion` or `completions`.
+    """
+    function: RewardFunction = load_user_function(name, WHAT, RewardConfigError)
+    check_signature(function, name, kwargs or {})
+    return function
+
+
+def check_signature(function: RewardFunction, name: str, kwargs: Mapping[str, Any]) -> None:
+    """Raise `RewardError` if the function takes neither the four arguments, their plurals nor names, with `kwargs`."""
+    require_arguments(function, name, WHAT, checked_arguments(function, kwargs), RewardConfigError)

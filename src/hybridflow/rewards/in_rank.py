@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybridflow.rewards.arguments import arguments_of, as_batch, takes_batches
-from hybridflow.rewards.batches import split
-from hybridflow.rewards.outcome import Outcome
+from hybridflow.rewards.outcome import Outcome, split
 from hybridflow.rewards.reward_process import as_message, described, returns_awaitable
 from hybridflow.rewards.table import RewardFunction
 from hybridflow.runtime import Interrupts, note_progress

@@ -27,10 +27,9 @@ from typing import Any
 
 from hybridflow.errors import RewardConfigError, RewardError
 from hybridflow.rewards.arguments import as_batch
-from hybridflow.rewards.batches import split
 from hybridflow.rewards.closure import Closure
 from hybridflow.rewards.framed_process import FramedProcess, WrongReplyError
-from hybridflow.rewards.outcome import OnOutcome, Outcome, Outcomes
+from hybridflow.rewards.outcome import OnOutcome, Outcome, Outcomes, split
 from hybridflow.rewards.reward_process import num_samples_of
 from hybridflow.runtime import user_code
 

@@ -13,14 +13,12 @@ from torch import Tensor
 
 from hybridflow.errors import RewardConfigError, RewardError
 from hybridflow.observability import get_logger
-from hybridflow.rewards.arguments import takes_names
-from hybridflow.rewards.batches import split
+from hybridflow.rewards.arguments import check_signature, load_reward_function, takes_names
 from hybridflow.rewards.in_rank import call_here
 from hybridflow.rewards.journal import RewardJournal
-from hybridflow.rewards.outcome import Outcome
+from hybridflow.rewards.outcome import Outcome, split
 from hybridflow.rewards.runner import RewardRunner, Sample, batch_of
 from hybridflow.rewards.table import ANSWERS, IN_PROCESSES, RewardFunction, reward_of
-from hybridflow.rewards.user import check_signature, load_reward_function
 from hybridflow.runtime import derive_seed
 
 logger = get_logger(__name__)
