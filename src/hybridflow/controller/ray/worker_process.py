@@ -186,9 +186,7 @@ class WorkerProcess:
         reply = Reply(event, frozen if is_read and type(frozen) is bytes else None)
         return (freeze(reply, 0), frozen) if is_read else freeze(reply, 0)
 
-    def _run(
-        self, message: Any, beside: Sequence[Any], time_of_call: CallTime
-    ) -> tuple[TraceEvent, Any, bool]:
+    def _run(self, message: Any, beside: Sequence[Any], time_of_call: CallTime) -> tuple[TraceEvent, Any, bool]:
         """Run a method; return its event, its frozen result, and whether that will be read."""
         if threading.current_thread() is not threading.main_thread():
             torch.set_num_threads(self._threads)  # the setting is per thread
