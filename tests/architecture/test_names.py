@@ -24,8 +24,8 @@ from hybridflow.config.sections.models import DTypeName
 from hybridflow.controller import Role
 from hybridflow.models.loading import DTYPES
 from hybridflow.observability import METRICS, RL_FIGURES, SFT_FIGURES, find_metric
-from hybridflow.observability.advice.find import FINDINGS
-from hybridflow.observability.glossary.metric import Unit
+from hybridflow.observability.findings import FINDINGS
+from hybridflow.observability.metrics import Unit
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "hybridflow"

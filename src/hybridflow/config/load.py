@@ -13,6 +13,7 @@ from hybridflow.config.aliases import keys_of_alias
 from hybridflow.config.checks import contradictions
 from hybridflow.config.keys import DIRECTORIES, FILES, holds_text, leaf_keys, nearest_key, sections
 from hybridflow.config.packaged_recipes import packaged_recipe
+from hybridflow.config.removed_keys import REMOVED
 from hybridflow.config.sections.config import Config
 from hybridflow.errors import ConfigError
 
@@ -75,7 +76,7 @@ def _read(path: Path) -> dict[str, Any]:
         )
     try:
         text = path.read_text(encoding="utf-8-sig")  # with or without a byte order mark
-        return _without_fixed(_tuples(tomllib.loads(text)))
+        return _tuples(tomllib.loads(text))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: byte {error.start} is not UTF-8; save the recipe as UTF-8") from error
     except OSError as error:
@@ -91,15 +92,6 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {reason}") from error
     except ValueError as error:  # of int(), for more digits than Python converts
         raise ConfigError(f"{path}: a number has too many digits: {error}") from error
-
-
-def _without_fixed(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values without removed keys that have the value of all runs, as in config.toml of earlier ones."""
-    advice = values.get("advice")
-    if not isinstance(advice, dict):
-        return values
-    kept = {key: value for key, value in advice.items() if FIXED.get(f"advice.{key}") != value}
-    return {**values, "advice": kept}
 
 
 def _override_value(key: str, text: str) -> Any:
@@ -145,18 +137,9 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-FIXED = {
-    "advice.warmup": 0.5,
-    "advice.chat_template": 0.1,
-    "advice.contradictory_prompts": 0.0,
-    "advice.padding": 0.5,
-    "advice.micro_batches": 64,
-}
-"""Keys that were removed, with the value that all runs have now; the constants are in `observability.advice`."""
 RENAMED = {
     "sft": "renamed to [offline]",
     "data.shuffle": "replaced by data.order = 'shuffled' or 'sequential'",
-    **{key: f"it was removed, and its value is fixed at {value}; leave it out" for key, value in FIXED.items()},
 }
 """Old names in recipes and in config.toml of earlier runs."""
 
@@ -191,12 +174,15 @@ def _unknown(name: str, value: Any) -> list[str]:
     if longest := max((leaf for leaf in leaves if len(leaf) > LONGEST_KEY), key=len, default=None):
         return [f"{_shown(longest)}: no such key; it has {len(longest)} characters"]
     nearest = None
-    if isinstance(value, dict) and not any(map(keys_of_alias, leaves)):
+    if isinstance(value, dict) and not any(leaf in REMOVED or keys_of_alias(leaf) for leaf in leaves):
         nearest = nearest_key(name, [section for section, _ in sections() if section])
     if nearest or not leaves:
         return [f"{name}: no such section; {_hint(nearest)}"]
     return [
-        f"{leaf}: no such key; {_describe_keys(keys_of_alias(leaf)) or _hint(nearest_key(leaf))}" for leaf in leaves
+        f"{leaf} was removed: {REMOVED[leaf]}"
+        if leaf in REMOVED
+        else f"{leaf}: no such key; {_describe_keys(keys_of_alias(leaf)) or _hint(nearest_key(leaf))}"
+        for leaf in leaves
     ]
 
 

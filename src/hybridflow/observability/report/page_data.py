@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hybridflow.observability.advice.find import find_advice
+from hybridflow.observability.advice import find_advice
 from hybridflow.observability.report.page_timeline import page_timeline
 from hybridflow.observability.run_files import ROLLOUT_TEXTS, SAMPLES, RunFiles
 from hybridflow.observability.run_table import run_row
