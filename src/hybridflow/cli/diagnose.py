@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridflow.cli.steps_argument import add_steps
+from hybridflow.cli.arguments import add_steps
 from hybridflow.errors import DataConfigError
 from hybridflow.runtime.printable import printable
 
