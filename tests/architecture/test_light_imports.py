@@ -23,7 +23,7 @@ import hybridflow
 dir(hybridflow)
 require_light("hybridflow")
 hybridflow.load_config(None)
-import hybridflow.config, hybridflow.doctor, hybridflow.errors, hybridflow.observability, hybridflow.runtime
+import hybridflow.config, hybridflow.cli.doctor, hybridflow.errors, hybridflow.observability, hybridflow.runtime
 from hybridflow.observability.memory import memory_bytes
 memory_bytes()
 require_light("a package")

@@ -24,14 +24,14 @@ from hybridflow.config.sections.models import DTypeName
 from hybridflow.controller import Role
 from hybridflow.models.loading import DTYPES
 from hybridflow.observability import METRICS, RL_FIGURES, SFT_FIGURES, find_metric
-from hybridflow.observability.advice.find import FINDINGS
-from hybridflow.observability.glossary.metric import Unit
+from hybridflow.observability.findings import FINDINGS
+from hybridflow.observability.metrics import Unit
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "hybridflow"
 DOCS = {word for page in ROOT.glob("docs/*.md") for word in re.findall(r"\w+", page.read_text("utf-8"))}
 PACKAGES = ["hybridflow", *(f"hybridflow.{each.name}" for each in pkgutil.iter_modules([str(SOURCE)]) if each.ispkg)]
-INTERNAL = {f"hybridflow.{name}" for name in ("cli", "doctor", "fault_tolerance", "runtime")}
+INTERNAL = {f"hybridflow.{name}" for name in ("cli", "fault_tolerance", "runtime")}
 """Packages whose names are for hybridflow itself."""
 NAMES_OF_ALGORITHMS = {*ESTIMATORS, *LOSSES} - {"none"}
 FAMILIES = sorted({name.partition("/")[0] for name in METRICS})
@@ -81,7 +81,8 @@ def test_when_to_worry_repeats_the_thresholds_of_the_advice(finding):
         threshold = getattr(AdviceConfig(), threshold)
     for named in re.findall(r"`([^`/]+/[^`]+)`", finding.found_if):
         pattern = re.sub("<[^>]+>", "*", named)
-        metrics = [metric for name, metric in METRICS.items() if name == named or fnmatchcase(name, pattern)]
+        names = [named] if named in METRICS else [name for name in METRICS if fnmatchcase(name, pattern)]
+        metrics = [METRICS[name] for name in names]
         assert metrics, named
         for metric in metrics:
             numbers = {float(number) for number in re.findall(r"\d+(?:\.\d+)?", metric.worry)}

@@ -10,7 +10,7 @@ from fixtures.report_runs import write_run
 from hybridflow.cli.main import main
 from hybridflow.errors import DataError
 from hybridflow.observability import JsonlWriter, TraceEvent, performance_report, read_jsonl, trace_row, transfer_report
-from hybridflow.observability.advice.find import FINDINGS
+from hybridflow.observability.findings import FINDINGS
 from hybridflow.observability.run_files import RunFiles
 from hybridflow.observability.timeline import coverage
 
@@ -160,11 +160,11 @@ def test_a_finding_is_printed_with_what_to_do(cut, shown):
         "        check rollout.stop_strings (now [])\n"
         "        check reward.overlong_buffer (now 0)\n"
         "\n"
-        f"1 finding; {LOOKED} 21 to 30, 0 samples and 0 rows of rollouts\n"
+        f"1 finding; {LOOKED} 21 to 30 and 0 samples\n"
     )
     report = json.loads(shown("diagnose", "--json", cut(30))[0])
     del report["looked_at"]["findings"]
-    assert report["looked_at"] == {"steps": [21, 30], "metrics": 10, "samples": 0, "rollouts": 0}
+    assert report["looked_at"] == {"steps": [21, 30], "metrics": 10, "samples": 0}
     (found,) = report["found"]
     assert (found["name"], found["keys"][0]) == ("truncation", ["data.max_response_length", 100, [200, 400]])
     assert "in the metrics of no step yet" in shown("diagnose", cut(0))[0]
@@ -353,16 +353,12 @@ SHOWN = {  # the rest is shown
     "a ground truth is nested": set_rows("samples.jsonl", ground_truth=NESTED),
     "names of workers have escapes": set_rows("trace/calls.jsonl", process="\ud800\x1b[31m", where="a.b\ud800\x1b[31m"),
     "a value of the configuration has escapes": set_start({"data.train_files": ["\x1b[31m"]}),
-    "a mini-batch is larger than a batch": set_start({"actor.mini_batch_size": 10**9}),
-    "a pool is empty": set_start({"placement.pools": {"a": []}}),
 }
 REFUSED = {  # by diagnose and compare, with the name of the file, and of the key or line
     "run.json': advice.kl='x' is invalid": set_start({"advice.kl": "x"}),
     "run.json': advice.window=None is invalid": set_start({"advice.window": None}),
     "run.json': data.train_batch_size=0 is invalid": set_start({"data.train_batch_size": 0}),
     "run.json': algorithm.advantage": set_start({"algorithm.advantage": []}),
-    "run.json': total_steps='x' is invalid": set_start(total_steps="x"),
-    "run.json': total_steps=1000": set_start(total_steps=HUGE),
     "run.json' is damaged (values are nested more than 100 times)": set_start(versions=NESTED),
     "run.json' cannot be read: ": replace_by_link,
     "has no configuration": set_text("run.json", '{"starts": [{}]}'),

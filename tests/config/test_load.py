@@ -70,11 +70,11 @@ def test_a_table_as_override_replaces_the_table_and_a_dotted_key_one_entry(tmp_p
     assert local.placement.pools == {}
 
 
-def test_old_and_removed_names_are_errors_unless_with_the_fixed_value(tmp_path):
+def test_old_and_removed_names_are_errors_that_say_what_to_use(tmp_path):
     recipe = write(tmp_path, "[data]\nshuffle = true\n\n[sft]\nbatch_size = 8\n[advice]\nwarmup = 0.6\n")
     assert sorted(problems(recipe, ["advice.contradictory_prompts=1"])[1:]) == [
         "advice.contradictory_prompts: no such key; it was removed: its value is fixed at 0.0; leave it out",
-        "advice.warmup: no such key; it was removed: its value is fixed at 0.5; leave it out",
+        f"advice.warmup: no such key; it was removed: {REMOVED['advice.warmup'].advice}",
         "data.shuffle: no such key; replaced by data.order = 'shuffled' or 'sequential'",
         "sft: no such section; renamed to [offline]",
     ]

@@ -10,16 +10,12 @@ from fixtures.row_files import SUFFIXES, rows_of, write_rows
 from hybridflow.cli import prepare
 from hybridflow.data import (
     MATH_INSTRUCTION,
-    prepare_dapo,
-    prepare_gsm8k,
-    prepare_math,
-    prepare_table,
-    prepare_ultrafeedback,
+    prepare_files,
     prompt_row,
     write_prompt_file,
     write_sft_file,
 )
-from hybridflow.data.prepare.math import _boxed_answer
+from hybridflow.data.prepare.datasets import boxed_answer
 from hybridflow.data.prepare.prompt_file import write_splits
 from hybridflow.errors import DataConfigError, DataError
 from hybridflow.rewards import math_reward
@@ -77,13 +73,12 @@ def made(source: str, prompt: str, truth: str, **extra_info) -> dict:
 
 
 TABLE = {"prompt": "question", "answer": "result", "data_source": "sums"}
-PREPARE = {
-    "gsm8k": lambda train, out, test: prepare_gsm8k(train, test, out),
-    "math": lambda train, out, test: prepare_math(train, out, test_file=test),
-    "dapo": lambda train, out, test: prepare_dapo(train, out, test_file=test),
-    "ultrafeedback": lambda train, out, test: prepare_ultrafeedback(train, out, test_file=test),
-    "table": lambda train, out, test: prepare_table(train, out, test_file=test, **TABLE),
-}
+
+
+def prepared(task, train, out, test):
+    return prepare_files(task, train, out, test_file=test, **(TABLE if task == "table" else {}))
+
+
 KINDS = {
     "gsm8k": (gsm8k, SUFFIXES, made("openai/gsm8k", f"1 + 1?{STEPS}", "2", answer="It is\n#### 2", question="1 + 1?")),
     "math": (
@@ -108,7 +103,7 @@ KINDS = {
 def test_rows_of_every_suffix_become_the_same_rows(task, suffix, tmp_path):
     row, _, expected = KINDS[task]
     train, test = write_rows(tmp_path / f"a{suffix}", [row(1)]), write_rows(tmp_path / f"b{suffix}", [row(2)])
-    files = PREPARE[task](train, tmp_path / "out", test)
+    files = prepared(task, train, tmp_path / "out", test)
     assert rows_of(files.train_file) == [expected]
     (of_test,) = rows_of(files.test_file)
     assert of_test["prompt"][0]["content"] == expected["prompt"][0]["content"].replace("1 + 1", "2 + 1")
@@ -210,14 +205,14 @@ def test_test_rows_are_drawn_by_the_seed_and_share_no_prompt(tmp_path):
     source = write_rows(tmp_path / "rows.jsonl", [table(n) for n in range(12)])
     splits = []
     for i, seed in enumerate([0, 0, 1]):
-        files = prepare_table(source, tmp_path / str(i), test_size=4, seed=seed, **TABLE)
+        files = prepare_files("table", source, tmp_path / str(i), test_size=4, seed=seed, **TABLE)
         splits.append(
             [[row["prompt"][0]["content"] for row in rows_of(p)] for p in (files.train_file, files.test_file)]
         )
         assert sorted([*splits[-1][0], *splits[-1][1]]) == sorted(f"{n} + 1?" for n in range(12))
     assert splits[0] == splits[1] != splits[2]
     pairs = [pair(n, "good", f"bad{i}") for n in range(3) for i in range(4)]
-    files = prepare_ultrafeedback(write_rows(tmp_path / "a.jsonl", pairs), tmp_path / "out", test_size=2)
+    files = prepare_files("ultrafeedback", write_rows(tmp_path / "a.jsonl", pairs), tmp_path / "out", test_size=2)
     train, test = (
         {row["prompt"][0]["content"] for row in rows_of(path)} for path in (files.train_file, files.test_file)
     )
@@ -230,21 +225,23 @@ def test_test_rows_are_drawn_by_the_seed_and_share_no_prompt(tmp_path):
 def test_a_test_set_that_leaves_no_rows_is_an_error(tmp_path, size):
     rows = write_rows(tmp_path / "rows.csv", [table(n) for n in range(12)])
     with pytest.raises(DataConfigError, match=rf"test_size={size} is invalid for 12 rows; use 1 to 11 .--test-size"):
-        prepare_table(rows, tmp_path / "out", test_size=size, **TABLE)
+        prepare_files("table", rows, tmp_path / "out", test_size=size, **TABLE)
     one = write_rows(tmp_path / "a.jsonl", [math(1)])
     with pytest.raises(DataConfigError, match=r"test_size=500 is invalid for 1 rows; use a test file"):
-        prepare_math(one, tmp_path / "out", test_size=500)
+        prepare_files("math", one, tmp_path / "out", test_size=500)
     with pytest.raises(DataError, match=r"a.jsonl: each prompt is also in the test set; use a test file with other"):
-        prepare_math(one, tmp_path / "out", test_file=one)
+        prepare_files("math", one, tmp_path / "out", test_file=one)
 
 
 def test_a_parquet_file_is_read_in_parts_with_the_row_of_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr("hybridflow.data.prepare.records.PARQUET_ROWS", 3)
-    files = prepare_dapo(write_rows(tmp_path / "a.parquet", [dapo(n) for n in range(8)]), tmp_path / "out", test_size=1)
+    files = prepare_files(
+        "dapo", write_rows(tmp_path / "a.parquet", [dapo(n) for n in range(8)]), tmp_path / "out", test_size=1
+    )
     assert files.sources[0].num_kept == 8
     source = write_rows(tmp_path / "c.parquet", [*(dapo(n) for n in range(7)), dapo(8, data_source="")])
     with pytest.raises(DataError, match=r"c.parquet: row 7: 'data_source' is empty; it chooses the reward function"):
-        prepare_dapo(source, tmp_path / "out", test_size=1)
+        prepare_files("dapo", source, tmp_path / "out", test_size=1)
 
 
 # Forms of rows
@@ -254,7 +251,7 @@ def test_gsm8k_truths_lose_commas_and_a_line_separator_is_no_line_end(tmp_path):
     rows = [gsm8k(1, question="one\u2028two", answer="#### -3.5"), gsm8k(2, answer="a lot\n#### $1,450")]
     file = tmp_path / "odd.jsonl"
     file.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows), encoding="utf-8")
-    first, second = rows_of(prepare_gsm8k(file, file, tmp_path / "out", instruction="").train_file)
+    first, second = rows_of(prepare_files("gsm8k", file, tmp_path / "out", test_file=file, instruction="").train_file)
     assert first["prompt"][0]["content"] == "one\u2028two"
     assert [row["reward_model"]["ground_truth"] for row in (first, second)] == ["-3.5", "1450"]
 
@@ -265,7 +262,7 @@ def test_the_column_answer_of_math_is_the_truth_where_it_has_a_value(tmp_path):
         {"problem": "b", "solution": r"\boxed{2}", "answer": " ", "subject": "Geometry", "level": 3},
         {"problem": "c", "solution": None, "answer": 9, "subject": "Geometry", "level": 3},
     ]
-    files = prepare_math(write_rows(tmp_path / "a.jsonl", rows), tmp_path / "out", test_size=1, instruction="")
+    files = prepare_files("math", write_rows(tmp_path / "a.jsonl", rows), tmp_path / "out", test_size=1, instruction="")
     found = {row["prompt"][0]["content"]: row for path in (files.train_file, files.test_file) for row in rows_of(path)}
     truths = {text: row["reward_model"]["ground_truth"] for text, row in found.items()}
     assert truths == {"a": "7", "b": "2", "c": "9"}
@@ -292,15 +289,18 @@ def test_the_column_answer_of_math_is_the_truth_where_it_has_a_value(tmp_path):
     ],
 )
 def test_the_last_box_of_a_solution_is_its_answer(solution, answer):
-    found = _boxed_answer(solution)
+    found = boxed_answer(solution)
     assert found == answer or len(solution) > 1000
 
 
 @pytest.mark.parametrize("answer", [r"\frac{1}{2}", "5", "5.", r"\text{Evelyn}", "x^2 + 1", r"(-\infty, 2]"])
 def test_a_correct_answer_has_the_score_1_by_the_default_reward(tmp_path, answer):
     row = {"problem": "Which?", "solution": rf"It is $\boxed{{{answer}}}$."}
-    files = prepare_math(
-        write_rows(tmp_path / "a.jsonl", [row]), tmp_path / "out", test_file=write_rows(tmp_path / "b.jsonl", [math(1)])
+    files = prepare_files(
+        "math",
+        write_rows(tmp_path / "a.jsonl", [row]),
+        tmp_path / "out",
+        test_file=write_rows(tmp_path / "b.jsonl", [math(1)]),
     )
     (made_row,) = rows_of(files.train_file)
     source, truth = made_row["data_source"], made_row["reward_model"]["ground_truth"]
@@ -320,7 +320,7 @@ def test_pairs_may_be_plain_texts_or_answers_alone(tmp_path, suffix):
     answers = [[{"role": "assistant", "content": text}] for text in ("good", "bad")]
     alone = {"prompt": messages("hello", "hi", "spell"), "chosen": answers[0], "rejected": answers[1]}
     test = write_rows(tmp_path / "b.jsonl", [alone, {"chosen": turns + answers[0], "rejected": turns + answers[1]}])
-    files = prepare_ultrafeedback(train, tmp_path / "out", test_file=test)
+    files = prepare_files("ultrafeedback", train, tmp_path / "out", test_file=test)
     row = {"prompt": messages("1 + 1?"), "chosen": "good", "rejected": "bad"}
     assert rows_of(files.train_file) == [row]
     assert rows_of(files.test_file) == [{**row, "prompt": alone["prompt"]}, {**row, "prompt": turns}]
@@ -331,7 +331,7 @@ def test_nested_columns_and_messages_of_a_table_are_read(tmp_path):
     train = write_rows(tmp_path / "a.jsonl", [{"prompt": chat, "reward_model": {"ground_truth": 2}}])
     test = write_rows(tmp_path / "b.jsonl", [{"prompt": "2 + 2?", "reward_model": {"ground_truth": 4}}])
     options = {"answer": "reward_model.ground_truth", "data_source": "sums", "instruction": "Now."}
-    (row,) = rows_of(prepare_table(train, tmp_path / "out", test_file=test, **options).train_file)
+    (row,) = rows_of(prepare_files("table", train, tmp_path / "out", test_file=test, **options).train_file)
     assert row["prompt"] == [chat[0], {"role": "user", "content": "1 + 1? Now."}]
     assert row["reward_model"]["ground_truth"] == 2
 
@@ -404,7 +404,7 @@ def test_a_malformed_file_is_an_error_with_its_place(tmp_path, task, name, rows,
         path.write_bytes(rows if isinstance(rows, bytes) else rows.encode())
     test = write_rows(tmp_path / "test.jsonl", [KINDS[task][0](9)])
     with pytest.raises(DataError, match=message) as error:
-        PREPARE[task](path, tmp_path / "out", test)
+        prepared(task, path, tmp_path / "out", test)
     assert str(error.value).startswith(str(path))
     assert not (tmp_path / "out").exists()
 

@@ -7,12 +7,11 @@ import torch
 
 from hybridflow.cli.main import main
 from hybridflow.config import leaf_keys, load_config
-from hybridflow.config.removed_keys import REMOVED
 from hybridflow.config.render import toml_value
 from hybridflow.data import prompt_row, write_prompt_file
-from hybridflow.observability.advice import data, learning, speed
-from hybridflow.observability.advice.evidence import Evidence
-from hybridflow.observability.advice.find import FINDINGS, advice_from, find_advice
+from hybridflow.observability.advice import advice_from, find_advice
+from hybridflow.observability.evidence import Evidence
+from hybridflow.observability.findings import FINDINGS
 from hybridflow.observability.run_files import RunFiles
 
 HEALTHY = {
@@ -54,7 +53,6 @@ PLANTED = {
     "truncation": {"response_length/clip_ratio": 0.6},
     "padding": {"actor/padding_computed": 0.6},
     "idle processes": {"perf/rollout_idle_share": 0.7},
-    "token budget too small": {"perf/num_tokens": 2e6},
 }
 """Metrics of a run with a fault, in all steps, by the name of the finding."""
 
@@ -99,15 +97,10 @@ def test_advice_is_one_line_with_values_computed_from_the_current_ones():
 
 
 def test_thresholds_are_keys_or_fixed():
-    named = [f"advice.{each.threshold}" for each in FINDINGS if isinstance(each.threshold, str)]
-    assert set(named) <= leaf_keys().keys()
-    assert {key: removed.value for key, removed in REMOVED.items() if key.startswith("advice.")} == {
-        "advice.warmup": learning.LONG_WARMUP,
-        "advice.chat_template": data.WRONG_TEMPLATES,
-        "advice.contradictory_prompts": data.CONTRADICTORY_PROMPTS,
-        "advice.padding": speed.MUCH_PADDING,
-        "advice.micro_batches": speed.MANY_MICRO_BATCHES,
-    }
+    named = {f"advice.{each.threshold}" for each in FINDINGS if isinstance(each.threshold, str)}
+    assert named == {key for key in leaf_keys() if key.startswith("advice.")} - {"advice.enabled", "advice.window"}
+    fixed = {each.name: each.threshold for each in FINDINGS if not isinstance(each.threshold, str)}
+    assert fixed == {"learning rate 0": 0, "chat template suspicious": 0.1, "data contradictory": 0, "padding": 0.5}
 
 
 def test_advice_on_rewards_names_the_environments_that_give_them():
@@ -171,19 +164,6 @@ def test_entropy_is_compared_with_its_first_value():
     assert names("advice.entropy=0.0", rows=rows) == []
 
 
-def test_a_warmup_is_compared_with_the_steps_of_the_run():
-    warmup = ["actor.optimizer.warmup_steps=60", "actor.epochs=2"]
-    (advice,) = found(*warmup, total_steps=40)
-    assert advice.seen == "the warm-up of actor/lr takes 60 of 80 optimizer steps"
-    assert advice.keys[0] == ("actor.optimizer.warmup_steps", 60, (4, 8))
-    assert names(*warmup, total_steps=400) == names(*warmup) == []
-    (advice,) = found(*GAE, "critic.warmup_steps=30", metrics=HEALTHY | {"critic/lr": 1e-5}, total_steps=40)
-    assert advice.seen == "only the critic learns in 30 of 40 steps"
-    offline = {"sft/lr": 1e-5, "perf/num_tokens": 100}
-    (advice,) = found("offline.optimizer.warmup_steps=30", metrics=offline, total_steps=40)
-    assert advice.seen == "the warm-up of sft/lr takes 30 of 40 optimizer steps"
-
-
 CHAT = "<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -211,22 +191,7 @@ def test_rendered_prompts_show_a_wrong_chat_template(prompt, rendered, sign):
         assert names("environment.classes={a = 'a.py:A'}", samples=samples) == []
 
 
-def test_prompts_repeated_in_an_epoch_are_found():
-    def rollout(step, *prompts):
-        return {"step": step, "group": [0, 0, 1, 1], "prompt_id": [prompt for prompt in prompts for _ in range(2)]}
-
-    rollouts = [rollout(1, "a", "b"), rollout(2, "c", "a"), rollout(3, "d", "d")]
-    (advice,) = found(rollouts=rollouts)
-    assert advice.seen == "2 of 4 prompts occur more than once in an epoch, up to 2 times"
-    assert names("data.order=weighted", "data.order_by=weight", rollouts=rollouts) == []
-    rows = [{"step": step, **HEALTHY, "training/epoch": step} for step in range(1, 4)]
-    assert names(rows=rows, rollouts=rollouts[:2]) == []
-
-
-def test_samples_show_repeated_prompts_and_contradictory_truths():
-    samples = [{"step": step, "prompt": "a"} for step in (1, 1, 1)]
-    assert names(samples=samples) == []
-    assert names(samples=[*samples, {"step": 2, "prompt": "a"}]) == ["data repeated"]
+def test_samples_show_contradictory_truths():
     for truth in ({"value": 2, "unit": "m"}, {1: "a", "b": 2}):  # keys of several types are compared
         samples = [{"step": 1, "prompt": "1 + 1", "ground_truth": truth} for _ in range(2)]
         assert names(samples=samples) == []
@@ -251,20 +216,20 @@ def test_a_run_whose_data_have_faults_raises_their_findings(task, tmp_path):
         prompt_row(data_source="countdown", prompt=f"{i % 6} =>", ground_truth=numbers[i // 12], split="train", index=i)
         for i in range(24)
     ]
-    write_prompt_file(tmp_path / "repeated.parquet", rows)
+    write_prompt_file(tmp_path / "faulty.parquet", rows)
     shutil.copytree(task / "model", tmp_path / "chat")
     (tmp_path / "chat" / "chat_template.jinja").write_text(TEMPLATE)
-    changes = [f"data.train_files=['{tmp_path}/repeated.parquet']", "data.val_files=[]", "data.max_prompt_length=32"]
+    changes = [f"data.train_files=['{tmp_path}/faulty.parquet']", "data.val_files=[]", "data.max_prompt_length=32"]
     changes += [f"model.path={tmp_path}/chat", "trainer.log_samples=8", f"trainer.run_dir={tmp_path}/run"]
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     assert main(["train", f"{task}/rl.toml", *changes]) == 0
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(deterministic)
     names = {each.name for each in find_advice(RunFiles(tmp_path / "run"))}
-    assert {"data repeated", "data contradictory", "chat template suspicious"} <= names
+    assert {"data contradictory", "chat template suspicious"} <= names
 
 
 @pytest.mark.runs
 def test_canonical_runs_have_the_findings_of_their_data(grpo_run):
     names = {each.name for each in find_advice(RunFiles(grpo_run))}
-    assert names <= {"idle processes", "groups without variance", "padding", "truncation", "data repeated"}, names
+    assert names <= {"idle processes", "groups without variance", "padding", "truncation"}, names

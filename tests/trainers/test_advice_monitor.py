@@ -67,8 +67,6 @@ def test_steps_that_are_made_again_count_once(warnings_of):
 def test_samples_of_the_window_are_looked_at(warnings_of):
     def samples(step):
         kept = [{"step": step, "prompt": "2 + 2", "ground_truth": step % 2, "tokens": {"ids": [1]}}]
-        return Samples(kept, {"step": step, "group": [0, 0], "prompt_id": ["a", "a"]})
+        return Samples(kept)
 
-    steps = [GOOD | {"training/epoch": 0}] * 4
-    found = ["steps 1 to 4: data repeated", "steps 1 to 4: data contradictory"]
-    assert warnings_of(monitor_of(), steps, samples=samples) == {4: found}
+    assert warnings_of(monitor_of(), [GOOD] * 4, samples=samples) == {4: ["steps 1 to 4: data contradictory"]}

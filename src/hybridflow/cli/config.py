@@ -5,7 +5,7 @@ With --reference: print all keys with type, default and description.
 
 import argparse
 
-from hybridflow.cli.recipe_arguments import add_recipe_arguments, config_of
+from hybridflow.cli.arguments import add_recipe_arguments, config_of
 from hybridflow.config import reference_markdown, reference_text, to_toml
 
 

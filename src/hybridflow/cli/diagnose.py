@@ -1,7 +1,7 @@
 """Say what is wrong with a run, why it matters, and which keys to change.
 
 Read from the files of the run directory, also while it trains: the newest steps of metrics.jsonl (as many as
-advice.window), samples.jsonl and rollouts.jsonl. What only the metrics of earlier steps show is named at the end;
+advice.window) and samples.jsonl. What only the metrics of earlier steps show is named at the end;
 --steps FIRST-LAST looks at these. Thresholds are keys of [advice], or fixed. The exit status is 0 with and
 without findings. --json prints the same as JSON.
 """
@@ -13,12 +13,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridflow.cli.steps_argument import add_steps
+from hybridflow.cli.arguments import add_steps
 from hybridflow.errors import DataConfigError
 from hybridflow.runtime.printable import printable
 
 if TYPE_CHECKING:
-    from hybridflow.observability.advice.find import Advice
+    from hybridflow.observability.advice import Advice
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,8 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the findings, and what was looked at."""
-    from hybridflow.observability.advice.evidence import evidence_of
-    from hybridflow.observability.advice.find import FINDINGS, advice_from, earlier_findings
+    from hybridflow.observability.advice import advice_from, earlier_findings
+    from hybridflow.observability.evidence import evidence_of
+    from hybridflow.observability.findings import FINDINGS
     from hybridflow.observability.run_files import RunFiles
 
     evidence = evidence_of(RunFiles(args.run))
@@ -46,7 +47,6 @@ def run(args: argparse.Namespace) -> int:
             "steps": evidence.steps,
             "metrics": len(evidence.recent),
             "samples": len(evidence.samples),
-            "rollouts": len(evidence.rollouts),
             "findings": [finding.name for finding in FINDINGS],
         }
         report = {"looked_at": looked_at, "found": [asdict(each) for each in advice], "found_earlier": earlier}
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     steps = f"steps {first} to {last}" if evidence.recent else "no step yet"
     print(
         f"{len(advice) or 'no'} finding{'s' * (len(advice) != 1)}; looked for {len(FINDINGS)}, in the metrics of "
-        f"{steps}, {len(evidence.samples)} samples and {len(evidence.rollouts)} rows of rollouts"
+        f"{steps} and {len(evidence.samples)} samples"
     )
     if earlier:
         windows = [f"{name} ({_steps(steps)})" for name, steps in earlier.items()]

@@ -6,6 +6,7 @@ one greedy response for each prompt; validation.group_size=8 validation.temperat
 
 import argparse
 
+from hybridflow.cli.arguments import add_recipe_arguments, config_of
 from hybridflow.cli.checkpoint_arguments import (
     add_checkpoint_arguments,
     chosen_checkpoint,
@@ -13,7 +14,6 @@ from hybridflow.cli.checkpoint_arguments import (
     recipe_of_run,
 )
 from hybridflow.cli.output_file import add_output, write_rows
-from hybridflow.cli.recipe_arguments import add_recipe_arguments, config_of
 from hybridflow.errors import ConfigError
 
 KEYS = (

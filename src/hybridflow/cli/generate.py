@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from hybridflow.cli.arguments import add_recipe_arguments, config_of
 from hybridflow.cli.checkpoint_arguments import (
     add_checkpoint_arguments,
     chosen_checkpoint,
@@ -16,7 +17,6 @@ from hybridflow.cli.checkpoint_arguments import (
     recipe_of_run,
 )
 from hybridflow.cli.output_file import add_output, write_rows
-from hybridflow.cli.recipe_arguments import add_recipe_arguments, config_of
 from hybridflow.config.render import toml_value
 from hybridflow.errors import ConfigError
 

@@ -9,8 +9,8 @@ too: which step's weights sample which batch.
 import argparse
 from pathlib import Path
 
+from hybridflow.cli.arguments import add_recipe_arguments, config_of
 from hybridflow.cli.output_file import write_output
-from hybridflow.cli.recipe_arguments import add_recipe_arguments, config_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

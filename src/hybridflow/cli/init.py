@@ -50,7 +50,7 @@ def _write(task: Path) -> None:
         (task / f"{split}.jsonl").write_text(lines, encoding="utf-8")
     import torch
 
-    from hybridflow.doctor.tiny_model import write_model
+    from hybridflow.models.tiny_model import write_model
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

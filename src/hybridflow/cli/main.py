@@ -10,9 +10,12 @@ import argparse
 import gc
 import os
 import re
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
 from types import ModuleType
@@ -20,7 +23,6 @@ from typing import NamedTuple
 
 from hybridflow import __version__
 from hybridflow.cli.exit_codes import ExitCode, exit_code, exit_codes_text
-from hybridflow.cli.sigterm import sigterm_interrupts
 from hybridflow.errors import HybridFlowError, LostWeightSyncError, WorkerError
 
 MAX_LINE_CHARS = 2000
@@ -129,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        with sigterm_interrupts():
+        with _sigterm_interrupts():
             status = _run(arguments)
             sys.stdout.flush()
         return status
@@ -149,6 +151,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and code is ExitCode.AGAIN:
             _discard_output()  # Python would try to write it again at exit
         return code
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """Make SIGTERM raise KeyboardInterrupt, unless it is ignored, has a handler, or this is not the main thread.
+
+    Cleanup then runs as after Ctrl-C. Training loops have a handler of their own.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _print_error(error: Exception) -> None:

@@ -10,7 +10,7 @@ import argparse
 from dataclasses import asdict
 
 from hybridflow.cli.aligned import aligned
-from hybridflow.cli.recipe_arguments import add_recipe_arguments, config_of
+from hybridflow.cli.arguments import add_recipe_arguments, config_of
 
 GIB = 2**30
 

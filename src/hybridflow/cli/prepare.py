@@ -5,23 +5,18 @@ of these data sets, table from any file with prompts and answers (all .jsonl, .j
 """
 
 import argparse
-from typing import Any
 
-from hybridflow.data.parquet_rows import shorten_text
-from hybridflow.data.prepare import (
+from hybridflow.data import (
     COUNTDOWN_PROMPT,
     GSM8K_INSTRUCTION,
     MATH_INSTRUCTION,
     MULTIPLICATION_PROMPT,
     PreparedFiles,
     prepare_countdown,
-    prepare_dapo,
-    prepare_gsm8k,
-    prepare_math,
+    prepare_files,
     prepare_multiplication,
-    prepare_table,
-    prepare_ultrafeedback,
 )
+from hybridflow.data.parquet_rows import shorten_text
 from hybridflow.hub import local_file
 
 
@@ -94,62 +89,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the two files and print their sizes and the first row."""
-    print(f"preparing {args.task} ...", flush=True)
+    options = vars(args).copy()
+    task, output_dir = options.pop("task"), options.pop("output_dir")
+    print(f"preparing {task} ...", flush=True)
     for option in ("train_file", "test_file"):
-        if path := getattr(args, option, None):
-            setattr(args, option, local_file(f"--{option.replace('_', '-')}", path))
-    _report(_prepare(args))
+        if options.get(option):
+            options[option] = local_file(f"--{option.replace('_', '-')}", options[option])
+    generate = {"countdown": prepare_countdown, "multiplication": prepare_multiplication}.get(task)
+    if generate:
+        _report(generate(output_dir, **options))
+    else:
+        _report(prepare_files(task, options.pop("train_file"), output_dir, **options))
     return 0
-
-
-def _prepare(args: argparse.Namespace) -> PreparedFiles:
-    if args.task == "gsm8k":
-        return prepare_gsm8k(args.train_file, args.test_file, args.output_dir, instruction=args.instruction)
-    if args.task == "math":
-        return prepare_math(args.train_file, args.output_dir, instruction=args.instruction, **_split(args))
-    if args.task == "dapo":
-        return prepare_dapo(args.train_file, args.output_dir, **_split(args))
-    if args.task == "ultrafeedback":
-        return prepare_ultrafeedback(
-            args.train_file, args.output_dir, keep_equal_scores=args.keep_equal_scores, **_split(args)
-        )
-    if args.task == "table":
-        return prepare_table(
-            args.train_file,
-            args.output_dir,
-            data_source=args.data_source,
-            prompt=args.prompt,
-            answer=args.answer,
-            instruction=args.instruction,
-            system=args.system,
-            **_split(args),
-        )
-    if args.task == "multiplication":
-        return prepare_multiplication(
-            args.output_dir,
-            train_size=args.train_size,
-            test_size=args.test_size,
-            digits_a=args.digits_a,
-            digits_b=args.digits_b,
-            seed=args.seed,
-            prompt_template=args.prompt_template,
-        )
-    return prepare_countdown(
-        args.output_dir,
-        train_size=args.train_size,
-        test_size=args.test_size,
-        num_operands=args.num_operands,
-        max_number=args.max_number,
-        max_target=args.max_target,
-        operators=args.operators,
-        seed=args.seed,
-        prompt_template=args.prompt_template,
-        number_separator=args.number_separator,
-    )
-
-
-def _split(args: argparse.Namespace) -> dict[str, Any]:
-    return {"test_file": args.test_file, "test_size": args.test_size, "seed": args.seed}
 
 
 def _report(files: PreparedFiles) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.cli.aligned import aligned
-from hybridflow.cli.steps_argument import add_steps
+from hybridflow.cli.arguments import add_steps
 
 MIB, MB = 2**20, 1e6
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.cli.aligned import aligned
-from hybridflow.cli.steps_argument import add_steps
+from hybridflow.cli.arguments import add_steps
 from hybridflow.errors import DataConfigError
 from hybridflow.runtime.printable import printable
 

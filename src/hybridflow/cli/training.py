@@ -5,8 +5,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridflow.cli.recipe_arguments import add_recipe_arguments, config_of
-from hybridflow.cli.stop_after import add_stop_after
+from hybridflow.cli.arguments import add_recipe_arguments, add_stop_after, config_of
 
 if TYPE_CHECKING:
     from hybridflow.trainers import RunDirectory

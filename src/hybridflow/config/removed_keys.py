@@ -20,9 +20,10 @@ _FAULTS = "faults are injected by benchmarks/support/faults.py, see docs/recover
 REMOVED = {
     "advice.chat_template": _fixed(0.1),
     "advice.contradictory_prompts": _fixed(0.0),
-    "advice.micro_batches": _fixed(64),
+    "advice.micro_batches": Removed(64, "no finding uses it; see `hybridflow report-performance`"),
     "advice.padding": _fixed(0.5),
-    "advice.warmup": _fixed(0.5),
+    "advice.repeated_prompts": Removed(0.1, "no finding uses it; remove repeated rows from data.train_files"),
+    "advice.warmup": Removed(0.5, "no finding uses it; compare warmup_steps with trainer.total_steps"),
     "faults.delay_s": Removed(5.0, _FAULTS),
     "faults.plan": Removed((), _FAULTS),
     "faults.random": Removed(0, _FAULTS),

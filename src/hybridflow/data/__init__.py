@@ -3,25 +3,23 @@
 from hybridflow.data.dataset import RLHFDataset
 from hybridflow.data.loader import BatchLoader
 from hybridflow.data.preference_dataset import PreferenceDataset
-from hybridflow.data.prepare import (
+from hybridflow.data.prepare.countdown import (
     COUNTDOWN_PROMPT,
-    GSM8K_INSTRUCTION,
-    MATH_INSTRUCTION,
-    MULTIPLICATION_PROMPT,
     CountdownProblem,
-    MultiplicationProblem,
-    PreparedFiles,
-    SourceFile,
     countdown_prompt,
     generate_countdown,
-    generate_multiplication,
     prepare_countdown,
-    prepare_dapo,
-    prepare_gsm8k,
-    prepare_math,
+)
+from hybridflow.data.prepare.datasets import GSM8K_INSTRUCTION, MATH_INSTRUCTION, prepare_files
+from hybridflow.data.prepare.multiplication import (
+    MULTIPLICATION_PROMPT,
+    MultiplicationProblem,
+    generate_multiplication,
     prepare_multiplication,
-    prepare_table,
-    prepare_ultrafeedback,
+)
+from hybridflow.data.prepare.prompt_file import (
+    PreparedFiles,
+    SourceFile,
     prompt_row,
     write_conversation_file,
     write_preference_file,
@@ -53,12 +51,8 @@ __all__ = [
     "generate_multiplication",
     "load_tokenizer",
     "prepare_countdown",
-    "prepare_dapo",
-    "prepare_gsm8k",
-    "prepare_math",
+    "prepare_files",
     "prepare_multiplication",
-    "prepare_table",
-    "prepare_ultrafeedback",
     "prompt_row",
     "stop_token_ids",
     "write_conversation_file",

@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hybridflow.data.parquet_rows import MEDIA_COLUMNS, Row, columns_of, read_rows, shorten_text
+from hybridflow.data.parquet_rows import Row, columns_of, read_rows, reject_media, shorten_text
 from hybridflow.data.prepare.records import read_records
 from hybridflow.data.row_forms import Kind, Records, RowForm, rows_of
 from hybridflow.data.tool_messages import without_nulls_of_columns
@@ -56,7 +56,7 @@ def _rows_of_file(path: Path, kind: Kind, form: RowForm, optional: Sequence[str]
     if not found:
         raise DataError(f"{path}: the file has no rows.")
     for place, record in found:
-        _reject_media(place, record)
+        reject_media(place, record)
     _require_prompts(*found[0], path, named[0], form.columns.get("messages", "messages"))
     if kind == "examples" and (path.suffix == ".parquet" or os.path.isdir(path)):
         found = without_nulls_of_columns(found)
@@ -76,12 +76,3 @@ def _require_prompts(place: str, first: dict[str, Any], path: Path, prompt: str,
         fix += f" For files of GSM8K: `hybridflow prepare gsm8k --train-file TRAIN{path.suffix} --test-file TEST"
         fix += f"{path.suffix}`, which takes the number out of each answer."
     raise DataError(f"{place}: '{prompt}' is missing; the row has {shorten_text(', '.join(first)) or 'no keys'}. {fix}")
-
-
-def _reject_media(place: str, record: dict[str, Any]) -> None:
-    for name in MEDIA_COLUMNS:
-        if record.get(name) not in (None, [], "", b"", {}):
-            raise DataError(
-                f"{place}: column '{name}' holds data, but prompts with images, audio or video are not supported yet; "
-                "use text prompts and remove the column."
-            )

@@ -4,7 +4,7 @@ import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
@@ -14,7 +14,6 @@ from hybridflow.data.data_rows import PLAIN, read_data_rows
 from hybridflow.data.example_dataset import check_indices
 from hybridflow.data.fingerprint import fingerprint
 from hybridflow.data.layout import pad_left
-from hybridflow.data.overlong import OVERLONG, truncate
 from hybridflow.data.parquet_rows import Row, shorten
 from hybridflow.data.row_forms import RowForm
 from hybridflow.data.tokenizer import pad_token_id
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = get_logger(__name__)
+
+OVERLONG: tuple[str, ...] = get_args(OverlongName)
 
 
 class RLHFDataset:
@@ -182,3 +183,19 @@ def _read_record(row: Row) -> dict[str, Any]:
         "ground_truths": reward_model["ground_truth"],
         "extra_infos": extra_info or {},
     }
+
+
+def truncate(ids: list[int], max_length: int, side: str) -> list[int]:
+    """Cut ids to `max_length` tokens.
+
+    "truncate-left" removes from the start, "truncate-right" from the end, "truncate-middle" keeps half of the limit at
+    the start and the rest at the end.
+    """
+    if len(ids) <= max_length:
+        return ids
+    if side == "truncate-left":
+        return ids[len(ids) - max_length :]
+    if side == "truncate-right":
+        return ids[:max_length]
+    num_start = max_length // 2
+    return ids[:num_start] + ids[len(ids) - (max_length - num_start) :]

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from hybridflow.data.parquet_bounds import column_names, require_bounded
 from hybridflow.errors import DataConfigError, DataError
 from hybridflow.runtime import require_regular_file
 
@@ -22,8 +21,6 @@ WRITERS = {
     "prompt": "write_prompt_file",
 }
 """Required column -> function of hybridflow.data that writes a file with it; the first match counts."""
-
-_MAX_FIRST_LINE = 2**20
 
 _UNREADABLE = (pa.ArrowException, OSError, MemoryError)
 """What pyarrow raises for a file that is damaged, encrypted, of another format or unreadable."""
@@ -76,7 +73,9 @@ def read_rows(
         table = read_table(path, required, (*optional, *MEDIA_COLUMNS))
         if table.num_rows == 0:
             raise DataError(f"{path}: the file has no rows.")
-        _reject_media(path, table)
+        for name in MEDIA_COLUMNS:
+            for number, value in enumerate(table[name] if name in table.column_names else ()):
+                reject_media(f"{path}: row {number}", {name: value.as_py()})
         present = [name for name in (*required, *optional) if name in table.column_names]
         missing = {name: None for name in optional if name not in present}
         if max_rows:
@@ -95,7 +94,7 @@ def columns_of(files: str | Path | Sequence[str | Path]) -> list[str]:
         return []
     try:
         require_data_file(first)
-        return column_names(first)
+        return pq.read_schema(first).names
     except (DataError, *_UNREADABLE):
         return []
 
@@ -103,15 +102,14 @@ def columns_of(files: str | Path | Sequence[str | Path]) -> list[str]:
 def read_table(path: Path, required: Sequence[str], optional: Sequence[str] = ()) -> pa.Table:
     """Return the required columns of a parquet file, and those of the optional ones that it has.
 
-    Raises DataError if the file cannot be read, exceeds the bounds of `parquet_bounds`, or lacks a required column.
+    Raises DataError if the file cannot be read or lacks a required column.
     """
     require_data_file(path)
     _require_parquet(path, required)
     try:
-        names = column_names(path)
+        names = pq.read_schema(path).names
         _require_columns(path, names, required)
         wanted = [name for name in dict.fromkeys((*required, *optional)) if name in names]
-        require_bounded(path, wanted)
         table = pq.read_table(path, columns=wanted)
     except _UNREADABLE as error:
         raise DataError(f"{path}: not a readable parquet file ({shorten_text(str(error))}).") from error
@@ -174,7 +172,7 @@ def _columns_of_json_lines(path: Path) -> list[str]:
     """Return the keys of the first line; none if it is not a JSON object."""
     try:
         with open(path, encoding="utf-8") as file:
-            first = json.loads(file.readline(_MAX_FIRST_LINE))
+            first = json.loads(file.readline())
     except (OSError, ValueError, RecursionError):
         return []
     return list(first) if isinstance(first, dict) else []
@@ -203,13 +201,11 @@ def shorten_text(text: str, max_chars: int = 200) -> str:
     return line if len(line) <= max_chars else f"{line[:max_chars]}..."
 
 
-def _reject_media(path: Path, table: pa.Table) -> None:
+def reject_media(place: str, record: Mapping[str, Any]) -> None:
+    """Raise DataError if a row holds images, audio or video."""
     for name in MEDIA_COLUMNS:
-        if name not in table.column_names:
-            continue
-        for number, value in enumerate(table.column(name)):
-            if value.is_valid and value.as_py() not in ([], "", b"", {}):
-                raise DataError(
-                    f"{path}: row {number}: column '{name}' holds data, but prompts with images, audio or video are "
-                    "not supported yet; use text prompts and remove the column."
-                )
+        if record.get(name) not in (None, [], "", b"", {}):
+            raise DataError(
+                f"{place}: column '{name}' holds data, but prompts with images, audio or video are not supported yet; "
+                "use text prompts and remove the column."
+            )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridflow.observability.metric_names import find_metric
+from hybridflow.observability.metrics import find_metric
 
 
 @dataclass(frozen=True)

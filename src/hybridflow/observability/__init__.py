@@ -8,21 +8,27 @@ from hybridflow.observability.console import (
     ConsoleTracker,
 )
 from hybridflow.observability.dataflow import dataflow_edges, draw_dot, draw_mermaid, draw_text
-from hybridflow.observability.glossary.metric import Metric
 from hybridflow.observability.guarded_tracker import GuardedTracker
-from hybridflow.observability.idle import idle_shares
 from hybridflow.observability.jsonl import JsonlWriter, read_jsonl
 from hybridflow.observability.log import get_logger
 from hybridflow.observability.memory import log_memory, memory_bytes
-from hybridflow.observability.metric_names import METRICS, find_metric, metrics_markdown
-from hybridflow.observability.metrics import flatten, reduce_lists, reduce_metrics, spread
+from hybridflow.observability.metrics import (
+    METRICS,
+    Metric,
+    find_metric,
+    flatten,
+    metrics_markdown,
+    reduce_lists,
+    reduce_metrics,
+    spread,
+)
 from hybridflow.observability.mlflow import MLflowTracker
 from hybridflow.observability.performance import performance_report
 from hybridflow.observability.plot import plot_curves
 from hybridflow.observability.prometheus import PrometheusTracker
 from hybridflow.observability.run_info import collect_run_info, git_commit
 from hybridflow.observability.tensorboard import TensorBoardTracker
-from hybridflow.observability.timing import per_token_ms, timed, tokens_per_s
+from hybridflow.observability.timing import idle_shares, per_token_ms, timed, tokens_per_s
 from hybridflow.observability.trace import (
     Trace,
     TraceEvent,

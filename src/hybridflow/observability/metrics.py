@@ -1,12 +1,64 @@
-"""Pure functions on dictionaries of metrics: prefixes, spreads of lists, reduction over ranks."""
+"""The table of metrics, and pure functions on dictionaries of them: prefixes, spreads, reduction over ranks.
+
+`metric_table.md` is the table: name, unit, meaning, when to worry, and how values of several ranks become one.
+"""
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal, cast
 
 from hybridflow.errors import FieldError
-from hybridflow.observability.glossary.metric import Reduction
-from hybridflow.observability.metric_names import find_metric
+
+Reduction = Literal["sum", "mean", "max", "min", "last"]
+
+Unit = Literal["1", "count", "score", "score^2", "nats", "tokens", "tokens/s", "s", "ms/token", "bytes", "steps"]
+"""Unit of a metric. "1": shares, ratios, and numbers without a unit; "score": that of the reward function's numbers."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric. `reduction` joins the values of the ranks; ranks report their part of a global mean, so it is a sum.
+
+    `worry`: the values that point to a fault, and what it may be; empty if a value alone says nothing.
+    """
+
+    description: str
+    unit: Unit
+    reduction: Reduction = "mean"
+    worry: str = ""
+
+
+def metrics_markdown() -> str:
+    """Return the table of metrics, in Markdown."""
+    return Path(__file__).with_name("metric_table.md").read_text(encoding="utf-8")
+
+
+def _read_table() -> dict[str, Metric]:
+    metrics = {}
+    for line in metrics_markdown().splitlines()[2:]:
+        name, unit, description, worry, reduction = (cell.strip() for cell in line.strip("|").split(" | "))
+        metrics[name.strip("`")] = Metric(description, cast(Unit, unit), cast(Reduction, reduction), worry)
+    return metrics
+
+
+METRICS = _read_table()
+"""Metrics by name; in a name, `<...>` stands for any text."""
+
+
+def find_metric(name: str) -> Metric | None:
+    """Return the entry of `name`, or the first with matching placeholders (`timing_s/<stage>`), or None."""
+    if name in METRICS:
+        return METRICS[name]
+    return next((metric for pattern, metric in METRICS.items() if _matches(name, pattern)), None)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return "<" in pattern and fnmatchcase(name, re.sub("<[^>]+>", "*", pattern))
+
 
 VARYING = ("timing_s/", "timing_per_token_ms/", "perf/", "mfu/", "memory_bytes/", "transfer/", "recovery/")
 """Prefixes of metrics that differ between equal runs: times, memory, and how values have travelled."""
@@ -46,7 +98,7 @@ def reduce_metrics(
 ) -> dict[str, float]:
     """Reduce one dictionary per rank, in rank order, to one dictionary.
 
-    The reduction of a name is that in `reductions`, otherwise that in the glossary `METRICS`. Raises FieldError if a
+    The reduction of a name is that in `reductions`, otherwise that in the table `METRICS`. Raises FieldError if a
     rank lacks a name that another rank has, and if ranks differ in a name without a reduction.
     """
     names = list(dict.fromkeys(name for part in parts for name in part))
@@ -86,7 +138,7 @@ def _reduce(name: str, values: list[float], reductions: Mapping[str, Reduction])
     if any(value != values[0] for value in values):
         raise FieldError(
             f"the ranks report different values of '{name}' ({', '.join(map(str, values))}) and it has no reduction; "
-            "add it to a file of observability/glossary, or pass reductions."
+            "add it to observability/metric_table.md, or pass reductions."
         )
     return values[0]
 

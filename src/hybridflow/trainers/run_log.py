@@ -18,8 +18,8 @@ from hybridflow.observability import (
     read_jsonl,
     trace_row,
 )
-from hybridflow.observability.advice.evidence import Evidence
-from hybridflow.observability.advice.find import advice_from
+from hybridflow.observability.advice import advice_from
+from hybridflow.observability.evidence import Evidence
 from hybridflow.observability.guarded_tracker import GuardedTracker
 from hybridflow.observability.mlflow import MLflowTracker
 from hybridflow.observability.prometheus import PrometheusTracker
@@ -30,8 +30,8 @@ from hybridflow.runtime.printable import printable
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.samples import NO_SAMPLES, Samples
 
-KEPT = ("step", "prompt", "rendered_prompt", "ground_truth", "group", "prompt_id")
-"""What is kept of samples and of the numbers of all responses: a sample may have thousands of tokens."""
+KEPT = ("step", "prompt", "rendered_prompt", "ground_truth")
+"""What is kept of samples, which may have thousands of tokens."""
 
 
 class AdviceMonitor:
@@ -46,7 +46,6 @@ class AdviceMonitor:
         self._is_enabled, self._window = config.advice.enabled, config.advice.window
         self._rows: list[Mapping[str, Any]] = []
         self._samples: list[Mapping[str, Any]] = []
-        self._rollouts: list[Mapping[str, Any]] = []
         self._logged: dict[str, int] = {}  # finding -> number of the window in which it was logged
         for row in rows:
             self._add(row)
@@ -56,13 +55,12 @@ class AdviceMonitor:
         if not self._is_enabled or not metrics or not step:
             return
         self._add({"step": step, **metrics})
-        for rows, further in ((self._samples, samples.kept), (self._rollouts, [samples.numbers])):
-            rows[:] = [row for row in rows if row["step"] > step - self._window]
-            rows += [{key: row[key] for key in KEPT if key in row} for row in further if row]
+        self._samples = [row for row in self._samples if row["step"] > step - self._window]
+        self._samples += [{key: row[key] for key in KEPT if key in row} for row in samples.kept]
         is_whole = step % self._window == 0 or step == self._total_steps < self._window
         if not is_whole and step > 1:
             return
-        evidence = Evidence(self._config, self._rows, self._samples, self._rollouts, self._total_steps)
+        evidence = Evidence(self._config, self._rows, self._samples)
         number = (step - 1) // self._window
         for advice in advice_from(evidence, at_first_step=not is_whole):
             if self._logged.get(advice.name) != number:
@@ -71,7 +69,7 @@ class AdviceMonitor:
 
     def rewind(self, step: int) -> None:
         """Forget the steps after `step`, which the run makes again."""
-        for rows in (self._rows, self._samples, self._rollouts):
+        for rows in (self._rows, self._samples):
             rows[:] = [row for row in rows if row["step"] <= step]
 
     def _add(self, row: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from hybridflow.observability import JsonlWriter, TraceEvent, trace_row
-from hybridflow.observability.report.page_timeline import page_timeline
+from hybridflow.observability.report.page_data import page_timeline
 from hybridflow.observability.run_files import RunFiles
 
 EVENTS = {

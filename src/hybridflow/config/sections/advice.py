@@ -55,7 +55,4 @@ class AdviceConfig(Section):
     truncation: Fraction = Field(
         default=0.5, description="Share of responses that reach data.max_response_length; 1: off."
     )
-    repeated_prompts: Fraction = Field(
-        default=0.1, description="Share of the prompts of an epoch that occur in it more than once; 1: off."
-    )
     idle: Fraction = Field(default=0.5, description="Share of a step's time in which the processes of a role wait.")

@@ -5,10 +5,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from hybridflow.data.prepare.disjoint import draw_disjoint
-from hybridflow.data.prepare.prompt_file import PreparedFiles, prompt_row, write_splits
-from hybridflow.data.prepare.template import fill_template
+from hybridflow.data.prepare.problems import draw_disjoint, fill_template, write_problems
+from hybridflow.data.prepare.prompt_file import PreparedFiles
 from hybridflow.errors import DataConfigError
 
 COUNTDOWN_PROMPT = (
@@ -83,7 +83,7 @@ def prepare_countdown(
     `prompt_template` holds {numbers} (joined by `number_separator`) and {target}, and may hold {operators}.
     The ground truth is {"target": int, "numbers": [int, ...]}; `extra_info.answer` is one solution.
     """
-    train, test = generate_countdown(
+    problems = generate_countdown(
         train_size=train_size,
         test_size=test_size,
         num_operands=num_operands,
@@ -93,24 +93,11 @@ def prepare_countdown(
         seed=seed,
     )
 
-    def rows(split: str, problems: list[CountdownProblem]) -> list[dict]:
-        result = []
-        for index, problem in enumerate(problems):
-            prompt = countdown_prompt(problem, operators, prompt_template, number_separator)
-            result.append(
-                prompt_row(
-                    data_source="countdown",
-                    prompt=prompt,
-                    ground_truth={"target": problem.target, "numbers": list(problem.numbers)},
-                    split=split,
-                    index=index,
-                    question=prompt,
-                    answer=problem.solution,
-                )
-            )
-        return result
+    def describe(problem: CountdownProblem) -> tuple[str, dict[str, Any], str]:
+        prompt = countdown_prompt(problem, operators, prompt_template, number_separator)
+        return prompt, {"target": problem.target, "numbers": list(problem.numbers)}, problem.solution
 
-    return write_splits(output_dir, rows("train", train), rows("test", test))
+    return write_problems(output_dir, "countdown", problems, describe)
 
 
 def countdown_prompt(

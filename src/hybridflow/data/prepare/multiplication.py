@@ -4,9 +4,8 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridflow.data.prepare.disjoint import draw_disjoint
-from hybridflow.data.prepare.prompt_file import PreparedFiles, prompt_row, write_splits
-from hybridflow.data.prepare.template import fill_template
+from hybridflow.data.prepare.problems import draw_disjoint, fill_template, write_problems
+from hybridflow.data.prepare.prompt_file import PreparedFiles
 from hybridflow.errors import DataConfigError
 
 MULTIPLICATION_PROMPT = (
@@ -71,26 +70,12 @@ def prepare_multiplication(
 
     `prompt_template` holds {a} and {b}. The ground truth is the product as text.
     """
-    train, test = generate_multiplication(
+    problems = generate_multiplication(
         train_size=train_size, test_size=test_size, digits_a=digits_a, digits_b=digits_b, seed=seed
     )
 
-    def rows(split: str, problems: list[MultiplicationProblem]) -> list[dict]:
-        result = []
-        for index, problem in enumerate(problems):
-            values = {"a": str(problem.a), "b": str(problem.b)}
-            prompt = fill_template(prompt_template, values, required=("a", "b"))
-            result.append(
-                prompt_row(
-                    data_source="multiplication",
-                    prompt=prompt,
-                    ground_truth=str(problem.target),
-                    split=split,
-                    index=index,
-                    question=prompt,
-                    answer=str(problem.target),
-                )
-            )
-        return result
+    def describe(problem: MultiplicationProblem) -> tuple[str, str, str]:
+        values = {"a": str(problem.a), "b": str(problem.b)}
+        return fill_template(prompt_template, values, required=("a", "b")), str(problem.target), str(problem.target)
 
-    return write_splits(output_dir, rows("train", train), rows("test", test))
+    return write_problems(output_dir, "multiplication", problems, describe)

@@ -1,4 +1,4 @@
-"""Records of .jsonl, .json, .csv and .parquet files, and the values in them; errors name file and row."""
+"""Records of .jsonl, .json, .csv and .parquet files and of folders that `datasets` has saved; errors name their row."""
 
 import csv
 import json
@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from hybridflow.data.chat_prompts import read_messages
-from hybridflow.data.dataset_folder import read_folder
-from hybridflow.data.json_lines import read_json_lines
 from hybridflow.data.parquet_rows import (
     Row,
     columns_of,
@@ -23,8 +23,8 @@ from hybridflow.data.prepare.prompt_file import Messages, as_messages
 from hybridflow.errors import DataConfigError, DataError
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-MAX_JSON_BYTES = 2**30
-"""Size of a .json file, which is read as a whole."""
+STATE, SPLITS = "state.json", "dataset_dict.json"
+"""Files of folders that `datasets` has saved: that of a data set, and of several splits."""
 
 PARQUET_ROWS = 10_000
 """Rows of a parquet file that are Python objects at a time; public files have millions of them."""
@@ -79,12 +79,12 @@ def answer_of(record: Mapping[str, Any], column: str, place: str) -> str:
 def read_records(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place, record) of a file of SUFFIXES or a folder of `datasets`; `columns` is what errors expect."""
     if os.path.isdir(file):  # False also for a name that is too long
-        yield from read_folder(file)
+        yield from _read_folder(file)
         return
     require_data_file(file)
     match file.suffix:
         case ".jsonl":
-            yield from read_json_lines(file, " and ".join(columns))
+            yield from _read_json_lines(file, " and ".join(columns))
         case ".json":
             yield from _read_json(file)
         case ".csv":
@@ -98,11 +98,45 @@ def read_records(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict
             raise DataConfigError(f"{file}: the suffix {file.suffix!r} is invalid: expected {', '.join(SUFFIXES)}.")
 
 
+def _read_json_lines(file: Path, columns: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        with open(file, "rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    place = f"{file}: line {number}"
+                    yield place, _object_of(line, place, columns)
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error.strerror}.") from error
+
+
+def _object_of(line: bytes, place: str, columns: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{place}: byte {error.start} is not UTF-8; save the file as UTF-8.") from error
+    except RecursionError:
+        raise DataError(f"{place}: is not JSON: values are nested too deeply.") from None
+    except ValueError as error:
+        raise DataError(f"{place}: is not JSON: {shorten_text(str(error))}.") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{place}: is a {type(record).__name__}; expected an object with {columns}.")
+    return record
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in entries:
+            raise ValueError(f"key {shorten_text(key)!r} occurs twice")
+        entries[key] = value
+    return entries
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
 def _read_json(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    if file.stat().st_size > MAX_JSON_BYTES:
-        raise DataError(
-            f"{file}: has more than {MAX_JSON_BYTES:,} bytes; write one object on each line of a .jsonl file."
-        )
     try:
         records = json.loads(file.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:  # also of UTF-8
@@ -122,13 +156,50 @@ def _read_csv(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             for row, record in enumerate(reader):
                 place = f"{file}: row {row}"
                 if None in record or None in record.values():
-                    found, wanted = (
-                        len([value for value in record.values() if value is not None]),
-                        len(reader.fieldnames or ()),
-                    )
-                    raise DataError(
-                        f"{place}: has {'more' if None in record else found} fields; the first line has {wanted}."
-                    )
+                    found = "more" if None in record else sum(value is not None for value in record.values())
+                    wanted = len(reader.fieldnames or ())
+                    raise DataError(f"{place}: has {found} fields; the first line has {wanted}.")
                 yield place, record
     except (csv.Error, UnicodeDecodeError, OSError) as error:
         raise DataError(f"{file}: is not a CSV file in UTF-8: {shorten_text(str(error))}.") from error
+
+
+def _read_folder(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    _require_saved(folder)
+    row = 0
+    for file in _arrow_files(folder):
+        try:
+            with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as batches:
+                for batch in batches:
+                    for record in batch.to_pylist():
+                        yield f"{folder}: row {row}", record
+                        row += 1
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{file}: is not an Arrow file of {folder}: {shorten_text(str(error))}.") from error
+
+
+def _require_saved(folder: Path) -> None:
+    if (folder / STATE).is_file():
+        return
+    if (folder / SPLITS).is_file():
+        splits = sorted(path.parent.name for path in folder.glob(f"*/{STATE}"))
+        raise DataConfigError(
+            f"{folder}: holds the splits {', '.join(splits) or 'of a data set'}; name one of them, as in "
+            f"'{folder / (splits[0] if splits else 'train')}'."
+        )
+    files = sorted(path.name for path in folder.iterdir() if path.suffix in SUFFIXES)
+    hint = f"name its files: {shorten_text(', '.join(files))}" if files else "name a file"
+    raise DataConfigError(f"{folder}: is not a folder of `Dataset.save_to_disk`, which has {STATE}; {hint}.")
+
+
+def _arrow_files(folder: Path) -> list[Path]:
+    try:
+        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        names = [entry["filename"] for entry in state["_data_files"]]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise DataError(
+            f"{folder / STATE}: is damaged: {shorten_text(str(error))}; save the data set again."
+        ) from error
+    if wrong := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
+        raise DataError(f"{folder / STATE}: names {wrong[0]!r:.100}, which is not a file of the folder.")
+    return [folder / name for name in names]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hybridflow.data.prepare.prompt_file import Messages, PreparedFiles, SourceFile, prompt_row, write_splits
+from hybridflow.data.prepare.prompt_file import PreparedFiles, SourceFile, write_splits
 from hybridflow.data.prepare.records import read_records
 from hybridflow.errors import DataConfigError, DataError
 
@@ -26,16 +26,16 @@ class _Source:
     dropped: Counter[str] = field(default_factory=Counter)
 
 
-def prepare_splits(
+def write_splits_of(
     train_file: str | Path,
     output_dir: str | Path,
     make_row: MakeRow,
     *,
     columns: Sequence[str],
-    unique: Sequence[str] = ("prompt",),
-    test_file: str | Path | None = None,
-    test_size: int = 100,
-    seed: int = 0,
+    unique: Sequence[str],
+    test_file: str | Path | None,
+    test_size: int,
+    seed: int,
 ) -> PreparedFiles:
     """Write the rows that `make_row` makes of the files' records.
 
@@ -60,20 +60,6 @@ def prepare_splits(
         train_rows = kept
     counts = [SourceFile(source.file, source.num_read, dict(+source.dropped)) for source in sources]
     return write_splits(output_dir, _numbered(train_rows, "train"), _numbered(test_rows, "test"), counts)
-
-
-def unsplit_row(
-    data_source: str,
-    prompt: str | Messages,
-    ground_truth: Any,
-    ability: str = "math",
-    extra_info: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Return a row of a prompt file; `prepare_splits` adds split and index to its `extra_info`."""
-    row = prompt_row(
-        data_source=data_source, prompt=prompt, ground_truth=ground_truth, ability=ability, split="", index=0
-    )
-    return {**row, "extra_info": dict(extra_info or {})}
 
 
 def _read(file: Path, make_row: MakeRow, columns: Sequence[str], unique: Sequence[str]) -> _Source:

@@ -4,15 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.config.render import toml_value
-from hybridflow.observability.advice.data import DATA
-from hybridflow.observability.advice.evidence import Evidence, evidence_of
-from hybridflow.observability.advice.finding import Finding
-from hybridflow.observability.advice.learning import LEARNING
-from hybridflow.observability.advice.rewards import REWARDS
-from hybridflow.observability.advice.speed import SPEED
+from hybridflow.observability.evidence import Evidence, evidence_of
+from hybridflow.observability.findings import FINDINGS
 from hybridflow.observability.run_files import RunFiles
-
-FINDINGS: tuple[Finding, ...] = (*REWARDS, *LEARNING, *DATA, *SPEED)
 
 
 @dataclass(frozen=True)
@@ -63,7 +57,7 @@ def find_advice(run: RunFiles) -> list[Advice]:
 
 def advice_from(evidence: Evidence, *, at_first_step: bool = False) -> list[Advice]:
     """Return the advice from evidence, in the order of `FINDINGS`; `at_first_step`: only what one step proves."""
-    found = {}
+    found = []
     for finding in FINDINGS:
         threshold = finding.threshold
         if isinstance(threshold, str):
@@ -74,13 +68,13 @@ def advice_from(evidence: Evidence, *, at_first_step: bool = False) -> list[Advi
             threshold = max(threshold, finding.at_first_step)
         seen = finding.look(evidence, threshold)
         if seen:
-            changes = (*seen.changes, *finding.changes)
-            suggested = [(change.key, change.suggest(evidence.config[change.key])) for change in changes]
+            changes = {**seen.changes, **finding.changes}.items()
+            suggested = [(key, suggest(evidence.config[key])) for key, suggest in changes]
             named = [(_set_key(key, evidence), values) for key, values in suggested if values is not None]
             keys = tuple((key, evidence.config[key], values) for key, values in named)
-            found[finding] = Advice(finding.name, seen.text, finding.why, keys, evidence.steps)
-    hidden = {name for finding in found for name in finding.hides}
-    return [advice for advice in found.values() if advice.name not in hidden]
+            found.append((finding, Advice(finding.name, seen.text, finding.why, keys, evidence.steps)))
+    hidden = {name for finding, _ in found for name in finding.hides}
+    return [advice for _, advice in found if advice.name not in hidden]
 
 
 def _set_key(key: str, evidence: Evidence) -> str:

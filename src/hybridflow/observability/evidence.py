@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
@@ -15,23 +15,20 @@ from hybridflow.observability.run_files import RunFiles
 
 Row = Mapping[str, Any]
 
-MAX_STEPS = 2**53
+MAX_NUMBER = 2**53
 """Integers above are not exact as floats."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """`config` by dotted key; rows of metrics.jsonl, samples.jsonl and rollouts.jsonl, each with its step.
+    """`config` by dotted key; rows of metrics.jsonl and samples.jsonl, each with its step.
 
-    `rows` are training steps, oldest first; the means are those of the newest `advice.window` rows. `total_steps`: 0
-    if unknown.
+    `rows` are training steps, oldest first; the means are those of the newest `advice.window` rows.
     """
 
     config: Mapping[str, Any]
     rows: Sequence[Row]
     samples: Sequence[Row] = ()
-    rollouts: Sequence[Row] = ()
-    total_steps: int = 0
 
     @cached_property
     def recent(self) -> Sequence[Row]:
@@ -54,17 +51,14 @@ class Evidence:
 
     def until(self, place: int, num_rows: int) -> "Evidence":
         """Return the evidence of the metrics as it was after so many rows, the last `num_rows` of which are recent."""
-        return Evidence({**self.config, "advice.window": num_rows}, self.rows[:place], total_steps=self.total_steps)
+        return Evidence({**self.config, "advice.window": num_rows}, self.rows[:place])
 
     def of_steps(self, steps: range) -> "Evidence":
         """Return the evidence as it was after some steps, all of which are recent."""
-        num_rows, place = (
-            sum(row["step"] in steps for row in self.rows),
-            sum(row["step"] < steps.stop for row in self.rows),
-        )
-        of_metrics = self.until(place, max(1, num_rows))
-        rows = ([row for row in rows if row["step"] in steps] for rows in (self.samples, self.rollouts))
-        return replace(of_metrics, samples=next(rows), rollouts=next(rows))
+        rows = [row for row in self.rows if row["step"] < steps.stop]
+        num_rows = max(1, sum(row["step"] in steps for row in rows))
+        samples = [row for row in self.samples if row["step"] in steps]
+        return Evidence({**self.config, "advice.window": num_rows}, rows, samples)
 
 
 def evidence_of(run: RunFiles) -> Evidence:
@@ -72,23 +66,18 @@ def evidence_of(run: RunFiles) -> Evidence:
 
     Raises DataError if a recorded value of the configuration is invalid.
     """
-    config = _recorded_config(run)
-    total_steps = run.starts[-1].get("total_steps") or config["trainer.total_steps"]
-    if not isinstance(total_steps, int) or not 0 <= total_steps <= MAX_STEPS:
-        raise DataError(f"'{run.path / 'run.json'}': total_steps={total_steps!r:.100} is invalid; restore the file.")
     rows = [_without_unknown(row) for row in run.metrics if row["step"] > 0]
-    return Evidence(config, rows, run.samples, run.rollouts, total_steps)
+    return Evidence(_recorded_config(run), rows, run.samples)
 
 
 def _recorded_config(run: RunFiles) -> dict[str, Any]:
-    known = {name: value for name, value in run.config.items() if name in leaf_keys()}
     values: dict[str, Any] = Config().model_dump()
-    for name, value in known.items():
+    for name in run.config.keys() & leaf_keys().keys():
         *sections, key = name.split(".")
         section = values
         for each in sections:
             section = section[each]
-        section[key] = value
+        section[key] = run.config[name]
     try:
         return {**run.config, **leaf_keys(Config.model_validate(values))}
     except ValidationError as error:
@@ -101,7 +90,8 @@ def _recorded_config(run: RunFiles) -> dict[str, Any]:
 
 def _without_unknown(row: Row) -> Row:
     """Return a row without the metrics that are missing (None), or too large for a float."""
-    unknown = {
-        name for name, value in row.items() if value is None or (isinstance(value, int) and abs(value) > MAX_STEPS)
+    return {
+        name: value
+        for name, value in row.items()
+        if value is not None and not (isinstance(value, int) and abs(value) > MAX_NUMBER)
     }
-    return {name: value for name, value in row.items() if name not in unknown} if unknown else row

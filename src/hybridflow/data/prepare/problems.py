@@ -1,8 +1,13 @@
-"""Random test and training problems that share no group (problems of the same numbers)."""
+"""Generated problems: random test and training problems that share no group (problems of the same numbers).
 
-from collections.abc import Callable, Hashable
-from typing import Protocol, TypeVar
+Their rows are written with a prompt from a template, a text with {names}.
+"""
 
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from hybridflow.data.prepare.prompt_file import PreparedFiles, prompt_row, write_splits
 from hybridflow.errors import DataConfigError
 
 # Consecutive draws without a new problem after which the space of problems counts as used up.
@@ -81,3 +86,44 @@ def _collect(
                 f"Ask for fewer, or {widen}."
             )
     return problems
+
+
+def write_problems(
+    output_dir: str | Path,
+    data_source: str,
+    problems: tuple[Sequence[ProblemT], Sequence[ProblemT]],
+    describe: Callable[[ProblemT], tuple[str, Any, str]],
+) -> PreparedFiles:
+    """Write the (train, test) problems; `describe` returns the prompt, the ground truth and the answer of each."""
+
+    def row(problem: ProblemT, split: str, index: int) -> dict[str, Any]:
+        prompt, truth, answer = describe(problem)
+        return prompt_row(
+            data_source=data_source,
+            prompt=prompt,
+            ground_truth=truth,
+            split=split,
+            index=index,
+            question=prompt,
+            answer=answer,
+        )
+
+    train, test = (
+        [row(problem, split, index) for index, problem in enumerate(of_split)]
+        for split, of_split in zip(("train", "test"), problems, strict=True)
+    )
+    return write_splits(output_dir, train, test)
+
+
+def fill_template(template: str, values: Mapping[str, str], required: Sequence[str]) -> str:
+    """Return the template with each {name} replaced by its value, and other braces kept.
+
+    Raises DataConfigError if a required name is missing.
+    """
+    missing = [f"{{{name}}}" for name in required if f"{{{name}}}" not in template]
+    if missing:
+        known = ", ".join(f"{{{name}}}" for name in values)
+        raise DataConfigError(f"prompt_template={template!r} lacks {' and '.join(missing)}; valid names are {known}.")
+    for name, value in values.items():
+        template = template.replace(f"{{{name}}}", value)
+    return template

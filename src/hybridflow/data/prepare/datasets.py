@@ -1,0 +1,234 @@
+r"""Data sets in files: `DATASETS` names the columns of each and the function that makes a row of a record.
+
+A row function gets the record, its place for errors and the options of its data set. It returns the row, or the reason
+to drop the record, and raises DataError for a malformed one.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hybridflow.data.parquet_rows import shorten
+from hybridflow.data.prepare.prompt_file import Messages, PreparedFiles, preference_row, prompt_row
+from hybridflow.data.prepare.records import answer_of, is_empty, messages_of, text_of, value_of
+from hybridflow.data.prepare.splits import write_splits_of
+from hybridflow.errors import DataConfigError, DataError
+from hybridflow.runtime.latex_box import last_boxed
+
+GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+MATH_INSTRUCTION = r"Let's think step by step and output the final answer within \boxed{}."
+
+_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
+_FBOX = re.compile(r"\\fbox(?![a-zA-Z])")
+_BOX_WITHOUT_BRACES = re.compile(
+    r"\\boxed(?![a-zA-Z])\s*(?![\s{])((?:(?!\\[\])])[^\s$])+?)(?=[.,;]?(?:\s|\$|\\[\])]|$))"
+)
+r"""`\boxed 5`: the content ends at a space, a $, \] or \), and a sentence's last sign is not part of it."""
+
+Record = Mapping[str, Any]
+MadeRow = dict[str, Any] | str
+
+
+class Dataset(NamedTuple):
+    """A kind of files: the columns that they need, for errors, and its row function.
+
+    Rows with the same values in the columns `unique` are written once; with `unique=()` all are kept.
+    """
+
+    columns: Sequence[str]
+    make_row: Callable[..., MadeRow]
+    unique: Sequence[str] = ("prompt",)
+
+
+def prepare_files(
+    dataset: str,
+    train_file: str | Path,
+    output_dir: str | Path,
+    *,
+    test_file: str | Path | None = None,
+    test_size: int = 100,
+    seed: int = 0,
+    **options: Any,
+) -> PreparedFiles:
+    """Write `train.parquet` and `test.parquet` from files of a data set of `DATASETS`.
+
+    `options` are those of its row function. Files are .jsonl, .json, .csv or .parquet, or folders of `datasets`.
+    Without a `test_file`, `test_size` random rows of the training file are the test set. A row that repeats an earlier
+    prompt, a training row whose prompt is in the test set, and rows without a prompt or an answer are dropped and
+    counted in `dropped`. Raises DataError, naming file and row, for a missing column or a malformed row, and
+    DataConfigError for another suffix, an unknown data set and a `test_size` that leaves no training row.
+    """
+    if dataset not in DATASETS:
+        raise DataConfigError(f"dataset={dataset!r} is invalid: expected one of {', '.join(DATASETS)}.")
+    columns, make_row, unique = DATASETS[dataset]
+    if dataset == "table":
+        columns = (options.get("prompt", "prompt"), options.get("answer", "answer"))
+    return write_splits_of(
+        train_file,
+        output_dir,
+        lambda record, place: make_row(record, place, **options),
+        columns=columns,
+        unique=unique,
+        test_file=test_file,
+        test_size=test_size,
+        seed=seed,
+    )
+
+
+def gsm8k_row(record: Record, place: str, *, instruction: str = GSM8K_INSTRUCTION) -> MadeRow:
+    """Return the row of a problem of GSM8K: the truth is the number after "####", without commas and $.
+
+    The instruction is appended to the question after a space.
+    """
+    question, answer = text_of(record, "question", place), text_of(record, "answer", place)
+    if is_empty(question):
+        return "no prompt"
+    prompt = f"{question} {instruction}" if instruction else question
+    _, marker, tail = answer.rpartition("####")
+    number = tail.strip().replace(",", "").replace("$", "")
+    if not marker or not _NUMBER.fullmatch(number):
+        raise DataError(f"{place}: the answer must end in '#### number', got {answer[-60:]!r}.")
+    return _row("openai/gsm8k", prompt, number, extra_info={"answer": answer, "question": question})
+
+
+def math_row(record: Record, place: str, *, instruction: str = MATH_INSTRUCTION) -> MadeRow:
+    r"""Return the row of a problem of MATH: the truth is `answer` or the last \boxed{...} of `solution`.
+
+    The instruction is appended to the problem after a space. `extra_info` has the level and the type (or subject).
+    """
+    problem = text_of(record, "problem", place)
+    has_answer = not is_empty(record.get("answer"))
+    solution = text_of(record, "solution", place) if "solution" in record or not has_answer else ""
+    truth = answer_of(record, "answer", place) if has_answer else boxed_answer(solution)
+    truth = truth.removesuffix(".").rstrip()  # math-verify cannot parse "5."
+    if is_empty(problem) or not truth:
+        return "no prompt" if is_empty(problem) else r"no answer and no \boxed{...} in the solution"
+    info = {"answer": solution, "question": problem}
+    for name, column in (("level", "level"), ("type", "subject"), ("type", "type")):
+        if column in record:
+            info[name] = record[column]
+    return _row("math", f"{problem} {instruction}" if instruction else problem, truth, extra_info=info)
+
+
+def boxed_answer(solution: str) -> str:
+    r"""Return the content of the last \boxed{...}, `\boxed 5` or \fbox{...}, "" if there is none."""
+    boxes = _FBOX.sub(r"\\boxed", solution)
+    return last_boxed(_BOX_WITHOUT_BRACES.sub(r"\\boxed{\1}", boxes)) or ""
+
+
+def dapo_row(record: Record, place: str) -> MadeRow:
+    """Return the row of a problem of DAPO-Math-17k; its prompt is kept, which asks for a last line "Answer: ..."."""
+    prompt, truth = value_of(record, "prompt", place), answer_of(record, "reward_model.ground_truth", place)
+    data_source = text_of(record, "data_source", place)
+    if is_empty(prompt) or not truth:
+        return "no prompt" if is_empty(prompt) else "no answer"
+    if not data_source:
+        raise DataError(f"{place}: 'data_source' is empty; it chooses the reward function, for example 'math_dapo'.")
+    info = record.get("extra_info") or {}
+    if not isinstance(info, dict):
+        raise DataError(f"{place}: 'extra_info' must be an object, got {shorten(info)}.")
+    ability = text_of(record, "ability", place) if "ability" in record else "math"
+    own = {name: value for name, value in info.items() if name != "split"}
+    return _row(data_source, messages_of(prompt, "prompt", place), truth, ability, own)
+
+
+def ultrafeedback_row(record: Record, place: str, *, keep_equal_scores: bool = False) -> MadeRow:
+    """Return the row of a pair of answers, for `PreferenceDataset`.
+
+    `chosen` and `rejected` are chat messages that end with the answer, or its text; `prompt` is needed if no messages
+    come before an answer.
+    """
+    (asked, chosen), (asked_too, rejected) = (_answer_of(record, side, place) for side in ("chosen", "rejected"))
+    scores = _score_of(record, "score_chosen", place), _score_of(record, "score_rejected", place)
+    if not (asked and asked_too):
+        prompt = value_of(record, "prompt", place)
+        if is_empty(prompt):
+            return "no prompt"
+        messages = messages_of(prompt, "prompt", place)
+        asked, asked_too = asked or messages, asked_too or messages
+    if asked != asked_too:
+        return "the prompts of the two answers differ"
+    if is_empty(chosen) or is_empty(rejected):
+        return "an answer is empty"
+    if chosen.strip() == rejected.strip():
+        return "the answers are equal"
+    if scores[0] is not None and scores[0] == scores[1] and not keep_equal_scores:
+        return "the scores are equal"
+    return preference_row(asked, chosen, rejected)
+
+
+def _answer_of(record: Record, side: str, place: str) -> tuple[Messages, str]:
+    """Return (the messages before the answer, the answer), both empty if there is none."""
+    value = value_of(record, side, place)
+    if value is None or value == [] or isinstance(value, str):
+        return [], value or ""
+    *prompt, answer = messages_of(value, side, place)
+    if answer["role"] != "assistant":
+        raise DataError(
+            f"{place}: the last message of '{side}' has the role {answer['role']!r}; expected the answer of the "
+            "'assistant'."
+        )
+    return prompt, answer["content"]
+
+
+def _score_of(record: Record, column: str, place: str) -> float | None:
+    value = record.get(column)
+    if is_empty(value):
+        return None
+    try:
+        if isinstance(value, str | int | float) and not isinstance(value, bool):
+            return float(value)
+    except (ValueError, OverflowError):
+        pass
+    raise DataError(f"{place}: '{column}' must be a number, got {shorten(value)}.")
+
+
+def table_row(
+    record: Record,
+    place: str,
+    *,
+    data_source: str,
+    prompt: str = "prompt",
+    answer: str = "answer",
+    instruction: str = "",
+    system: str = "",
+) -> MadeRow:
+    """Return the row of any prompt and answer; all other columns become entries of `extra_info`.
+
+    `prompt` and `answer` name the columns; a name with dots goes into nested values (`reward_model.ground_truth`). A
+    prompt is a text or chat messages; `instruction` is appended to its last message after a space, `system` is put
+    before it.
+    """
+    question, truth = value_of(record, prompt, place), value_of(record, answer, place)
+    if is_empty(question) or is_empty(truth):
+        return "no prompt" if is_empty(question) else "no answer"
+    used = {column.partition(".")[0] for column in (prompt, answer)}
+    others = {name: value for name, value in record.items() if name not in used}
+    messages = messages_of(question, prompt, place, instruction, system)
+    return _row(data_source, messages, truth, ability="", extra_info=others)
+
+
+def _row(
+    data_source: str,
+    prompt: str | Messages,
+    ground_truth: Any,
+    ability: str = "math",
+    extra_info: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return a row of a prompt file; `write_splits_of` adds split and index to its `extra_info`."""
+    row = prompt_row(
+        data_source=data_source, prompt=prompt, ground_truth=ground_truth, ability=ability, split="", index=0
+    )
+    return {**row, "extra_info": dict(extra_info or {})}
+
+
+DATASETS = {
+    "gsm8k": Dataset(("question", "answer"), gsm8k_row, unique=()),
+    "math": Dataset(("problem", "solution"), math_row),
+    "dapo": Dataset(("prompt", "reward_model", "data_source"), dapo_row),
+    "ultrafeedback": Dataset(
+        ("prompt", "chosen", "rejected"), ultrafeedback_row, unique=("prompt", "chosen", "rejected")
+    ),
+    "table": Dataset(("prompt", "answer"), table_row),
+}

@@ -1,1 +1,0 @@
-"""The entries of the glossary of metrics, by subject; `metric_names` joins them."""
