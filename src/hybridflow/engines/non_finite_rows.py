@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybridflow.engines.started_update import UpdatePart
-from hybridflow.models.parameters import local
+from hybridflow.runtime.shards import local
 
 if TYPE_CHECKING:
     from hybridflow.engines.torch_engine import TorchEngine
