@@ -107,8 +107,8 @@ def test_fsdp_in_a_group_of_one_trains_as_one_process(
     compute_in_a_group_of_one(monkeypatch, gpu)
     sharded = build(path, dtype="float32", compile=compile)
     assert sharded.is_sharded
-    assert sharded.reduction.is_once_per_update == (gpu.type == "cuda")  # a small model
-    sharded.reduction.is_once_per_update = is_once_per_update
+    assert sharded.learner.reduction.is_once_per_update == (gpu.type == "cuda")  # a small model
+    sharded.learner.reduction.is_once_per_update = is_once_per_update
     results = [sharded.update(rows, loss(), with_entropy=True) for _ in range(3)]
     assert [r.loss for r in results] == pytest.approx([r.loss for r in expected], rel=1e-3)
     assert [r.grad_norm for r in results] == pytest.approx([r.grad_norm for r in expected], rel=1e-3)

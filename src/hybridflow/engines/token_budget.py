@@ -3,7 +3,6 @@
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from hybridflow.engines.base import Outputs
 from hybridflow.engines.learner import Learner
@@ -11,6 +10,7 @@ from hybridflow.engines.row_forward import RowForward
 from hybridflow.errors import ModelError
 from hybridflow.protocol import DataProto
 from hybridflow.runtime import describe_memory, memory_limit, naming_out_of_memory, peak_memory_of
+from hybridflow.runtime.shards import local
 
 SEQUENCES_TRIED = (1, 2, 8)
 """Numbers of sequences, of the longest length, in the trial micro-batches; the first trial is a warm-up."""
@@ -60,7 +60,7 @@ def _missing_moments(learner: Learner | None) -> int:
     if learner is None:
         return 0
     parameters = [p for group in learner.optimizer.param_groups for p in group["params"]]
-    missing = [p.to_local() if isinstance(p, DTensor) else p for p in parameters if p not in learner.optimizer.state]
+    missing = [local(p) for p in parameters if p not in learner.optimizer.state]
     return 2 * sum(tensor.numel() * tensor.element_size() for tensor in missing)
 
 
