@@ -37,8 +37,8 @@ def tensors_of(engine):
     """Return every tensor of an engine by name: weights, buffers, masters, optimizer state."""
     found = {**dict(engine.model.named_parameters()), **dict(engine.model.named_buffers())}
     found |= {f"master {name}": parameter for name, parameter in engine.parameters.items()}
-    if engine.optimizer_config:
-        for number, moments in enumerate(engine.optimizer.state.values()):
+    if engine.learner:
+        for number, moments in enumerate(engine.learner.optimizer.state.values()):
             found |= {f"{key} {number}": value for key, value in moments.items()}
     return found
 
@@ -59,7 +59,7 @@ LIVES = {
 
 def live(engine, rows, directory):
     """Run every method of an engine, save and restore it, and return its numbers."""
-    is_policy, learns = engine.head == "policy", engine.optimizer_config is not None
+    is_policy, learns = engine.head == "policy", engine.learner is not None
     more = {"with_entropy": True, "with_sum_squared_probs": True, "top_k": 2} if is_policy else {}
     numbers = list(engine.forward(rows, **more).values())
     if learns:

@@ -51,7 +51,8 @@ def test_the_host_reads_no_tensor_between_micro_batches(build_on_meta, rows, opt
     loss = (actor_loss if of_policy else critic_loss)(
         *([Config(**SETTINGS), 0.05] if of_policy else [Config()]), num_tokens=20, num_sequences=5
     )
-    shares, counts = engine._accumulate(rows, loss, of_policy, 0.7)
+    engine.add_to_update(rows, loss, number=0, is_last=True, with_entropy=of_policy, temperature=0.7)
+    shares, counts = engine.learner._started.shares, engine.learner._started.counts
     assert len(shares) > 1
     assert counts["num_tokens"] == int(rows.batch["attention_mask"].sum())
     values = [value for share in shares for value in (share.loss, *share.metrics.values())]
@@ -61,16 +62,24 @@ def test_the_host_reads_no_tensor_between_micro_batches(build_on_meta, rows, opt
 
 @pytest.mark.parametrize("loss", [sft_loss(20), slope_loss("log_probs")], ids=["sft", "dpo"])
 def test_the_losses_of_offline_training_read_no_tensor(build_on_meta, rows, loss):
-    shares, _ = build_on_meta()._accumulate(rows, loss, False, 1.0)
-    assert len(shares) > 1
+    engine = build_on_meta()
+    engine.add_to_update(rows, loss, number=0, is_last=True)
+    assert len(engine.learner._started.shares) > 1
 
 
 def test_outputs_without_gradient_are_computed_without_a_read(build_on_meta, rows):
     engine = build_on_meta()
     rows.batch["candidate_ids"] = torch.zeros(*rows.batch["response_mask"].shape, 3, dtype=torch.int64)
     with torch.no_grad():
-        for indices in engine._micro_batches(rows):
-            model_input = engine._arrange(engine._part(rows, indices))
-            outputs = engine._compute(model_input, True, 0.7, True, 4, 30)
+        for indices in engine.row_forward.micro_batches(rows):
+            model_input = engine.row_forward.arrange(rows.select_idxs(indices))
+            outputs = engine.row_forward.compute(
+                model_input,
+                with_entropy=True,
+                temperature=0.7,
+                with_sum_squared_probs=True,
+                top_k=4,
+                top_k_below=30,
+            )
             assert {values.device for values in outputs.values()} == {META}
             assert outputs["top_ids"].shape == (*model_input.response_mask.shape, 4)

@@ -22,7 +22,7 @@ def loss(outputs, part):
 
 
 def learn(engine, rows):
-    engine._learn(rows, loss, False, 1.0)
+    engine.learner.learn(rows, loss, False, 1.0)
     return {name: parameter.grad for name, parameter in engine.parameters.items()}
 
 

@@ -30,7 +30,7 @@ def build(build_engine):
 
 
 def moments_of(engine):
-    return [moment for state in engine.optimizer.state.values() for moment in state.values() if moment.ndim]
+    return [moment for state in engine.learner.optimizer.state.values() for moment in state.values() if moment.ndim]
 
 
 def num_bytes(tensors):
@@ -238,7 +238,7 @@ def test_optimizer_state_is_awaited_when_the_optimizer_steps(build, tiny_model, 
     engine, events = build(tiny_model("qwen2"), "bfloat16", idle=True), []
     engine.update(rows, loss)
     monkeypatch.setattr(engine._offload._stream, "wait", lambda: events.append("wait"))
-    monkeypatch.setattr(engine.master, "cast", lambda: events.append("stepped"))
+    monkeypatch.setattr(engine.learner.masters, "cast", lambda: events.append("stepped"))
     engine.update(rows, lambda outputs, part: (events.append("loss"), loss(outputs, part))[1])
     first = events.index("loss")
     assert set(events[:first]) == {"wait"}
@@ -251,9 +251,9 @@ def test_optimizer_state_is_awaited_before_a_load_frees_it(build, tiny_model, ro
     engine.update(rows, loss)
     state = copy_state(engine.state_dict())
     monkeypatch.setattr(
-        engine, "_wait_for_optimizer_state", lambda: awaited.append(list(engine.optimizer.state.values()))
+        engine, "_wait_for_optimizer_state", lambda: awaited.append(list(engine.learner.optimizer.state.values()))
     )
-    before = list(engine.optimizer.state.values())
+    before = list(engine.learner.optimizer.state.values())
     arguments = {"load_state_dict": (state,), "load_shards": (state, lambda own: None)}[method]
     getattr(engine, method)(*arguments)
     assert [id(moments) for moments in awaited[0]] == [id(moments) for moments in before]

@@ -46,7 +46,7 @@ def test_out_of_memory_in_a_forward_pass_names_it(build_engine, tiny_model, rows
 
 def test_out_of_memory_in_an_optimizer_step_says_what_to_restart(build_engine, tiny_model, rows, monkeypatch):
     engine = build_engine(tiny_model("qwen2"))
-    monkeypatch.setattr(engine.optimizer, "step", out_of_memory)
+    monkeypatch.setattr(engine.learner.optimizer, "step", out_of_memory)
     with pytest.raises(ModelError, match=r"in an optimizer step, which may be applied in part \(restart from the last"):
         engine.update(rows, loss)
 

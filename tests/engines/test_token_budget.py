@@ -65,10 +65,11 @@ def test_measured_memory_grows_with_tokens(tiny_model, build_engine):
     from hybridflow.runtime import peak_memory_of
 
     engine = build_engine(tiny_model("qwen2", vocab_size=4000, max_position_embeddings=1024), max_tokens=100_000)
-    peaks = [
-        peak_memory_of(lambda count=count: token_budget._try(engine, token_budget._rows(count, 8, 504)), engine.device)
-        for count in (1, 1, 16)
-    ]
+
+    def trial(count):
+        token_budget._try(engine.row_forward, engine.learner, token_budget._rows(count, 8, 504))
+
+    peaks = [peak_memory_of(lambda count=count: trial(count), engine.device) for count in (1, 1, 16)]
     assert peaks[2] - peaks[1] > 16 * 504 * 4000 * 4  # the logits alone
 
 
@@ -81,10 +82,10 @@ def test_gradient_of_an_earlier_micro_batch_counts(engine):
     )
 
     def learn():
-        engine._learn(rows, lambda outputs, part: (-outputs["log_probs"].mean(), {}), True, 1.0)
+        engine.learner.learn(rows, lambda outputs, part: (-outputs["log_probs"].mean(), {}), True, 1.0)
 
-    alone, trial = peak_bytes(learn), peak_bytes(lambda: token_budget._try(engine, rows))
-    engine.optimizer.zero_grad(set_to_none=True)
+    alone, trial = peak_bytes(learn), peak_bytes(lambda: token_budget._try(engine.row_forward, engine.learner, rows))
+    engine.learner.optimizer.zero_grad(set_to_none=True)
     assert alone < trial <= alone + gradient  # a part of the gradient is there at the peak in both
 
 
@@ -94,22 +95,22 @@ def test_moments_count_until_the_optimizer_has_them(tiny_model, build_engine, mo
     assert engine.find_token_budget(4, 4, 1) == 512
     for parameter in engine.parameters.values():
         parameter.grad = torch.zeros_like(parameter)
-    engine.optimizer.step()
+    engine.learner.optimizer.step()
     memory(monkeypatch, limit=2_000_000 + 600_000, base=2_000_000, per_token=1000)
     assert engine.find_token_budget(4, 4, 1) == 512
 
 
 def test_no_prompt_of_the_trials_is_shared(tiny_model, build_engine, monkeypatch):
-    from hybridflow.engines import torch_engine
+    from hybridflow.engines import row_forward
 
-    computed, pack = [], torch_engine.pack
+    computed, pack = [], row_forward.pack
 
     def recording(batch, **settings):
         arranged = pack(batch, **settings)
         computed.append((len(batch) * 304, arranged.input_ids.numel()))
         return arranged
 
-    monkeypatch.setattr(torch_engine, "pack", recording)
+    monkeypatch.setattr(row_forward, "pack", recording)
     engine = build_engine(tiny_model("qwen2", max_position_embeddings=1024), max_tokens=100_000)
     engine.find_token_budget(300, 4, 1)
     trials = [304, 304, 304, 608, 304, 2432]  # each after one row, whose gradient is there

@@ -81,7 +81,7 @@ def test_temperature_0_is_treated_as_1(tiny_model, build_engine, rows):
 
 def test_bfloat16_logits_are_divided_by_temperature_in_float32(tiny_model, build_engine, rows):
     engine = build_engine(tiny_model(), dtype="bfloat16", learns=False)
-    inputs = engine._arrange(rows)
+    inputs = engine.row_forward.arrange(rows)
     arguments = {"position_ids": inputs.position_ids, "attention_plan": inputs.plan}
     with torch.no_grad():
         logits = engine.model_forward(inputs.input_ids, logits_to_keep=inputs.positions, **arguments)[0]

@@ -81,18 +81,19 @@ def test_no_graph_is_compiled_after_the_first_steps(build, tiny_model, rollout_r
 @pytest.mark.parametrize("packing", [True, False])
 def test_the_host_does_not_wait_for_the_device_between_micro_batches(build, tiny_model, rollout_rows, gpu, packing):
     engine = build(tiny_model("qwen3", **SIZES), compile=False)
-    engine.memory = engine.memory.model_copy(update={"packing": packing})
+    engine.row_forward.memory = engine.row_forward.memory.model_copy(update={"packing": packing})
     rows = with_columns(rollout_rows(*LENGTHS[0]))
     expected = engine.update(rows, loss(), with_entropy=True).metrics.keys()  # warms up
     set_sync_debug_mode(gpu, "error")
     try:
-        shares, _ = engine._accumulate(rows, loss(), True, 0.7)
+        engine.add_to_update(rows, loss(), number=0, is_last=True, with_entropy=True, temperature=0.7)
     finally:
         set_sync_debug_mode(gpu, "default")
+    shares = engine.learner._started.shares
     assert len(shares) > 1
     assert all(share.metrics.keys() == expected for share in shares)
     assert {share.loss.device.type for share in shares} == {gpu.type}
-    engine.optimizer.zero_grad(set_to_none=True)
+    engine.learner.optimizer.zero_grad(set_to_none=True)
 
 
 @pytest.mark.parametrize("compile", [False, "auto"])
@@ -106,8 +107,8 @@ def test_fsdp_in_a_group_of_one_trains_as_one_process(
     compute_in_a_group_of_one(monkeypatch, gpu)
     sharded = build(path, dtype="float32", compile=compile)
     assert sharded.is_sharded
-    assert sharded.reduction.is_once_per_update == (gpu.type == "cuda")  # a small model
-    sharded.reduction.is_once_per_update = is_once_per_update
+    assert sharded.learner.reduction.is_once_per_update == (gpu.type == "cuda")  # a small model
+    sharded.learner.reduction.is_once_per_update = is_once_per_update
     results = [sharded.update(rows, loss(), with_entropy=True) for _ in range(3)]
     assert [r.loss for r in results] == pytest.approx([r.loss for r in expected], rel=1e-3)
     assert [r.grad_norm for r in results] == pytest.approx([r.grad_norm for r in expected], rel=1e-3)
@@ -202,7 +203,7 @@ def test_mfu_of_an_update_is_a_share_of_the_peak_of_the_device(build, tiny_model
         engine.update(rows, plain_loss)  # returns the gradient's norm, so that the device has finished
         seconds.append(time.perf_counter() - start)
     peak = peak_flops(torch.bfloat16)
-    share = mfu(training_flops(engine.shape, [256] * len(rows)), min(seconds), peak)
+    share = mfu(training_flops(engine.row_forward.shape, [256] * len(rows)), min(seconds), peak)
     assert 0 < share < 1
     if gpu.type == "cuda":
         assert peak > 1e13  # a CPU computes less than that

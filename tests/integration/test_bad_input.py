@@ -58,7 +58,7 @@ def test_a_replay_of_the_run_itself_is_an_error_that_keeps_its_schedule(tmp_path
 
 
 def test_missing_vllm_is_reported_with_the_install_command(refuse, monkeypatch):
-    monkeypatch.setattr("hybridflow.rollout.vllm.versions.PACKAGES", ("no-such-package",))
+    monkeypatch.setattr("hybridflow.rollout.vllm.process.PACKAGES", ("no-such-package",))
     problem = refuse("rollout.backend=vllm")
     assert "rollout.backend='vllm' needs vLLM, which is not installed: `pip install 'vllm==0.32.*'`" in problem
 

@@ -5,8 +5,8 @@ import torch
 
 from hybridflow.kernels import rms_norm, rotary, silu_mul
 from hybridflow.kernels.paged_attention import LARGEST_HEAD_BYTES, append_to_pages, paged_attention
+from hybridflow.kernels.sampling import block_sums
 from hybridflow.kernels.triton_support import generation_kernels, runs_triton, runs_triton_elementwise
-from hybridflow.kernels.vocabulary_blocks import block_sums
 
 pytestmark = pytest.mark.gpu
 

@@ -14,11 +14,11 @@ from hybridflow.kernels import (
     silu_mul,
     triton_elementwise,
     triton_paged_attention,
-    triton_vocabulary_blocks,
+    triton_sampling,
     use_kernels,
 )
 from hybridflow.kernels.paged_attention import _by_gathering
-from hybridflow.kernels.vocabulary_blocks import block_sums
+from hybridflow.kernels.sampling import block_sums
 
 PAGE_SIZE, NUM_PAGES, UNUSED = 32, 60, 7
 COUNTS = [1, 31, 32, 33, 256, 257, 600, 511]
@@ -88,12 +88,12 @@ def check_elementwise(dtype: torch.dtype, tolerance: float) -> None:
 def check_sums(dtype: torch.dtype) -> None:
     logits, temperatures = normal(3, 150, dtype=dtype), torch.tensor([1.0, 0.7, 2.0], dtype=torch.float64)
     logits[1, 32:64] = -torch.inf
-    found = triton_vocabulary_blocks.sums_of_blocks(logits, temperatures, 32)
+    found = triton_sampling.sums_of_blocks(logits, temperatures, 32)
     torch.testing.assert_close(found, block_sums(logits, temperatures, 32), rtol=1e-5, atol=1e-6)
     assert (float(found[0][1, 1]), float(found[1][1, 1])) == (-torch.inf, 0.0)
     for bad in (torch.nan, torch.inf):
         logits[2, 140] = bad
-        _, sums = triton_vocabulary_blocks.sums_of_blocks(logits, temperatures, 32)
+        _, sums = triton_sampling.sums_of_blocks(logits, temperatures, 32)
         assert sums.isfinite().sum(-1).tolist() == [5, 5, 4]
 
 
@@ -133,7 +133,7 @@ def compile_for_h100() -> None:
         norm = {"x": kind, "weight": kind, "out": kind, "width": "i32", "epsilon": "fp32"}
         logits = {"logits": kind, "temperatures": "*fp32", "largest": "*fp32", "sums": "*fp64"}
         logits |= {"row_stride": "i32", "vocabulary": "i32"}
-        build(triton_vocabulary_blocks._sums_of_blocks, logits, SIZE=512)
+        build(triton_sampling._sums_of_blocks, logits, SIZE=512)
         build(triton_elementwise._norm, norm, BLOCK=1024)
         turn = {"x": kind, "cos": "*fp32", "sin": "*fp32", "out": kind}
         turn |= dict.fromkeys(("token_stride", "head_stride", "half"), "i32")

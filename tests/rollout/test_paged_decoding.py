@@ -17,7 +17,7 @@ from hybridflow.models.paged_kv_cache import PAGE_SIZE, PagedKVCache
 from hybridflow.rollout import Completion, EmbeddedRollout, Request, SamplingParams, generate, load_weights
 from hybridflow.rollout.decoding_state import DecodingState, StepShape, decode_step
 from hybridflow.rollout.paged_decoding import READ_EVERY, row_sizes
-from hybridflow.rollout.row_sampling import SamplingKinds
+from hybridflow.rollout.sampling import SamplingKinds
 
 PAGE_BYTES = PAGE_SIZE * 2 * 2 * 32 * 8  # 2 layers of keys and values of one head of 32, in float64
 SCRATCH = 32  # pages for the 1024 rows of an engine

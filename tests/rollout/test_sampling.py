@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from fixtures.rollouts import distribution, draw
 from hybridflow.rollout import SamplingParams
-from hybridflow.rollout.row_sampling import RowRules, SamplingKinds, sample_rows
-from hybridflow.rollout.sampling import sample_tokens
+from hybridflow.rollout.sampling import RowRules, SamplingKinds, sample_rows, sample_tokens
 from hybridflow.runtime import uniform
 
 LOGITS = torch.tensor([0.0, math.log(2), math.log(5), -math.inf, math.log(2)])  # probabilities .1 .2 .5 0 .2

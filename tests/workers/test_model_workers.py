@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hybridflow.checkpoint import saved_files
-from hybridflow.engines import torch_engine
+from hybridflow.engines import build_model
 from hybridflow.errors import CheckpointError, ModelError, WorkerError
 from hybridflow.protocol import DataProto
 from hybridflow.workers import ActorRolloutWorker, CriticWorker, OfflinePolicyWorker, ReferenceWorker
@@ -139,7 +139,7 @@ def test_out_of_memory_at_load_names_role_and_model(group, monkeypatch):
     def load(path, dtype):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(torch_engine, "load_value_model", load)
+    monkeypatch.setattr(build_model, "load_value_model", load)
     message = r"out of memory in the start of critic, loading '.*': CUDA .*; use more ranks .*memory\.offload"
     with pytest.raises(ModelError, match=message):
         group(CriticWorker)

@@ -20,7 +20,6 @@ from hybridflow.algorithms.kl_controller import AdaptiveKLController, FixedKLCon
 from hybridflow.algorithms.log_probs import (
     VocabularyShare,
     candidate_log_probs_from_logits,
-    entropy_from_logits,
     log_probs_and_entropy_from_logits,
     log_probs_from_logits,
     sum_squared_probs_from_logits,
@@ -82,7 +81,6 @@ __all__ = [
     "distillation_advantages",
     "dpo_loss",
     "dppo_policy_loss",
-    "entropy_from_logits",
     "gae_advantages",
     "gdpo_advantages",
     "gmpo_policy_loss",

@@ -11,8 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from hybridflow.algorithms.guards import require_columns, require_in_range, require_mask, require_name
-from hybridflow.algorithms.log_ratio import MAX_LOG_RATIO
-from hybridflow.algorithms.policy_ratio import ratio_of
+from hybridflow.algorithms.policy_ratio import MAX_LOG_RATIO, ratio_of
 
 
 def kl_k1(log_probs: Float[Tensor, "*batch"], ref_log_probs: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:

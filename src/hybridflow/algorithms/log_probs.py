@@ -126,20 +126,6 @@ def top_log_probs_from_logits(
     return ids, log_probs
 
 
-def entropy_from_logits(
-    logits: Float[Tensor, "*batch vocab"], *, temperature: float = 1.0, chunk_size: int = CHUNK_SIZE
-) -> Float[Tensor, "*batch"]:
-    """Return the entropy of softmax(logits / temperature) in nats, in float32 (or float64).
-
-        H = -sum_j p_j log p_j,   where p_j = 0 (a logit of -inf) adds nothing
-
-    Differentiable once.
-    """
-    _require("entropy_from_logits", logits, temperature, chunk_size)
-    _, entropies = _FromLogits.apply(logits, None, temperature, chunk_size, True, None)
-    return entropies
-
-
 def log_probs_and_entropy_from_logits(
     logits: Float[Tensor, "*batch vocab"],
     labels: Int[Tensor, "*batch"],
@@ -148,7 +134,9 @@ def log_probs_and_entropy_from_logits(
     chunk_size: int = CHUNK_SIZE,
     shared: VocabularyShare | None = None,
 ) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"]]:
-    """Return log-probs at `labels` and entropies, at little more than the cost of the entropy.
+    """Return log-probs at `labels` and the entropies of softmax(logits / temperature) in nats.
+
+        H = -sum_j p_j log p_j,   where p_j = 0 (a logit of -inf) adds nothing
 
     If the entropies get no gradient (they are only logged), the backward pass is that of the log-probs.
     """
@@ -195,15 +183,13 @@ class _FromLogits(torch.autograd.Function):
         if shared:
             log_normalizer = shared.logsumexp(log_normalizer)
 
-        log_probs = entropies = None
-        if labels is not None:
-            place = labels - ctx.first
-            is_here = (place >= 0) & (place < logits.shape[-1])
-            place = place.where(is_here, 0) if shared else place
-            picked = _scale(logits.gather(-1, place), temperature)
-            if shared:
-                picked = shared.sum(picked.where(is_here, 0.0))
-            log_probs = picked - log_normalizer.unsqueeze(-1)
+        place = labels - ctx.first
+        is_here = (place >= 0) & (place < logits.shape[-1])
+        place = place.where(is_here, 0) if shared else place
+        picked = _scale(logits.gather(-1, place), temperature)
+        if shared:
+            picked = shared.sum(picked.where(is_here, 0.0))
+        log_probs, entropies = picked - log_normalizer.unsqueeze(-1), None
         if with_entropy:
             entropies = torch.zeros_like(log_normalizer)
             for _, scaled in _slices(logits, temperature, chunk_size):

@@ -15,12 +15,9 @@ WHITEN_EPSILON = 1e-8
 """Added to the variance in `masked_whiten`."""
 
 
-def masked_sum(
-    values: Float[Tensor, "*#shape"], mask: Bool[Tensor, "*shape"], *, dim: int | None = None
-) -> Float[Tensor, "..."]:
-    """Return the sum of the values where the mask is true, over all axes or along one; 0 if all are masked."""
-    kept = torch.where(mask, _over_mask("masked_sum", values, mask), 0.0)
-    return kept.sum() if dim is None else kept.sum(dim)
+def masked_sum(values: Float[Tensor, "*#shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, ""]:
+    """Return the sum of the values where the mask is true; 0 if all are masked."""
+    return torch.where(mask, _over_mask("masked_sum", values, mask), 0.0).sum()
 
 
 def masked_mean(
@@ -33,31 +30,23 @@ def masked_mean(
     return kept.sum(dim) / mask.sum(dim).clamp(min=1)
 
 
-def masked_var(
-    values: Float[Tensor, "*#shape"], mask: Bool[Tensor, "*shape"], *, unbiased: bool = True
-) -> Float[Tensor, ""]:
+def masked_var(values: Float[Tensor, "*#shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, ""]:
     """Return the variance of all values where the mask is true.
 
-    Sum of squared deviations over (n - 1), or over n if not `unbiased`; 0 for fewer than two values.
+    Sum of squared deviations over (n - 1); 0 for fewer than two values.
     """
     deviations = _over_mask("masked_var", values, mask) - masked_mean(values, mask)
-    degrees = mask.sum() - (1 if unbiased else 0)
-    return masked_sum(deviations.square(), mask) / degrees.clamp(min=1)
+    return masked_sum(deviations.square(), mask) / (mask.sum() - 1).clamp(min=1)
 
 
-def masked_whiten(
-    values: Float[Tensor, "*#shape"], mask: Bool[Tensor, "*shape"], *, shift_mean: bool = True
-) -> Float[Tensor, "*shape"]:
+def masked_whiten(values: Float[Tensor, "*#shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Shift and scale to mean 0 and (unbiased) variance 1 over the mask; exactly 0 where masked.
 
-    (x - mean) / sqrt(var + 1e-8). `shift_mean=False` keeps the mean and scales only the deviations from it.
-    Without variance (one value, or equal ones) the deviations are 0 to rounding; a fully masked tensor gives zeros.
+    (x - mean) / sqrt(var + 1e-8). Without variance (one value, or equal ones) the values are 0 to rounding; a fully
+    masked tensor gives zeros.
     """
     values = _over_mask("masked_whiten", values, mask)
-    mean = masked_mean(values, mask)
-    whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + WHITEN_EPSILON)
-    if not shift_mean:
-        whitened = whitened + mean
+    whitened = (values - masked_mean(values, mask)) * torch.rsqrt(masked_var(values, mask) + WHITEN_EPSILON)
     return torch.where(mask, whitened, 0.0)
 
 

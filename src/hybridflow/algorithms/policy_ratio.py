@@ -5,8 +5,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hybridflow.algorithms.guards import require_columns, require_mask
-from hybridflow.algorithms.log_ratio import MAX_LOG_RATIO
 from hybridflow.errors import AlgorithmError
+
+MAX_LOG_RATIO = 20.0
+"""Upper bound (its exponential is 4.9e8) against overflow, where 0 * inf would make the gradient NaN."""
 
 
 def policy_columns(

@@ -11,8 +11,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from hybridflow.algorithms.guards import require_columns, require_in_range, require_mask, require_name
-from hybridflow.algorithms.log_ratio import MAX_LOG_RATIO
 from hybridflow.algorithms.masked import masked_mean
+from hybridflow.algorithms.policy_ratio import MAX_LOG_RATIO
 from hybridflow.errors import AlgorithmConfigError
 
 

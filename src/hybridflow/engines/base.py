@@ -59,13 +59,20 @@ class UpdateResult:
 class TrainEngine(Protocol):
     """A model on one rank.
 
-    `num_updates` counts the optimizer steps, and is the version of the weights. `max_tokens` is the token budget of a
-    micro-batch. `bytes_received` counts the bytes that other ranks sent to this one in the last call of `weights`.
+    `num_updates` counts the optimizer steps, and is the version of the weights. `bytes_received` counts the bytes that
+    other ranks sent to this one in the last call of `weights`.
     """
 
     num_updates: int
-    max_tokens: int
     bytes_received: int
+
+    @property
+    def max_tokens(self) -> int:
+        """The token budget of a micro-batch."""
+        ...
+
+    @max_tokens.setter
+    def max_tokens(self, max_tokens: int) -> None: ...
 
     @property
     def vocabulary_size(self) -> int:

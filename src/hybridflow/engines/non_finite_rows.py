@@ -1,42 +1,41 @@
 """The search for rows with a non-finite loss or gradient: each row is computed again, alone."""
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 
-from hybridflow.engines.started_update import UpdatePart
-from hybridflow.models.parameters import local
-
-if TYPE_CHECKING:
-    from hybridflow.engines.torch_engine import TorchEngine
+from hybridflow.engines.ranks import DATA, Ranks
+from hybridflow.protocol import DataProto
+from hybridflow.runtime.shards import local
 
 
-def find_non_finite_rows(engine: "TorchEngine", part: UpdatePart) -> list[str]:
-    """Describe the rows of an update's part, on all ranks, whose loss or gradient is not finite.
+def find_non_finite_rows(
+    rows: DataProto, learn: Callable[[DataProto | None], float], optimizer: torch.optim.Optimizer, ranks: Ranks
+) -> list[str]:
+    """Describe the rows, on all ranks, whose loss or gradient is not finite.
 
-    All ranks compute one row each at the same time, and their gradients are summed. If the sum is not finite although
-    all losses are, the ranks take turns.
+    `learn` adds the gradient of one row, or of none, and returns its loss. All ranks compute one row each at the same
+    time, and their gradients are summed. If the sum is not finite although all losses are, the ranks take turns.
     """
-    ranks, rows, found = engine.ranks, part.rows, []
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    found = []
 
-    def learn(index: int | None) -> tuple[float, bool]:
+    def try_row(index: int | None) -> tuple[float, bool]:
         """Return the loss of a row, and whether the gradient, summed over the ranks' rows, is finite."""
-        row = None if index is None else engine._part(rows, torch.tensor([index]))
-        share, _ = engine._learn(row, part.loss_function, part.with_entropy, part.temperature)
-        loss = float(share.loss)
-        gradients = [parameter.grad for parameter in engine.parameters.values() if parameter.grad is not None]
+        loss = learn(None if index is None else rows.select_idxs(torch.tensor([index])))
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         finite = all(bool(local(gradient).isfinite().all()) for gradient in gradients)
-        engine.optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
         return loss, ranks.count_all(not finite) == 0
 
     for index in range(max(ranks.gather(len(rows)))):
         mine = index if index < len(rows) else None
-        loss, finite = learn(mine)
+        loss, finite = try_row(mine)
         losses = ranks.gather(loss)
         if not finite and ranks.data > 1 and all(map(math.isfinite, losses)):
-            turns = [learn(mine if turn == ranks.place("data") else None)[1] for turn in range(ranks.data)]
-            finite = turns[ranks.place("data")]
+            turns = [try_row(mine if turn == ranks.place(DATA) else None)[1] for turn in range(ranks.data)]
+            finite = turns[ranks.place(DATA)]
         elif ranks.data > 1:
             finite = finite or math.isfinite(loss)
         if mine is not None and not (finite and math.isfinite(loss)):

@@ -1,19 +1,16 @@
 """The token budget of a micro-batch, by linear extrapolation of the peak memory of two trials of different size."""
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from hybridflow.engines.base import Outputs
+from hybridflow.engines.learner import Learner
+from hybridflow.engines.row_forward import RowForward
 from hybridflow.errors import ModelError
 from hybridflow.protocol import DataProto
 from hybridflow.runtime import describe_memory, memory_limit, naming_out_of_memory, peak_memory_of
-
-if TYPE_CHECKING:
-    from hybridflow.engines.torch_engine import TorchEngine
+from hybridflow.runtime.shards import local
 
 SEQUENCES_TRIED = (1, 2, 8)
 """Numbers of sequences, of the longest length, in the trial micro-batches; the first trial is a warm-up."""
@@ -28,40 +25,42 @@ LARGEST, STEP = 131072, 256
 """The largest budget, since more tokens do not make matrix products faster; and the unit of budgets."""
 
 
-def find_token_budget(engine: "TorchEngine", prompt_len: int, response_len: int, processes_on_node: int) -> int:
+def find_token_budget(
+    forward: RowForward, learner: Learner | None, prompt_len: int, response_len: int, processes_on_node: int
+) -> int:
     """Return the budget of `TrainEngine.find_token_budget`, by trials with sequences of the longest lengths."""
     longest = prompt_len + response_len
-    limit = memory_limit(engine.device, processes_on_node)
+    limit = memory_limit(forward.device, processes_on_node)
     sizes, peaks = [], []
     for count in SEQUENCES_TRIED:
         rows = _rows(count, prompt_len, response_len)
         sizes.append(count * longest)
         trial = f"the trial of {count} sequences of {longest} tokens for the token budget"
-        with naming_out_of_memory(trial, engine.device, WITHOUT_TRIALS):
-            peaks.append(peak_memory_of(lambda rows=rows: _try(engine, rows), engine.device))
+        with naming_out_of_memory(trial, forward.device, WITHOUT_TRIALS):
+            peaks.append(peak_memory_of(lambda rows=rows: _try(forward, learner, rows), forward.device))
     per_token = (peaks[-1] - peaks[1]) / (sizes[-1] - sizes[1])
-    base = peaks[1] - per_token * sizes[1] + _missing_moments(engine)
+    base = peaks[1] - per_token * sizes[1] + _missing_moments(learner)
     fits = LARGEST if per_token <= 0 else int((limit - base) / per_token)
-    if not engine.ranks.is_alone:
+    if not forward.ranks.is_alone:
         least = torch.tensor(fits)
         dist.all_reduce(least, dist.ReduceOp.MIN)
         fits = int(least)
     if fits < longest:
         raise ModelError(
             f"one sequence of {longest} tokens needs {(base + per_token * longest) / 2**30:.1f} GiB, but a rank has "
-            f"{limit / 2**30:.1f} GiB ({describe_memory(engine.device)}); set "
+            f"{limit / 2**30:.1f} GiB ({describe_memory(forward.device)}); set "
             "model.gradient_checkpointing = true, memory.offload for idle roles, more ranks, or shorter "
             "data.max_prompt_length and data.max_response_length."
         )
     return max(longest, min(fits, LARGEST) // STEP * STEP)
 
 
-def _missing_moments(engine: "TorchEngine") -> int:
+def _missing_moments(learner: Learner | None) -> int:
     """Return the bytes of Adam's two moments that the first optimizer step will allocate on this rank."""
-    if engine.optimizer_config is None:
+    if learner is None:
         return 0
-    parameters = [p for group in engine.optimizer.param_groups for p in group["params"]]
-    missing = [p.to_local() if isinstance(p, DTensor) else p for p in parameters if p not in engine.optimizer.state]
+    parameters = [p for group in learner.optimizer.param_groups for p in group["params"]]
+    missing = [local(p) for p in parameters if p not in learner.optimizer.state]
     return 2 * sum(tensor.numel() * tensor.element_size() for tensor in missing)
 
 
@@ -78,18 +77,17 @@ def _rows(count: int, prompt_len: int, response_len: int) -> DataProto:
     )
 
 
-def _try(engine: "TorchEngine", rows: DataProto) -> None:
-    """Compute the gradient of an update, or the outputs if the engine has no optimizer."""
-    with_entropy = engine.head == "policy"
-    if engine.optimizer_config is None:
+def _try(forward: RowForward, learner: Learner | None, rows: DataProto) -> None:
+    """Compute the gradient of an update, or the outputs without a learner."""
+    if learner is None:
         with torch.no_grad():
-            engine._compute(engine._arrange(engine._part(rows, torch.arange(len(rows)))), False, 1.0)
+            forward.compute(forward.arrange(rows))
         return
 
     def loss(outputs: Outputs, part: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
         return torch.stack([values.float().mean() for values in outputs.values()]).sum(), {}
 
-    with engine.reduction.of_no_last_micro_batch():
+    with learner.reduction.of_no_last_micro_batch():
         for count in (1, len(rows)):  # the gradient of the first micro-batch is there while the second is computed
-            engine._learn(engine._part(rows, torch.arange(count)), loss, with_entropy, 1.0)
-    engine.optimizer.zero_grad(set_to_none=True)
+            learner.learn(rows.select_idxs(torch.arange(count)), loss, forward.head == "policy", 1.0)
+    learner.optimizer.zero_grad(set_to_none=True)

@@ -5,13 +5,11 @@ CUDA device, generation uses Triton kernels for some of them; `fused_log_probs` 
 """
 
 from hybridflow.kernels.attention import append_and_attend, causal_attention
-from hybridflow.kernels.decoder import Decoder, DecoderLayer
+from hybridflow.kernels.decoder import Decoder, DecoderLayer, PackedLinear
 from hybridflow.kernels.elementwise import rms_norm, rotary, silu_mul
 from hybridflow.kernels.fused_log_probs import fused_log_probs
-from hybridflow.kernels.library import serves, serves_words, use_kernels
-from hybridflow.kernels.linear import PackedLinear
+from hybridflow.kernels.library import serves, serves_words, sum_words, use_kernels
 from hybridflow.kernels.sampling import draw
-from hybridflow.kernels.words import sum_words
 
 __all__ = [
     "Decoder",

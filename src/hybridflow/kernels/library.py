@@ -1,6 +1,7 @@
 """The library of compiled kernels: built once per machine into the user's cache, loaded once per process.
 
-It does not know what the kernels compute. A missing compiler is not an error: PyTorch computes the same, slower.
+It does not know what the kernels compute, except the checksum of words. A missing compiler is not an error: PyTorch
+computes the same, slower.
 """
 
 import ctypes
@@ -163,3 +164,12 @@ def _processor() -> bytes:
         return platform.processor().encode()
     wanted = ("model name", "flags", "Features", "CPU part")
     return "\n".join(sorted({line for line in lines if line.startswith(wanted)})).encode()
+
+
+def sum_words(words: Tensor, constants: Tensor) -> int:
+    """Return a checksum modulo 2**64 of words (n,) int64, for which `serves_words` must be true.
+
+    In blocks of `width` words, each word is mixed with a constant of `constants` (width,) int64 and added; the block
+    sums are mixed with odd numbers of SplitMix64 and added.
+    """
+    return call("sum_words", words.dtype, words, constants, len(words), len(constants)) % 2**64

@@ -12,7 +12,8 @@ from hybridflow.models.flops import (
     sequence_costs,
     training_flops,
 )
-from hybridflow.models.forward import Forward, FusedForward, ReadLogits, forward_of, max_logits_on
+from hybridflow.models.forward import Forward, ReadLogits, max_logits_on
+from hybridflow.models.fused_forward import FusedForward, forward_of
 from hybridflow.models.loading import DTYPES, load_causal_lm, load_value_model, vocabulary_size
 from hybridflow.models.lora import (
     add_adapters,

@@ -1,31 +1,17 @@
-"""The forward pass of a model: a fused one for common families, the model's code for all others.
-
-    tokens ──embed──> ┌ norm ─ projections ─ rotary ─ attention (the plan's) ─┐+ ┌ norm ─ gated MLP ┐+ ──> norm ─> head
-                      └───────────────────────── each layer ──────────────────┘  └──────────────────┘
-
-The fused pass reads the same parameters and computes the same mathematics as the model's code, for training and for
-prompts. On a CPU, decoding one more token per row is a single call of the compiled decoder.
-"""
+"""The forward pass of a model as engines call it, and the one of the model's own code, for any family."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import linear
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybridflow.errors import ModelConfigError
-from hybridflow.kernels import Decoder, rms_norm, rotary, silu_mul
 from hybridflow.models.attention import AttentionPlan
-from hybridflow.models.decoder import decoder_of
 from hybridflow.models.kv_cache import DecodePlan
 from hybridflow.models.paged_kv_cache import PagedDecodePlan
-from hybridflow.models.parameters import local
-from hybridflow.models.support import FUSED_FAMILIES, has_angles_of_length
-from hybridflow.models.tensor_parallel import TensorRanks, VocabularyRanks
+from hybridflow.models.tensor_parallel import VocabularyRanks
 
 ReadLogits = Callable[[Tensor, slice], Sequence[Tensor]]
 """(logits (some tokens, vocabulary), slice of these tokens) -> results per token, such as log-probs, (tokens,) each."""
@@ -37,9 +23,6 @@ MEMORY_PER_LOGIT = 64
 their gradient they take 1/16 of the memory in bfloat16. Logits beyond it are computed twice."""
 MOST_INDEXED = 2**31 - 1
 """Most elements that a kernel indexes in 32 bits. For more, compiled kernels are compiled again, and index slower."""
-
-COMPILATIONS = 64
-"""Largest number of compilations of a layer by torch.compile in a process; beyond it, layers run uncompiled."""
 
 
 class Forward(Protocol):
@@ -107,21 +90,6 @@ class Forward(Protocol):
         ...
 
 
-def forward_of(model: PreTrainedModel, *, is_sharded: bool = False, tensor: TensorRanks | None = None) -> Forward:
-    """Return the fused forward pass if the model's family has one, otherwise the model's code.
-
-    `is_sharded`: FSDP2 gathers the weights in hooks of the modules, so these are called as modules. `tensor`: the
-    tensor parallel ranks. Raises ModelError if `tensor` is given for a family without a fused pass.
-    """
-    if _is_fusable(model):
-        return FusedForward(model, is_sharded=is_sharded, tensor=tensor)
-    if tensor is not None:
-        raise ModelConfigError(
-            f"parallel.tensor > 1 is not supported for this {model.config.model_type} model; use parallel.tensor = 1."
-        )
-    return OwnForward(model)
-
-
 def max_logits_on(device: torch.device) -> int:
     """Return the largest number of logits that a forward pass holds in the memory of a device at once."""
     if device.type != "cuda":
@@ -153,7 +121,7 @@ class OwnForward:
     ) -> Tensor:
         """Compute logits, or values of a critic."""
         arguments = {"position_ids": position_ids, "attention_plan": attention_plan, "use_cache": False}
-        if _is_causal_lm(self.model):
+        if is_causal_lm(self.model):
             keep = 0 if logits_to_keep is None else logits_to_keep
             return self.model(input_ids, logits_to_keep=keep, **arguments).logits
         logits = self.model(input_ids, **arguments).logits
@@ -181,7 +149,7 @@ class OwnForward:
 
     def decode(self, tokens: Tensor, plan: DecodePlan | PagedDecodePlan) -> Tensor:
         """Compute the logits that follow one more token per row."""
-        return _decode(self, tokens, plan)
+        return decode_by(self, tokens, plan)
 
     def compile(self) -> None:
         """Raise ModelConfigError: the model's code is not compiled."""
@@ -197,260 +165,11 @@ class OwnForward:
         """Do nothing: there is no packed layout."""
 
 
-class FusedForward:
-    """The fused forward pass of Llama, Qwen2 and Qwen3, on the kernels of `hybridflow.kernels`.
-
-    In a sharded model it replaces the `forward` of the modules.
-    """
-
-    is_capturable = True
-
-    def __init__(self, model: PreTrainedModel, *, is_sharded: bool = False, tensor: TensorRanks | None = None) -> None:
-        self.model, self.max_logits, self._tensor = model, max_logits_on(model.device), tensor
-        self._body: Any = model.model
-        self._head: Any = model.lm_head if _is_causal_lm(model) else model.score
-        self._epsilon: float = model.config.rms_norm_eps
-        self._angles: tuple[Tensor, Tensor] | None = None
-        self._decoder: Decoder | None = None
-        self._open, self._close = self._open_layer, self._close_layer
-        self._run: Callable[..., Any] = self._run_layers
-        self._layers: list[Callable[..., Tensor]] = [partial(self._layer, layer) for layer in self._body.layers]
-        if is_sharded:
-            for layer, forward in zip(self._body.layers, self._layers, strict=True):
-                layer.forward = forward
-            model.forward = self._run_layers
-            self._run, self._layers = model, list(self._body.layers)
-
-    @property
-    def vocabulary(self) -> VocabularyRanks | None:
-        """The entries of the vocabulary on each rank, under tensor parallel; None for a critic or without it."""
-        if self._tensor is None or not _is_causal_lm(self.model):
-            return None
-        return self._tensor.vocabulary(self._head.out_features)
-
-    def compile(self) -> None:
-        """Compile the parts of a layer before and after attention (torch.compile), for any number of tokens.
-
-        One compilation serves all layers and all models of a process with the same kind of layer.
-        """
-        import torch._dynamo.config
-        import torch._inductor.config
-
-        # Roles of one process that differ in dtype, adapters or gradients share these functions, and its limit of 8.
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILATIONS)
-        # No choice of a kernel by its measured time, on which rounding would depend.
-        torch._inductor.config.deterministic = torch.are_deterministic_algorithms_enabled()
-        self._open = torch.compile(self._open_layer, dynamic=True)
-        self._close = torch.compile(self._close_layer, dynamic=True)
-
-    def pack_weights(self) -> None:
-        """Copy the weights into a compiled decoder, if kernels support the model."""
-        self._decoder = None  # frees its memory before the new copy is made
-        self._decoder = decoder_of(self._body, self._head, self._epsilon)
-
-    def drop_packed_weights(self) -> None:
-        """Free the compiled decoder."""
-        self._decoder = None
-
-    def decode(self, tokens: Tensor, plan: DecodePlan | PagedDecodePlan) -> Tensor:
-        """Compute the logits that follow one more token per row, with the compiled decoder if there is one."""
-        if self._decoder is None or not isinstance(plan, DecodePlan):
-            return _decode(self, tokens, plan)
-        cache, angles = plan.cache, self._angles_up_to(plan.longest)
-        return self._decoder(tokens, plan.ends, plan.longest, cache.keys, cache.values, *angles)
-
-    def __call__(
-        self,
-        input_ids: Tensor,
-        *,
-        position_ids: Tensor,
-        attention_plan: AttentionPlan,
-        logits_to_keep: Tensor | None = None,
-    ) -> Tensor:
-        """Compute logits, or values of a critic."""
-        batch, tokens = input_ids.shape
-        positions = None
-        if logits_to_keep is not None:
-            positions = (torch.arange(batch, device=input_ids.device)[:, None] * tokens + logits_to_keep).flatten()
-        return self._run(input_ids, position_ids, attention_plan, positions).unflatten(0, (batch, -1))
-
-    def read_logits(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        read: ReadLogits,
-        *,
-        position_ids: Tensor,
-        attention_plan: AttentionPlan,
-    ) -> Sequence[Tensor]:
-        """Apply `read` to the logits of the tokens at `positions`, some tokens at a time if there are many."""
-        return self._run(input_ids, position_ids, attention_plan, positions, read)
-
-    def _run_layers(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        plan: AttentionPlan,
-        positions: Tensor | None,
-        read: ReadLogits | None = None,
-    ) -> Any:
-        """Compute logits (positions, vocabulary), or the results of `read`."""
-        batch, tokens = input_ids.shape
-        cos, sin = self._cos_sin(position_ids.expand(batch, tokens).flatten())
-        packed = None if torch.is_grad_enabled() else self._decoder
-        hidden = self._embed(input_ids.flatten())  # no view, so that the first layer is compiled as the others are
-        for index, layer in enumerate(self._layers):
-            arguments = (hidden, cos, sin, plan, batch)
-            hidden = _packed_layer(packed, index, *arguments) if packed else layer(*arguments)
-        hidden = self._norm(hidden if positions is None else hidden[positions], self._body.norm)
-        head = packed.head if packed else self._logits
-        return head(hidden) if read is None else self._read(head, hidden, read)
-
-    def _read(self, head: Callable[[Tensor], Tensor], hidden: Tensor, read: ReadLogits) -> Sequence[Tensor]:
-        """Apply `read` to the logits in parts if there are many, each computed again in the backward pass."""
-
-        def part(hidden: Tensor, which: slice) -> Sequence[Tensor]:
-            return read(head(hidden), which)
-
-        size = max(1, self.max_logits // max(1, len(local(self._head.weight))))
-        if len(hidden) <= size:
-            # Copies, because FSDP2 registers its backward hook on the returned tensors and warns about views, on which
-            # an in-place operation would drop the hook. They hold one number per token.
-            return [result.clone() for result in part(hidden, slice(None))]
-        parts = []
-        for start in range(0, len(hidden), size):
-            which = slice(start, start + size)
-            parts.append(checkpoint(part, hidden[which], which, use_reentrant=False, preserve_rng_state=False))
-        return [torch.cat(results) for results in zip(*parts, strict=True)]
-
-    def _layer(self, layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan, batch: int) -> Tensor:
-        """Compute one decoder layer on hidden (batch * tokens, width)."""
-        arguments = (layer, hidden, cos, sin, plan, batch)
-        if self.model.training:  # recompute activations, as transformers does; nothing else depends on the mode
-            return checkpoint(self._compute_layer, *arguments, use_reentrant=False, preserve_rng_state=False)
-        return self._compute_layer(*arguments)
-
-    def _compute_layer(
-        self, layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan, batch: int
-    ) -> Tensor:
-        query, key, value = self._open(layer, hidden, cos, sin, batch)
-        attended = plan.attend(layer.self_attn.layer_idx, query, key, value, layer.self_attn.scaling)
-        return self._close(layer, hidden, attended.reshape(len(hidden), -1))
-
-    def _open_layer(
-        self, layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor, batch: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute queries, keys and values, (batch, heads, tokens, head_dim)."""
-        attention = layer.self_attn
-        x = self._copy(self._norm(hidden, layer.input_layernorm))
-        query, key, value = (
-            self._linear(projection, x).view(len(x), -1, attention.head_dim)
-            for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
-        if hasattr(attention, "q_norm"):  # applied to the heads of this rank
-            query, key = self._head_norm(query, attention.q_norm), self._head_norm(key, attention.k_norm)
-        query, key = rotary(query, cos, sin), rotary(key, cos, sin)
-        query, key, value = (x.view(batch, -1, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
-        return query, key, value
-
-    def _close_layer(self, layer: Any, hidden: Tensor, attended: Tensor) -> Tensor:
-        """Compute the part of a layer after attention."""
-        mlp = layer.mlp
-        hidden = self._add_linear(hidden, attended, layer.self_attn.o_proj)
-        x = self._copy(self._norm(hidden, layer.post_attention_layernorm))
-        return self._add_linear(
-            hidden, silu_mul(self._linear(mlp.gate_proj, x), self._linear(mlp.up_proj, x)), mlp.down_proj
-        )
-
-    def _embed(self, ids: Tensor) -> Tensor:
-        return self._tensor.embed(self._body.embed_tokens, ids) if self._tensor else self._body.embed_tokens(ids)
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        if self._tensor is None:
-            return self._head(hidden)
-        if _is_causal_lm(self.model):
-            return self._tensor.logits(self._head, hidden)
-        return linear(hidden, local(self._head.weight), local(self._head.bias))
-
-    def _copy(self, x: Tensor) -> Tensor:
-        return self._tensor.copy(x) if self._tensor else x
-
-    def _linear(self, module: Any, x: Tensor) -> Tensor:
-        return self._tensor.linear(module, x) if self._tensor else module(x)
-
-    def _add_linear(self, residual: Tensor, x: Tensor, module: Any) -> Tensor:
-        return residual + self._tensor.linear_sum(module, x) if self._tensor else _add_linear(residual, x, module)
-
-    def _norm(self, x: Tensor, module: Any) -> Tensor:
-        return rms_norm(x, local(module.weight), self._epsilon)
-
-    def _head_norm(self, x: Tensor, module: Any) -> Tensor:
-        return rms_norm(x, self._copy(local(module.weight)), self._epsilon)
-
-    def _cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin at these positions, (tokens, head_dim / 2) each."""
-        if positions.device.type != "cpu":  # the host would wait for the device to know the longest position
-            return _angles(self._body, positions, self._angle_dtype)
-        cos, sin = self._angles_up_to(int(positions.max()))
-        return cos[positions], sin[positions]
-
-    @property
-    def _angle_dtype(self) -> torch.dtype:
-        return torch.float64 if self.model.dtype == torch.float64 else torch.float32
-
-    def _angles_up_to(self, position: int) -> tuple[Tensor, Tensor]:
-        """Return cos and sin (at least position + 1, head_dim / 2) from a table that grows as needed."""
-        if self._angles is None or len(self._angles[0]) <= position:
-            size = 1 << position.bit_length()
-            self._angles = _angles(self._body, torch.arange(size, device=self.model.device), self._angle_dtype)
-        return self._angles
-
-
-def _decode(forward: Forward, tokens: Tensor, plan: DecodePlan | PagedDecodePlan) -> Tensor:
+def decode_by(forward: Forward, tokens: Tensor, plan: DecodePlan | PagedDecodePlan) -> Tensor:
     """Decode by the forward pass of a batch with one token per row."""
     return forward(tokens[:, None], position_ids=plan.ends[:, None], attention_plan=plan)[:, -1]
 
 
-@torch.no_grad()
-def _angles(body: Any, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cos and sin, (positions, head_dim / 2), of the model's rotary embedding, which repeats both halves."""
-    like = torch.zeros((), dtype=dtype, device=positions.device)
-    cos, sin = (x[0, :, : x.shape[-1] // 2].contiguous() for x in body.rotary_emb(like, positions[None]))
-    return cos, sin
-
-
-def _packed_layer(
-    decoder: Decoder, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan, batch: int
-) -> Tensor:
-    """Compute one decoder layer without gradient on packed weights, for many tokens per row."""
-    layer, epsilon = decoder.layers[index], decoder.epsilon
-    projected = layer.qkv(rms_norm(hidden, layer.norm, epsilon)).unflatten(1, (-1, decoder.head_dim))
-    query, key, value = projected.split([decoder.heads, decoder.kv_heads, decoder.kv_heads], dim=1)
-    if layer.query_norm is not None and layer.key_norm is not None:
-        query, key = rms_norm(query, layer.query_norm, epsilon), rms_norm(key, layer.key_norm, epsilon)
-    query, key = rotary(query, cos, sin), rotary(key, cos, sin)
-    query, key, value = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (query, key, value))
-    attended = plan.attend(index, query, key, value, decoder.scaling)
-    hidden = layer.out(attended.reshape(len(hidden), -1), hidden)
-    return layer.down(layer.gate_up(rms_norm(hidden, layer.mlp_norm, epsilon)), hidden)
-
-
-def _add_linear(residual: Tensor, x: Tensor, module: nn.Module) -> Tensor:
-    """Return residual + module(x), fused into one product if the module is a plain linear layer without bias."""
-    if type(module) is nn.Linear and module.bias is None:
-        return torch.addmm(residual, x, module.weight.t())
-    return residual + module(x)
-
-
-def _is_causal_lm(model: PreTrainedModel) -> bool:
+def is_causal_lm(model: PreTrainedModel) -> bool:
+    """Return whether the model has a head for the vocabulary; a critic has one for values."""
     return type(model).__name__.endswith("ForCausalLM")
-
-
-def _is_fusable(model: PreTrainedModel) -> bool:
-    config = model.config
-    is_gated_silu = getattr(config, "hidden_act", None) in ("silu", "swish")
-    if config.model_type not in FUSED_FAMILIES or not is_gated_silu or has_angles_of_length(config):
-        return False
-    body: Any = model.model
-    cos, _ = _angles(body, torch.zeros(1, dtype=torch.int64, device=model.device), torch.float32)
-    return 2 * cos.shape[-1] == body.layers[0].self_attn.head_dim  # no partial rotary embedding

@@ -1,13 +1,9 @@
-"""Operations on the parameters of a model: replacing them in place, and this rank's shard of one."""
+"""Operations on the parameters of a model: replacing them in place, and this rank's shard of new contents."""
 
 from collections.abc import Callable
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-
-from hybridflow.runtime.shards import local
-
-__all__ = ["local", "part_like", "replace_parameters"]
 
 
 def replace_parameters(model: nn.Module, make: Callable[[str, nn.Parameter], nn.Parameter]) -> None:

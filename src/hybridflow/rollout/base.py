@@ -54,9 +54,9 @@ class Request:
     `noise_key` (seed, step, prompt), the index in the group and the token's position determine the noise of each token.
     `resume_offset` is the number of tokens of a continued response that were made before: positions are counted from
     its first token. `first_index` is the index of the first response in the group. A `request_id` may be used again
-    when all its completions are finished. `expected_length` is the expected number of tokens of a response; 0: not
-    known. `keep`: keep the keys and values of finished responses for a request whose prompt begins with their tokens;
-    `total_tokens`: the number of tokens that it may have with those of such requests, for which there is room at once.
+    when all its completions are finished. `keep`: keep the keys and values of finished responses for a request whose
+    prompt begins with their tokens; `total_tokens`: the number of tokens that it may have with those of such requests,
+    for which there is room at once.
     """
 
     request_id: int
@@ -66,7 +66,6 @@ class Request:
     noise_key: tuple[int, ...] = (0,)
     resume_offset: int = 0
     first_index: int = 0
-    expected_length: float = 0.0
     keep: bool = False
     total_tokens: int = 0
 

@@ -7,7 +7,7 @@ If memory runs out, they start again, half as many at a time.
 import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from hybridflow.errors import RolloutConfigError, RolloutError
 from hybridflow.models import forward_of, placeholder
 from hybridflow.models.kv_cache import PrefillPlan
 from hybridflow.rollout.base import Completion, Request, SleepingPart
-from hybridflow.rollout.decoding import Decoding
 from hybridflow.rollout.decoding_batches import DecodingBatches
 from hybridflow.rollout.kept_sequences import KeptSequences
 from hybridflow.rollout.loading import Loading, require_announced
@@ -27,6 +26,42 @@ from hybridflow.rollout.stop_strings import Decoder, StopStrings
 from hybridflow.runtime import free_cached_memory, is_out_of_memory, naming_out_of_memory, note_progress
 from hybridflow.runtime.boxes import Box
 from hybridflow.runtime.fault_points import fault_point
+
+
+class Decoding(Protocol):
+    """Sequences that run, and finished ones with `Request.keep`, which are added to the engine's KeptSequences.
+
+    After an error in a method the object is unusable; its requests start again in another.
+    """
+
+    @property
+    def num_running(self) -> int:
+        """The number of sequences that run, as far as the host knows."""
+        ...
+
+    def admit(self, waiting: deque[Request], room: int) -> None:
+        """Start requests from the left of `waiting`, at most `room` sequences, as long as they fit in memory.
+
+        Requests that memory no longer holds return to the left.
+        """
+        ...
+
+    def advance(self, version: int) -> list[Completion]:
+        """Add one token to every sequence; return completions, some of which may have ended in earlier steps."""
+        ...
+
+    def abort(self, request_id: int) -> list[Completion]:
+        """End the sequences of a request; return completions of this and of other requests."""
+        ...
+
+    def retract(self) -> list[Completion]:
+        """Compute the keys and values of all sequences again; return completions that ended in earlier steps."""
+        ...
+
+    def use_new_weights(self) -> None:
+        """Forget what depends on the addresses of the weights; keep no running sequence unless it is retracted."""
+        ...
+
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from hybridflow.rollout.decoding_batch import split_by_tokens
 from hybridflow.rollout.decoding_state import NO_TOKEN, DecodingState, StepShape, decode_step
 from hybridflow.rollout.kept_sequences import KeptSequences
 from hybridflow.rollout.requests import not_finite
-from hybridflow.rollout.row_sampling import SamplingKinds
 from hybridflow.rollout.running_row import RunningRow, final_length, first_pages, most_pages, shared_pages
+from hybridflow.rollout.sampling import SamplingKinds
 from hybridflow.rollout.step_graphs import StepGraphs
 from hybridflow.rollout.stop_strings import StopStrings
 from hybridflow.runtime import free_device_memory, uniform_state
@@ -58,13 +58,12 @@ class PagedDecoding:
         kept: KeptSequences[list[int]],
         kv_cache_bytes: int = 0,
         memory_share: float = 0.5,
-        read_every: int = READ_EVERY,
     ) -> None:
         self._forward, self._device, self._stop_strings, self._kept = forward, model.device, stop_strings, kept
-        self._kv_cache_bytes, self._memory_share, self._read_every = kv_cache_bytes, memory_share, read_every
+        self._kv_cache_bytes, self._memory_share = kv_cache_bytes, memory_share
         self._sizes = row_sizes(max_running_sequences)
         log_prob_dtype = torch.promote_types(model.dtype, torch.float32)
-        self._state = DecodingState(self._device, self._sizes[-1], read_every, log_prob_dtype)
+        self._state = DecodingState(self._device, self._sizes[-1], READ_EVERY, log_prob_dtype)
         self._graphs = StepGraphs(captures=self._device.type == "cuda" and forward.is_capturable)
         self._cache: PagedKVCache | None = None
         self._rows: list[RunningRow | None] = []  # by place in the device's buffers; the last one runs
@@ -116,7 +115,7 @@ class PagedDecoding:
         assert cache is not None
         self._graphs.run(shape, lambda: decode_step(self._forward, cache, state, shape))
         self._versions.append(version)
-        if len(self._versions) < min(self._read_every, self._due):
+        if len(self._versions) < min(READ_EVERY, self._due):
             return []
         done = self._read()
         for row in self._rows:
@@ -207,7 +206,7 @@ class PagedDecoding:
         request = waiting[0]
         if not self._rows and (self._cache is None or most_pages(request) > self._pages.count):
             self._allocate(waiting)
-        needed = shared_pages(request) + request.group_size * first_pages(request, self._read_every)
+        needed = shared_pages(request) + request.group_size * first_pages(request, READ_EVERY)
         if most_pages(request) > self._pages.count:
             return False
         own = self._kept.find(request.prompt_ids)
@@ -258,7 +257,7 @@ class PagedDecoding:
         has enough. Returns whether a request lost its pages.
         """
         num_waiting = len(waiting)
-        while sum(row.missing_pages(self._read_every) for row in self._rows if row) > (
+        while sum(row.missing_pages(READ_EVERY) for row in self._rows if row) > (
             self._pages.num_free if self._rows else 0
         ):
             if self._kept.drop_oldest():
@@ -269,7 +268,7 @@ class PagedDecoding:
         self._close_gaps()
         entries: list[tuple[int, int, int]] = []  # place, column, page
         for place, row in enumerate(self._rows):
-            if row and (missing := row.missing_pages(self._read_every)):
+            if row and (missing := row.missing_pages(READ_EVERY)):
                 first, pages = len(row.pages), self._pages.take(missing)
                 entries += [(place, first + i, page) for i, page in enumerate(pages)]
                 row.pages += pages
@@ -314,7 +313,7 @@ class PagedDecoding:
 
         The pages of a kept sequence that the request continues become the first ones of its first row.
         """
-        num_own, num_shared = first_pages(request, self._read_every), shared_pages(request)
+        num_own, num_shared = first_pages(request, READ_EVERY), shared_pages(request)
         kept = self._kept.take(request.prompt_ids)
         pages, num_known = (kept.storage, len(kept)) if kept else ([], 0)
         pages = [*pages, *self._pages.take(num_shared + num_own - len(pages))]

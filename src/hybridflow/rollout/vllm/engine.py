@@ -21,13 +21,13 @@ from hybridflow.rollout.base import Completion, FinishReason, Request, SleepingP
 from hybridflow.rollout.loading import Loading, require_announced
 from hybridflow.rollout.requests import not_finite, require_servable
 from hybridflow.rollout.stop_strings import Decoder, StopStrings
+from hybridflow.rollout.vllm.process import require_head_size
 from hybridflow.rollout.vllm.versions import (
     MAX_TEMPERATURE,
     MIN_TEMPERATURE,
     EngineOptions,
     Progress,
     VLLMEngine,
-    require_head_size,
 )
 from hybridflow.runtime import derive_seed, is_out_of_memory, note_progress, out_of_memory, own_device
 from hybridflow.runtime.boxes import Box

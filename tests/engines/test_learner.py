@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hybridflow.engines.loss_shares import LossShare, add_up, read_numbers
+from hybridflow.engines.learner import LossShare, add_up, read_numbers
 
 
 def test_losses_and_metrics_are_summed_and_maxima_combined():

@@ -1,0 +1,73 @@
+"""The model of an engine: whole in one process, or this rank's shards of it."""
+
+from typing import Literal
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+from hybridflow.config import LoRAConfig
+from hybridflow.engines.ranks import TENSOR, Ranks
+from hybridflow.engines.sharding import shard_model
+from hybridflow.errors import ModelConfigError
+from hybridflow.models import (
+    Forward,
+    FusedForward,
+    TensorRanks,
+    add_adapters,
+    build_without_weights,
+    forward_of,
+    load_causal_lm,
+    load_shards,
+    load_value_model,
+    require_planned_attention,
+    require_tensor_parallel,
+)
+
+
+def build_model(
+    path: str,
+    head: Literal["policy", "value"],
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    lora: LoRAConfig | None,
+    adapter_dtype: torch.dtype,
+    on_host: bool,
+) -> tuple[PreTrainedModel, Forward]:
+    """Load the model, whole or this rank's shards, and choose its forward pass; adapters are not yet filled.
+
+    `dtype` is that of its weights. Raises ModelError if the parallel sizes are not supported for the model.
+    """
+    if ranks.is_alone:
+        load = load_causal_lm if head == "policy" else load_value_model
+        model = load(path, dtype)
+        torch.nn.Module.to(model, device)
+        if lora:
+            add_adapters(model, lora, adapter_dtype)
+        return model, forward_of(model)
+    model = build_without_weights(path, head, dtype)
+    require_tensor_parallel(model.config, ranks.tensor)
+    if lora:
+        add_adapters(model, lora, adapter_dtype)
+    shard_model(model, ranks, device, compute_dtype, on_host=on_host)
+    load_shards(model, path)
+    tensor = TensorRanks(ranks.group(TENSOR)) if ranks.tensor > 1 else None
+    forward = forward_of(model, is_sharded=True, tensor=tensor)
+    if not isinstance(forward, FusedForward):
+        _require_own_forward(model, ranks)
+    return model, forward
+
+
+def _require_own_forward(model: PreTrainedModel, ranks: Ranks) -> None:
+    """Raise ModelError unless a family without a fused forward pass is supported; all ranks run it."""
+    if ranks.sequence > 1:
+        raise ModelConfigError(
+            f"parallel.sequence={ranks.sequence} is not supported for {model.config.model_type} models, "
+            "whose code computes whole sequences; use parallel.sequence = 1, or a Llama, Qwen2 or Qwen3 model."
+        )
+    require_planned_attention(model)
+    if isinstance(model, FSDPModule):
+        model.reshard()
