@@ -6,8 +6,8 @@ from pathlib import Path
 import hybridflow
 
 SRC = Path(hybridflow.__file__).parents[1]
-MOST_FILES, MOST_LINES = 92, 10_270
-"""These may only fall, to 100 files and 10,000 lines; an import that grows them belongs in an argument of `PPO`."""
+MOST_FILES, MOST_LINES = 80, 9_580
+"""These may only fall; an import that grows them belongs in an argument of `PPO`."""
 
 
 def path_of(module):

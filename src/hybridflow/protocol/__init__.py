@@ -1,7 +1,6 @@
 """`DataProto`, the typed batch that controller and workers exchange, its future, and the glossary of its columns."""
 
-import hybridflow.runtime.quick_imports  # isort: skip (it makes the imports below quicker)
-import hybridflow.protocol.episode_fields  # noqa: F401  (adds columns to the glossary)
+import hybridflow.runtime.quick_imports  # isort: skip  # noqa: F401 (it makes the imports below quicker)
 from hybridflow.protocol.data_proto import DataProto, DataProtoItem, pad_dataproto_to_divisor, unpad_dataproto
 from hybridflow.protocol.fields import FIELDS, Field
 from hybridflow.protocol.future import DataProtoFuture

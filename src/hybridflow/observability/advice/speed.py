@@ -2,11 +2,7 @@
 
 from hybridflow.observability.advice.evidence import MAX_STEPS, Evidence
 from hybridflow.observability.advice.finding import Change, Finding, Seen, instead, mean_above, times, unless
-
-MUCH_PADDING = 0.5
-"""Share of the tokens of an update that are padding, above which it is much."""
-MANY_MICRO_BATCHES = 64
-"""Micro-batches of an optimizer step on a rank above which the token budget is small."""
+from hybridflow.observability.glossary.metric import MANY_MICRO_BATCHES, MUCH_PADDING
 
 
 def _num_ranks(evidence: Evidence) -> int:

@@ -1,7 +1,6 @@
 """Metrics of rewards, advantages and updates in reinforcement learning."""
 
-from hybridflow.observability.advice.speed import MUCH_PADDING
-from hybridflow.observability.glossary.metric import LIMITS, Metric, spread_of
+from hybridflow.observability.glossary.metric import LIMITS, MUCH_PADDING, Metric, spread_of
 
 _GRAD_NORM = "10 times its median, or null (NaN): a bad batch or too large a learning rate."
 _LR = "0 after the warm-up: the weights do not change."

@@ -12,6 +12,10 @@ Unit = Literal["1", "count", "score", "score^2", "nats", "tokens", "tokens/s", "
 
 LIMITS = AdviceConfig()
 """The thresholds of the advice, which `worry` repeats: the defaults of the section `advice`."""
+MUCH_PADDING = 0.5
+"""Share of the tokens of an update that are padding, above which it is much."""
+MANY_MICRO_BATCHES = 64
+"""Micro-batches of an optimizer step on a rank above which the token budget is small."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Metrics of validation and of offline training: SFT, DPO, reward model."""
 
-from hybridflow.observability.advice.speed import MUCH_PADDING
-from hybridflow.observability.glossary.metric import Metric
+from hybridflow.observability.glossary.metric import MUCH_PADDING, Metric
 
 _ACCURACY = (
     "Near 0.5 after 100 steps: no learning. Near 1 at once: the responses differ by a trait such as their length."

@@ -1,7 +1,6 @@
 """Metrics of time, throughput, balance, transfers, memory and recovery."""
 
-from hybridflow.observability.advice.speed import MANY_MICRO_BATCHES
-from hybridflow.observability.glossary.metric import LIMITS, Metric
+from hybridflow.observability.glossary.metric import LIMITS, MANY_MICRO_BATCHES, Metric
 
 SPEED = {
     "timing_s/queue_wait": Metric(
