@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fixtures.values import canonical
 from hybridflow.errors import BatchError, FieldError
 from hybridflow.protocol import DataProto
-from hybridflow.protocol.consistency import tensors_of
+from hybridflow.protocol.batch import tensors_of
 from hybridflow.protocol.packed_batch import COMPRESS_FROM_BYTES, PackedBatch, PackedColumn, batch_bytes
 
 RECORD = np.dtype([("a", "i2"), ("b", "f8"), ("c", "U3"), ("d", "i1", (2,))])

@@ -6,7 +6,7 @@ import pytest
 
 from hybridflow.config import Config
 from hybridflow.errors import OutOfMemoryError, WorkerDiedError, WorkerMemoryError
-from hybridflow.fault_tolerance import Action
+from hybridflow.trainers.failures import Action
 from hybridflow.trainers.recovery import Recovery
 
 

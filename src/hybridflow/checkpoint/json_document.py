@@ -4,9 +4,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hybridflow.checkpoint.unreadable_file import unreadable
 from hybridflow.errors import CheckpointError
 from hybridflow.runtime import open_plain_file
+
+
+def unreadable(path: Path, error: Exception) -> CheckpointError:
+    """Return the CheckpointError for this cause, which names the file once and ends with a full stop."""
+    reason = (isinstance(error, OSError) and error.strerror) or str(error).rstrip(".").removesuffix(f": {path}")
+    if reason.startswith(f"'{path}'"):  # not a regular file
+        return CheckpointError(f"{reason}.")
+    return CheckpointError(f"'{path}' cannot be read: {reason}.")
 
 
 def read_document(path: Path, format_name: str, version: int) -> dict[str, Any]:

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridflow.checkpoint.json_document import read_document
+from hybridflow.checkpoint.json_document import read_document, unreadable
 from hybridflow.checkpoint.saved_files import SHARE_IT, SavedFile, saved_files
-from hybridflow.checkpoint.unreadable_file import unreadable
 from hybridflow.errors import CheckpointError
 from hybridflow.runtime import fsync_path, open_plain_file
 

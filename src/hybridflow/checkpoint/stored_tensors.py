@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hybridflow.checkpoint.unreadable_file import unreadable
+from hybridflow.checkpoint.json_document import unreadable
 from hybridflow.errors import CheckpointError
 from hybridflow.runtime import require_plain_file
 

@@ -19,8 +19,7 @@ from hybridflow.controller.dispatch import (
 from hybridflow.controller.local import LocalBackend
 from hybridflow.controller.mesh import Mesh
 from hybridflow.controller.register import Execute, register
-from hybridflow.controller.resource_pool import ResourcePool, ResourcePoolManager
-from hybridflow.controller.roles import Role
+from hybridflow.controller.resource_pool import ResourcePool, ResourcePoolManager, Role
 from hybridflow.controller.worker import Worker
 from hybridflow.controller.worker_group import WorkerGroup, columns_of_methods
 

@@ -17,17 +17,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from hybridflow.controller.backend import CallTerms
+from hybridflow.controller.backend import Backend, CallTerms, WorkerRef
+from hybridflow.controller.class_with_init_args import ClassWithInitArgs
 from hybridflow.controller.columns import MethodColumns
+from hybridflow.controller.dispatch_functions import Group as DispatchGroup
 from hybridflow.controller.dispatch_functions import collect_dp_compute_data_proto
-from hybridflow.controller.part_sizes import PART_SIZES, Parts, even_sizes, sizes_of_shares
+from hybridflow.controller.part_sizes import (
+    PART_SIZES,
+    GroupShares,
+    Parts,
+    even_sizes,
+    response_group_size,
+    sizes_of_shares,
+)
 from hybridflow.controller.register import Execute, Registration
-from hybridflow.controller.response_groups import response_group_size
 from hybridflow.errors import DispatchError, HybridFlowError
 from hybridflow.protocol import (
     FIELDS,
@@ -38,9 +46,6 @@ from hybridflow.protocol import (
     pad_dataproto_to_divisor,
     unpad_dataproto,
 )
-
-if TYPE_CHECKING:
-    from hybridflow.controller.worker_group import WorkerGroup
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -76,6 +81,23 @@ class RowSplit:
         return any(0 < own < size for own, size in zip(self.own_sizes, self.part_sizes, strict=True))
 
 
+class Group(DispatchGroup, Protocol):
+    """The part of a worker group that a call uses."""
+
+    name: str
+    backend: Backend
+    cls_with_init: ClassWithInitArgs
+    shares: GroupShares
+
+    @property
+    def workers(self) -> list[WorkerRef]:
+        """The workers by rank."""
+        ...
+
+    def check_open(self, where: str) -> None:
+        """Raise DispatchError if the group was shut down."""
+
+
 class BoundMethod:
     """A registered worker method as one call on its whole group.
 
@@ -83,7 +105,7 @@ class BoundMethod:
     declaration (reads, writes, rows), `registration` holds the arguments of `@register`.
     """
 
-    def __init__(self, group: WorkerGroup, name: str, registration: Registration, columns: MethodColumns) -> None:
+    def __init__(self, group: Group, name: str, registration: Registration, columns: MethodColumns) -> None:
         self.group, self.mode = group, registration.dispatch_mode
         self.registration, self.columns = registration, columns
         self.__name__, self.__qualname__ = name, columns.where
@@ -189,7 +211,7 @@ def split(
 
 
 def send(
-    group: WorkerGroup, name: str, per_rank: Sequence[Arguments], terms: Sequence[CallTerms], mode: Execute
+    group: Group, name: str, per_rank: Sequence[Arguments], terms: Sequence[CallTerms], mode: Execute
 ) -> list[Handle]:
     """Call the named method on the ranks that `mode` selects; return a handle for each rank."""
     backend, count = group.backend, 1 if mode is Execute.RANK_ZERO else group.world_size
@@ -348,7 +370,7 @@ def _rows_of(arguments: Arguments) -> int | None:
     return next((len(value) for value in (*args, *kwargs.values()) if isinstance(value, _BATCHES)), None)
 
 
-def _put_shared(group: WorkerGroup, per_rank: Sequence[Arguments]) -> list[Arguments]:
+def _put_shared(group: Group, per_rank: Sequence[Arguments]) -> list[Arguments]:
     """Put each batch, tensor or array that several ranks receive into the backend once; pass its handle instead."""
     values = [value for args, kwargs in per_rank for value in (*args, *kwargs.values())]
     seen = Counter(id(value) for value in values if isinstance(value, _SHARED_TYPES))

@@ -5,12 +5,25 @@ A pool is a plan; no process is started here.
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
 
 import torch
 
 from hybridflow.config.environment import wrong_variable
-from hybridflow.controller.roles import Role
 from hybridflow.errors import ConfigError
+
+
+class Role(Enum):
+    """The role of a worker group. The value is the name shown in logs and errors."""
+
+    Actor = "actor"
+    Rollout = "rollout"
+    ActorRollout = "actor_rollout"
+    Critic = "critic"
+    RefPolicy = "reference"
+    Teacher = "teacher"
+    RewardModel = "reward_model"
+    Reward = "reward"
 
 
 class ResourcePool:

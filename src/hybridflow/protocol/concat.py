@@ -1,26 +1,20 @@
 """Concatenation of batches. Columns of different lengths are padded by the rules of the glossary."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
 from hybridflow.errors import BatchError, FieldError
-from hybridflow.protocol.consistency import tensors_of
+from hybridflow.protocol.batch import Batches, tensors_of
 from hybridflow.protocol.fields import FIELDS, PROMPT, RESPONSE, SEQUENCE, TOKEN_COLUMNS, Number
 from hybridflow.protocol.meta_info import concat_meta_info, copy_structure
-
-if TYPE_CHECKING:
-    from hybridflow.protocol.data_proto import DataProto
 
 Tensors = dict[str, torch.Tensor]
 
 
-def concat_batches(
-    parts: "Sequence[DataProto]", are_checked: bool = False, pad_token_id: int | None = None
-) -> "DataProto":
+def concat_batches(parts: Sequence[Batches], are_checked: bool = False, pad_token_id: int | None = None) -> Batches:
     """Return the rows of all parts, in order; see `DataProto.concat`.
 
     `are_checked=True` skips the consistency check. `pad_token_id` is used if meta_info of the parts has none.

@@ -9,24 +9,46 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import Any, Protocol, TypeVar, overload
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
 from hybridflow.errors import BatchError, FieldError
-from hybridflow.protocol import concat, disk_format, mini_batches, summary, tensordict_conversion
-from hybridflow.protocol.columns import object_column, pick, rename_columns, tensor_columns
-from hybridflow.protocol.consistency import Column, Names, count_rows, tensors_of
-from hybridflow.protocol.equality import is_equal
+from hybridflow.protocol import concat, disk_format
+from hybridflow.protocol.batch import Batch, Column, Names, count_rows, tensors_of
+from hybridflow.protocol.columns import (
+    batch_from_tensordict,
+    batch_to_tensordict,
+    object_column,
+    pick,
+    rename_columns,
+    tensor_columns,
+    union_columns,
+)
 from hybridflow.protocol.meta_info import copy_structure, union_meta_info
 from hybridflow.protocol.packed_batch import PackedBatch
 from hybridflow.protocol.padding import DataProtoConfig, append_copies
 from hybridflow.protocol.rows import as_count, is_single_row, repeat_rows, row_indices, take_rows
 
-if TYPE_CHECKING:
-    from hybridflow.protocol.future import DataProtoFuture
+_SHUFFLING = ("shuffle", "drop_last")
+
+
+class Future(Protocol):
+    """A batch that is not computed yet, as `union` needs it: `DataProtoFuture`."""
+
+    @staticmethod
+    def of(batch: Any) -> Any:
+        """Return a batch as a future."""
+        ...
+
+    def union(self, other: Any) -> Any:
+        """Return the columns of both."""
+        ...
+
+
+Futures = TypeVar("Futures", bound=Future)
 
 
 @dataclass(eq=False)
@@ -38,8 +60,7 @@ class DataProtoItem:
     meta_info: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(eq=False, repr=False)
-class DataProto:
+class DataProto(Batch):
     """A batch of rows.
 
     `batch` is a TensorDict with exactly one batch dimension, or None; `non_tensor_batch` maps names to numpy arrays
@@ -48,38 +69,6 @@ class DataProto:
     batch to equal parts. The three containers are copied, their contents are not; None is an empty container. Raises
     BatchError or FieldError if rows do not match.
     """
-
-    batch: TensorDict = None  # pyright: ignore[reportAssignmentType]
-    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
-    meta_info: dict[str, Any] = field(default_factory=dict)
-    auto_padding: bool = False
-
-    def __post_init__(self) -> None:
-        self.non_tensor_batch = {} if self.non_tensor_batch is None else self.non_tensor_batch
-        self.meta_info = {} if self.meta_info is None else self.meta_info
-        self.check_consistency()
-        self.batch = None if self.batch is None else self.batch.copy()  # pyright: ignore[reportAttributeAccessIssue]
-        self.non_tensor_batch = dict(self.non_tensor_batch)
-        self.meta_info = copy_structure(self.meta_info)
-
-    @classmethod
-    def _unchecked(
-        cls, batch: TensorDict | None, non_tensor_batch: dict[str, np.ndarray], meta_info: dict, auto_padding: bool
-    ) -> Self:
-        """Return a batch of consistent containers that have no other reference, without a check or a copy."""
-        if (cls.__init__, cls.__post_init__) != (DataProto.__init__, DataProto.__post_init__):
-            return cls(batch, non_tensor_batch, meta_info, auto_padding)  # pyright: ignore[reportArgumentType]
-        made = cls.__new__(cls)
-        made.batch, made.non_tensor_batch = batch, non_tensor_batch  # pyright: ignore[reportAttributeAccessIssue]
-        made.meta_info, made.auto_padding = meta_info, auto_padding
-        return made
-
-    def check_consistency(self) -> None:
-        """Raise BatchError or FieldError unless every column is well formed and has the same number of rows.
-
-        Called on construction and by every operation.
-        """
-        count_rows(self.batch, self.non_tensor_batch, self.meta_info)
 
     # Construction
 
@@ -120,18 +109,13 @@ class DataProto:
         """Return a batch from a TensorDict: NonTensorStack becomes a numpy column, NonTensorData a key of meta_info."""
         if num_batch_dims != 1:
             raise BatchError(f"num_batch_dims={num_batch_dims} is invalid: must be 1.")
-        return tensordict_conversion.batch_from_tensordict(cls, tensor_dict, meta_info)
+        return batch_from_tensordict(cls, tensor_dict, meta_info)
 
     def to_tensordict(self) -> TensorDict:
         """Return all contents as one TensorDict, the inverse of `from_tensordict`; `auto_padding` is left out."""
-        return tensordict_conversion.batch_to_tensordict(self)
+        return batch_to_tensordict(self)
 
     # Rows
-
-    def __len__(self) -> int:
-        if self.batch is not None:
-            return self.batch.batch_size[0]
-        return len(next(iter(self.non_tensor_batch.values()), ()))
 
     def __iter__(self) -> Iterator[DataProtoItem]:
         return (self[row] for row in range(len(self)))
@@ -266,7 +250,35 @@ class DataProto:
         `dataloader_kwargs` may hold "shuffle" (False keeps the order even with a seed) and "drop_last" (False yields
         a short last mini-batch, True drops its rows; without this key the size must divide the batch).
         """
-        return mini_batches.iterate_mini_batches(self, mini_batch_size, epochs, seed, dataloader_kwargs)
+        size = as_count(mini_batch_size, "mini_batch_size", 1)
+        epochs = as_count(epochs, "epochs", 0)
+        seed = None if seed is None else as_count(seed, "seed", 0)
+        options = dict(dataloader_kwargs or {})
+        unknown = [name for name in options if name not in _SHUFFLING]
+        if unknown:
+            raise BatchError(
+                f"make_iterator: dataloader_kwargs has unknown keys {unknown}; valid are {list(_SHUFFLING)}."
+            )
+        shuffle = bool(options.get("shuffle", seed is not None))
+        if shuffle and seed is None:
+            raise BatchError(
+                "make_iterator: shuffle=True needs a seed, so that the order is reproducible; pass seed=..."
+            )
+        if len(self) % size and "drop_last" not in options:
+            raise BatchError(
+                f"make_iterator: mini_batch_size={size} does not divide the {len(self)} rows; use a divisor, or "
+                "dataloader_kwargs={'drop_last': False} for a short last mini-batch, or True to drop its rows."
+            )
+        stop = len(self) - len(self) % size if options.get("drop_last") else len(self)
+        return self._mini_batches(size, stop, epochs, seed if shuffle else None)
+
+    def _mini_batches(self, size: int, stop: int, epochs: int, seed: int | None) -> "Iterator[DataProto]":
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        for _ in range(epochs):
+            order = None if generator is None else torch.randperm(len(self), generator=generator)
+            for start in range(0, stop, size):
+                end = min(start + size, stop)
+                yield self.slice(start, end) if order is None else self.select_idxs(order[start:end])
 
     # Columns
 
@@ -317,17 +329,15 @@ class DataProto:
     @overload
     def union(self, other: "DataProto") -> "DataProto": ...
     @overload
-    def union(self, other: "DataProtoFuture") -> "DataProtoFuture": ...
-    def union(self, other: "DataProto | DataProtoFuture") -> "DataProto | DataProtoFuture":
+    def union(self, other: Futures) -> Futures: ...
+    def union(self, other: "DataProto | Future") -> "DataProto | Future":
         """Return the columns of both batches side by side; the union with a future is a future and reads nothing.
 
         Raises FieldError if both have a column with different contents (NaN equals NaN), BatchError if both have a key
         of meta_info with different values or the numbers of rows differ. "metrics" is joined name by name.
         """
         if not isinstance(other, DataProto):
-            from hybridflow.protocol.future import DataProtoFuture
-
-            return DataProtoFuture.of(self).union(other)
+            return other.of(self).union(other)
         mine = count_rows(self.batch, self.non_tensor_batch, self.meta_info)
         theirs = count_rows(other.batch, other.non_tensor_batch, other.meta_info)
         if mine is not None and theirs is not None and mine != theirs:
@@ -362,14 +372,7 @@ class DataProto:
         padded = append_copies(self, np.full(padding_size, row))
         self.batch, self.non_tensor_batch = padded.batch, padded.non_tensor_batch
 
-    # Summary and storage
-
-    def get_data_info(self) -> str:
-        """Return a printable summary: one line per column or key, with shape, dtype and device, or type."""
-        return summary.describe_batch(self)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__} of {len(self)} rows\n{self.get_data_info()}"
+    # Storage
 
     def save_to_disk(self, filepath: str | os.PathLike) -> None:
         """Save to one file, replaced atomically. Raises BatchError for an object that is not plain data."""
@@ -381,7 +384,7 @@ class DataProto:
         return disk_format.load_batch(DataProto, filepath)
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
-        return _read, (PackedBatch.pack(self),)
+        return PackedBatch.read, (PackedBatch.pack(self),)
 
     def __copy__(self) -> "DataProto":
         return self.select()
@@ -390,26 +393,21 @@ class DataProto:
         return self.select(deepcopy=True)
 
 
-def union_columns(mine: Mapping[str, Column], theirs: Mapping[str, Column]) -> dict[str, Column]:
-    """Return all columns of both. Raises FieldError for a column with different contents; NaN equals NaN."""
-    joined = dict(mine)
-    for name, column in theirs.items():
-        if name in joined and not is_equal(joined[name], column):
-            raise FieldError(
-                f"union: both batches have {name!r} with different contents: {_difference(joined[name], column)}. "
-                "Drop it from one of them (select, pop) or rename it."
-            )
-        joined.setdefault(name, column)
-    return joined
+def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
+    """Return a batch whose length is a multiple of `size_divisor`, and the number of appended rows.
+
+    The appended rows are copies of the first ones, repeated as often as needed. Columns with a `duplicate_value` in
+    the glossary hold that value there (`row_ids` is -1), so that no metric or update counts a copy. `data` is not
+    changed.
+    """
+    size_divisor = as_count(size_divisor, "size_divisor", 1)
+    pad_size = -len(data) % size_divisor
+    return append_copies(data, np.arange(pad_size) % max(len(data), 1)), pad_size
 
 
-def _difference(mine: Column, theirs: Column) -> str:
-    kinds = [f"{column.dtype} {tuple(column.shape)}" for column in (mine, theirs)]
-    if kinds[0] != kinds[1]:
-        return f"{kinds[0]} here, {kinds[1]} there"
-    rows = [row for row in range(len(mine)) if not is_equal(mine[row], theirs[row])]
-    return f"{kinds[0]} that differ in {len(rows)} of {len(mine)} rows, first in row {rows[0]}"
-
-
-def _read(packed: PackedBatch) -> DataProto:
-    return packed.read()
+def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
+    """Return the batch without its last `pad_size` rows (views)."""
+    pad_size = as_count(pad_size, "pad_size", 0)
+    if pad_size > len(data):
+        raise BatchError(f"pad_size={pad_size} is invalid: the batch has only {len(data)} rows.")
+    return data.slice(0, len(data) - pad_size)

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,12 +16,9 @@ from safetensors.torch import save_file
 from tensordict import TensorDict
 
 from hybridflow.errors import BatchError
-from hybridflow.protocol.consistency import tensors_of
+from hybridflow.protocol.batch import Batch, Batches, tensors_of
 from hybridflow.runtime.atomic_files import fsync_path
 from hybridflow.runtime.safetensors_header import sort_metadata
-
-if TYPE_CHECKING:
-    from hybridflow.protocol.data_proto import DataProto
 
 FORMAT, VERSION = "hybridflow.DataProto", "1"
 STRUCTURE = "structure"
@@ -30,7 +27,7 @@ _DTYPES = {"bool", *_INTEGERS, "float16", "bfloat16", "float32", "float64"}
 _SAVABLE = "None, bool, int, float, str, bytes, list, tuple, set, dict, numbers, arrays and tensors"
 
 
-def save_batch(data: "DataProto", filepath: str | os.PathLike) -> None:
+def save_batch(data: Batch, filepath: str | os.PathLike) -> None:
     """Save a batch through a temporary file and a rename, so that a reader never sees a partial file.
 
     Raises BatchError for a value that cannot be encoded and for a file that cannot be written.
@@ -61,7 +58,7 @@ def save_batch(data: "DataProto", filepath: str | os.PathLike) -> None:
         beside.unlink(missing_ok=True)
 
 
-def load_batch(cls: "type[DataProto]", filepath: str | os.PathLike) -> "DataProto":
+def load_batch(cls: type[Batches], filepath: str | os.PathLike) -> Batches:
     """Return the saved batch, on the CPU. Raises BatchError for a missing, truncated or foreign file."""
     try:
         with safe_open(os.fspath(filepath), framework="pt") as file:

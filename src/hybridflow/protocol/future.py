@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hybridflow.errors import BatchError, DispatchError
-from hybridflow.protocol.consistency import Names, as_names, require_names
+from hybridflow.protocol.batch import Names, as_names, require_names
 from hybridflow.protocol.data_proto import DataProto
 from hybridflow.protocol.handle import Columns, Handle, HeldBatch, names_of, take, wait_for
 from hybridflow.protocol.meta_info import concat_meta_info, copy_structure, union_meta_info

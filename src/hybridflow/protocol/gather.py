@@ -7,7 +7,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from hybridflow.errors import FieldError
-from hybridflow.protocol.consistency import tensors_of
+from hybridflow.protocol.batch import tensors_of
 from hybridflow.protocol.data_proto import DataProto
 
 

@@ -5,17 +5,15 @@
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from tensordict import TensorDict
 
-from hybridflow.protocol.consistency import require_names, tensors_of
+from hybridflow.protocol.batch import require_names, tensors_of
+from hybridflow.protocol.data_proto import DataProto
 from hybridflow.protocol.meta_info import copy_structure
 from hybridflow.protocol.rows import RowIndex, count_rows_of, take_rows
-
-if TYPE_CHECKING:
-    from hybridflow.protocol.data_proto import DataProto
 
 Columns = tuple[str, ...]
 
@@ -55,7 +53,7 @@ class Handle(Protocol):
         """Wait for the value and return a private copy. Raises the error of the call."""
         ...
 
-    def read(self, columns: Columns | None, rows: RowIndex, *, shared: bool = False) -> "DataProto":
+    def read(self, columns: Columns | None, rows: RowIndex, *, shared: bool = False) -> DataProto:
         """Wait for a batch and return some columns and rows. Raises BatchError if the value is not a batch.
 
         `shared`: the result may be a view of the store's memory, for a reader that copies it.
@@ -73,7 +71,7 @@ class Handle(Protocol):
 class HeldBatch(Handle):
     """The handle of a batch in this process."""
 
-    def __init__(self, batch: "DataProto") -> None:
+    def __init__(self, batch: DataProto) -> None:
         self.batch, self.duration = batch, Duration()
 
     @property
@@ -81,11 +79,11 @@ class HeldBatch(Handle):
         """The columns of the batch."""
         return tuple(names_of(self.batch))
 
-    def get(self) -> "DataProto":
+    def get(self) -> DataProto:
         """Return the batch itself."""
         return self.batch
 
-    def read(self, columns: Columns | None, rows: RowIndex, *, shared: bool = False) -> "DataProto":
+    def read(self, columns: Columns | None, rows: RowIndex, *, shared: bool = False) -> DataProto:
         """Return columns and rows of the batch; see `take`."""
         return take(self.batch, columns, rows)
 
@@ -100,7 +98,7 @@ def wait_for(handles: Iterable[Any]) -> None:
         kind.wait_for(of_kind)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def take(data: "DataProto", columns: Columns | None = None, rows: RowIndex = None) -> "DataProto":
+def take(data: DataProto, columns: Columns | None = None, rows: RowIndex = None) -> DataProto:
     """Return columns and rows of a batch (None: all); the batch itself if nothing is left out."""
     names = names_of(data)
     if columns is not None and list(columns) == names:
@@ -124,7 +122,7 @@ def _rows_of(column: Any, rows: RowIndex) -> Any:
     return take_rows(column, rows) if isinstance(rows, np.ndarray) else column[rows]
 
 
-def with_names(data: "DataProto", names: Mapping[str, str]) -> "DataProto":
+def with_names(data: DataProto, names: Mapping[str, str]) -> DataProto:
     """Return the columns `names[new]` of a batch as `new`; a column with two names is copied for the second one."""
     if all(new == old for new, old in names.items()):
         return data
@@ -142,6 +140,6 @@ def with_names(data: "DataProto", names: Mapping[str, str]) -> "DataProto":
     return data._unchecked(batch, own_arrays, data.meta_info, data.auto_padding)
 
 
-def names_of(data: "DataProto") -> list[str]:
+def names_of(data: DataProto) -> list[str]:
     """Return the names of all columns, tensors first."""
     return [*(() if data.batch is None else data.batch.keys()), *data.non_tensor_batch]  # pyright: ignore

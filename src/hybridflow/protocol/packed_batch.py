@@ -8,19 +8,16 @@ touches no others, so that the rest of an object mapped into this process costs 
 import pickle
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
 from hybridflow.errors import BatchError
-from hybridflow.protocol.consistency import count_rows, require_names, tensors_of
+from hybridflow.protocol.batch import Batch, count_rows, require_names, tensors_of
 from hybridflow.protocol.meta_info import copy_structure
 from hybridflow.protocol.rows import RowIndex, count_rows_of
-
-if TYPE_CHECKING:
-    from hybridflow.protocol.data_proto import DataProto
 
 COMPRESS_FROM_BYTES = 4096
 """Columns below this size are not compressed: the call costs more than it saves."""
@@ -113,7 +110,7 @@ class PackedBatch:
 
     def __init__(
         self,
-        cls: "type[DataProto]",
+        cls: type[Batch],
         num_rows: int,
         columns: Mapping[str, PackedColumn],
         meta_info: Any,
@@ -127,7 +124,7 @@ class PackedBatch:
     @classmethod
     def pack(
         cls,
-        data: "DataProto",
+        data: Batch,
         dumps: Callable[[Any], bytes] | None = None,
         compress: bool = False,
     ) -> "PackedBatch":
@@ -147,7 +144,7 @@ class PackedBatch:
         has_device = data.batch is not None and data.batch.device is not None
         return cls(type(data), rows or 0, columns, meta_info, data.batch is not None, has_device, data.auto_padding)
 
-    def read(self, columns: Iterable[str] | None = None, rows: RowIndex = None, shared: bool = False) -> "DataProto":
+    def read(self, columns: Iterable[str] | None = None, rows: RowIndex = None, shared: bool = False) -> Any:
         """Return a new batch of the named columns and rows (None: all), with meta_info. Raises FieldError.
 
         `shared`: its memory may be that of the store, which must not be written; for a caller that copies it.

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from hybridflow.errors import BatchError
-from hybridflow.protocol.consistency import Column
+from hybridflow.protocol.batch import Column
 
 RowIndex = slice | np.ndarray | None
 """A slice without a step, an array of row numbers, or None for all rows."""

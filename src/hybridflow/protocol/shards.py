@@ -6,17 +6,15 @@ Selecting rows changes only the index. Reading requests only the selected rows f
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hybridflow.errors import BatchError
 from hybridflow.protocol.concat import concat_batches
+from hybridflow.protocol.data_proto import DataProto
 from hybridflow.protocol.handle import Columns, Handle, HeldBatch, names_of, with_names
 from hybridflow.protocol.rows import RowIndex, as_slice_if_contiguous, compose, count_rows_of, is_same_index
-
-if TYPE_CHECKING:
-    from hybridflow.protocol.data_proto import DataProto
 
 HandleRows = tuple[int, RowIndex]
 """The number of a handle, and the rows to read from it."""
@@ -99,7 +97,7 @@ class Shards:
         moved = rows - edges[part_of] + begins[place]
         return Shards([self.handles[i] for i in used], begins.tolist(), moved, [self.views[i] for i in used])
 
-    def read(self, columns: Columns, pad_token_id: int | None = None) -> "DataProto":
+    def read(self, columns: Columns, pad_token_id: int | None = None) -> DataProto:
         """Return the named columns of the selected rows. `pad_token_id` is used if the handles' meta_info has none."""
         selections, order = _rows_by_handle(self.starts, self.rows)
         is_shared, parts = len(selections) > 1, []

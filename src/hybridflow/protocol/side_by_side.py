@@ -6,20 +6,17 @@ among the rows that were read together. The narrower columns are padded by the r
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import TYPE_CHECKING
 
 from tensordict import TensorDict
 
 from hybridflow.errors import BatchError, FieldError
+from hybridflow.protocol.batch import tensors_of
 from hybridflow.protocol.concat import concat_batches
-from hybridflow.protocol.consistency import tensors_of
+from hybridflow.protocol.data_proto import DataProto
 from hybridflow.protocol.fields import FIELDS, PROMPT, RESPONSE, RESPONSE_OR_ROW, SEQUENCE
 
-if TYPE_CHECKING:
-    from hybridflow.protocol.data_proto import DataProto
 
-
-def join_columns(parts: "Sequence[DataProto]") -> "DataProto":
+def join_columns(parts: Sequence[DataProto]) -> DataProto:
     """Return the columns of all parts.
 
     Raises FieldError for a column that two parts have, and BatchError for sequences of unknown response length next to
@@ -35,7 +32,7 @@ def join_columns(parts: "Sequence[DataProto]") -> "DataProto":
     return reduce(_disjoint_union, parts)
 
 
-def response_len(data: "DataProto") -> int | None:
+def response_len(data: DataProto) -> int | None:
     """Return the length of the response columns, or None if there are none or they hold one number per row."""
     for name, column in tensors_of(data.batch).items():
         shape = FIELDS[name].shape if name in FIELDS else ()
@@ -50,7 +47,7 @@ def response_len(data: "DataProto") -> int | None:
     return widths[SEQUENCE] - widths[PROMPT] if SEQUENCE in widths and PROMPT in widths else None
 
 
-def _disjoint_union(first: "DataProto", second: "DataProto") -> "DataProto":
+def _disjoint_union(first: DataProto, second: DataProto) -> DataProto:
     names = [{*(() if d.batch is None else d.batch.keys()), *d.non_tensor_batch} for d in (first, second)]
     shared = sorted(names[0] & names[1])
     if shared:
@@ -58,7 +55,7 @@ def _disjoint_union(first: "DataProto", second: "DataProto") -> "DataProto":
     return first.union(second)
 
 
-def _lengthened(data: "DataProto", longest: int, pad_token_id: int | None) -> "DataProto":
+def _lengthened(data: DataProto, longest: int, pad_token_id: int | None) -> DataProto:
     """Return the batch with responses padded to `longest`, by concatenating it with zero rows of that length."""
     mine = response_len(data)
     sequences = [name for name in tensors_of(data.batch) if name in FIELDS and FIELDS[name].shape == SEQUENCE]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hybridflow.errors import FieldError
-from hybridflow.protocol.consistency import require_names
+from hybridflow.protocol.batch import require_names
 from hybridflow.protocol.data_proto import DataProto
 from hybridflow.protocol.fields import FIELDS
 from hybridflow.protocol.handle import Columns, Handle, wait_for, with_names

@@ -13,10 +13,11 @@ from typing import Any, Protocol
 from hybridflow.checkpoint import Checkpoint, CheckpointStore
 from hybridflow.controller import Backend, Role, WorkerGroup
 from hybridflow.errors import CheckpointError, DataError, HybridFlowError, LostWorkerError
-from hybridflow.fault_tolerance import Action, RestartedGroups, Tries, action_for, fault_of
 from hybridflow.observability import JsonlWriter, TraceEvent, get_logger
 from hybridflow.observability.run_files import RECOVERIES
+from hybridflow.trainers.failures import Action, Tries, action_for, fault_of
 from hybridflow.trainers.pool_sizes import PoolSizes, Resizable, use_sizes
+from hybridflow.trainers.restarted_groups import RestartedGroups
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.snapshots import Snapshots, memory_problem, snapshot_directory
 from hybridflow.trainers.token_budgets import TokenBudgets

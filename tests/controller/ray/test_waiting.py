@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ObjectLostError, OutOfDiskError, OutOfMemoryError, RpcError
 
-from hybridflow.controller.ray import cluster_watch, heartbeat, silence
-from hybridflow.controller.ray.cluster_watch import ClusterWatch
-from hybridflow.controller.ray.hang_report import HangReports, chain_of, describe_chain, running_call
-from hybridflow.controller.ray.heartbeat import Heartbeats
+from hybridflow.controller.ray.liveness import cluster_watch, heartbeat, silence
+from hybridflow.controller.ray.liveness.cluster_watch import ClusterWatch
+from hybridflow.controller.ray.liveness.hang_report import HangReports, chain_of, describe_chain, running_call
+from hybridflow.controller.ray.liveness.heartbeat import Heartbeats
+from hybridflow.controller.ray.liveness.silence import Silence
 from hybridflow.controller.ray.processes import RayCall, RayProcess, RayWorker
-from hybridflow.controller.ray.silence import Silence
 from hybridflow.controller.ray.waiting import Waiting
 from hybridflow.errors import LostClusterError, LostWorkerError, WorkerError, WorkerMemoryError, WorkerTimeoutError
 from hybridflow.observability import Trace

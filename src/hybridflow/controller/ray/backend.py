@@ -1,27 +1,24 @@
 """`RayBackend`: runs every rank in a separate process, on the nodes of a Ray cluster.
 
-group.method(batch) -> parts packed, put into the store of this node -> actor call on each rank
-future, DataProto  <- status of each rank (small)  ..  batches stay in the stores until they are read
+`calls.py` sends and reads, `launcher.py` starts processes, `waiting.py` finds out what became of a call.
 """
 
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import ray
-from ray.exceptions import RayError
 from ray.util.placement_group import remove_placement_group
 
 from hybridflow.controller.backend import CallTerms, PerRank, WorkerRef
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs
-from hybridflow.controller.one_call import described
+from hybridflow.controller.ray.calls import RayCalls
 from hybridflow.controller.ray.cluster import Connection
-from hybridflow.controller.ray.heartbeat import delete_heartbeat
-from hybridflow.controller.ray.launcher import NAMESPACE, Launch, Launcher
+from hybridflow.controller.ray.launcher import NAMESPACE, Launcher
+from hybridflow.controller.ray.liveness.heartbeat import delete_heartbeat
 from hybridflow.controller.ray.probe import probe_nodes
-from hybridflow.controller.ray.processes import RayCall, RayHandle, RayProcess, RayWorker
+from hybridflow.controller.ray.processes import Launch, RayHandle, RayProcess, RayWorker
 from hybridflow.controller.ray.resource_pool import (
     RayResourcePool,
     choose_fitting,
@@ -30,15 +27,12 @@ from hybridflow.controller.ray.resource_pool import (
 )
 from hybridflow.controller.ray.standbys import Standbys
 from hybridflow.controller.ray.store import delete_stores
-from hybridflow.controller.ray.transport import Outgoing, freeze, pack_header, thaw
-from hybridflow.controller.ray.waiting import DIED, POLL_INTERVAL_S, STORE_FULL, Waiting
+from hybridflow.controller.ray.waiting import DIED, POLL_INTERVAL_S, Waiting
 from hybridflow.controller.resource_pool import ResourcePool
-from hybridflow.controller.sources import produced_columns, sources_of
 from hybridflow.controller.threads import beside_of, concurrent_calls_of
-from hybridflow.errors import ConfigError, DispatchError, LostClusterError, LostWorkerError, WorkerError
-from hybridflow.observability import Trace, TraceEvent, get_logger
+from hybridflow.errors import ConfigError, LostClusterError, LostWorkerError, WorkerError
+from hybridflow.observability import Trace, get_logger
 from hybridflow.protocol import Handle
-from hybridflow.protocol.packed_batch import batch_bytes
 
 logger = get_logger(__name__)
 
@@ -77,12 +71,12 @@ class RayBackend:
         self.call_timeout_s, self.threads, self.compress = call_timeout_s, threads, compress
         self._connection = Connection(address, num_cpus, num_gpus, object_store_bytes)
         self._processes: list[RayProcess] = []
-        self._node = socket.gethostname()
         self._trace = Trace()
         require_cluster = self._connection.require_cluster
         self._waiting = Waiting(
             self._processes, self._stop, self._trace, require_cluster, heartbeat_timeout_s, report_after_s
         )
+        self._calls = RayCalls(self._waiting, self._trace, lambda: self.call_timeout_s, compress)
         self._own_pools: dict[int, RayResourcePool] = {}
         self._measured_nodes: set[str] = set()
         self._launcher = Launcher(self._waiting, lambda: self.call_timeout_s, threads, compress)
@@ -393,68 +387,12 @@ class RayBackend:
     def call_all(
         self, workers: Sequence[WorkerRef], method_name: str, per_rank: PerRank, terms: Sequence[CallTerms]
     ) -> list[RayHandle]:
-        """Call the workers, as specified by `Backend.call_all`; all arguments are packed before the first call."""
-        messages = [
-            self._pack(worker, method_name, args, kwargs, own_terms)
-            for worker, (args, kwargs), own_terms in zip(workers, per_rank, terms, strict=True)
-        ]
-        handles = []
-        for worker, where, is_read, frozen, outgoing, after in messages:
-            start = time.time()
-            is_beside = (worker.role, method_name) in worker.process.beside
-            remote = worker.process.remote_call(2 if is_read else 1, is_beside)
-            try:
-                refs = remote.remote(frozen, *outgoing.refs)
-            except STORE_FULL as error:
-                raise WorkerError(
-                    f"the arguments of {where} for worker {worker.name}, {outgoing.num_bytes} bytes, fit neither into "
-                    f"the shared memory of this node nor on its disk ({type(error).__name__}); use smaller batches, a "
-                    f"larger controller.object_store_bytes, or free disk space.",
-                    role=worker.role,
-                    rank=worker.rank,
-                ) from error
-            done, value = refs if is_read else (refs, None)
-            sources = sources_of(outgoing.read)
-            call = RayCall(done, worker, where, self.call_timeout_s, after, sources, is_beside=is_beside)
-            self._waiting.track(call)
-            if sent := outgoing.num_bytes:
-                event = TraceEvent("send", where, worker.name, self._node, start, time.time(), bytes_out=sent)
-                self._trace.record(event)
-            handles.append(RayHandle(self, value, call))
-        return handles
-
-    def _pack(
-        self, worker: WorkerRef, method_name: str, args: Sequence[Any], kwargs: Mapping[str, Any], terms: CallTerms
-    ) -> "_Message":
-        if not isinstance(worker, RayWorker) or worker.is_stopped or worker.process.is_stopped:
-            raise self._stopped_error(worker, method_name)
-        where, calls_read, opens = f"{worker.class_name}.{method_name}", _CallsRead(), terms.opens_futures
-        outgoing = Outgoing(calls_read, self.compress)
-        own_args = [outgoing.pack(value, f"argument {index} of {where}", opens) for index, value in enumerate(args)]
-        own_kwargs = {key: outgoing.pack(value, f"argument {key} of {where}", opens) for key, value in kwargs.items()}
-        outgoing.also_wait_for(calls_read.unread)
-        frozen = _frozen((pack_header(worker.role, method_name, terms), own_args, own_kwargs), outgoing, where)
-        return _Message(worker, where, terms.is_read, frozen, outgoing, calls_read.unfinished())
-
-    def _stopped_error(self, worker: WorkerRef, method_name: str) -> WorkerError:
-        if not isinstance(worker, RayWorker):
-            return WorkerError(f"worker {worker.name} belongs to another backend; call {method_name} on that one.")
-        cause = worker.process.exit_error
-        state = f"has exited ({str(cause).partition(chr(10))[0]})" if cause else "was shut down"
-        kind = LostWorkerError if cause else WorkerError
-        return kind(
-            f"worker {worker.name} {state}; {method_name} cannot be called on it.",
-            role=worker.role,
-            rank=worker.rank,
-            node=worker.process.node,
-        )
+        """Call the workers, as specified by `Backend.call_all`."""
+        return self._calls.send(workers, method_name, per_rank, terms)
 
     def put(self, value: Any) -> RayHandle:
         """Store a value in the object store of this node."""
-        outgoing = Outgoing(compress=self.compress)
-        packed = outgoing.pack(value, "a value to put")
-        frozen = _frozen(packed, outgoing, "put")
-        return RayHandle(self, ray.put(frozen), produced=produced_columns(value))
+        return self._calls.put(value)
 
     def get(self, handles: Sequence[Handle]) -> list[Any]:
         """Wait for all values and return them in order."""
@@ -463,10 +401,7 @@ class RayBackend:
 
     def wait(self, handles: Sequence[Handle]) -> None:
         """Wait for the calls. Raises the first error at once, and WorkerTimeoutError for a call over its deadline."""
-        calls = [handle.call for handle in handles if isinstance(handle, RayHandle) and handle.call is not None]
-        if not all(call.is_finished for call in calls):
-            self._require_connection()
-        self._waiting.wait(calls)
+        self._calls.wait(handles)
 
     def release(self, handles: Sequence[Handle]) -> None:
         """Release the values."""
@@ -474,83 +409,8 @@ class RayBackend:
             if isinstance(handle, RayHandle):
                 handle.release()
 
-    def note_read(self, handle: RayHandle, start: float, contents: Any) -> None:
-        """Record in the trace that the controller read `contents`, starting at time `start`."""
-        if columns := produced_columns(contents):
-            name, sources = handle.call.worker.name if handle.call else "", ((handle.where, columns),)
-            size, end = batch_bytes(contents), time.time()
-            self._trace.record(
-                TraceEvent("read", handle.where, name, self._node, start, end, bytes_in=size, sources=sources)
-            )
-
-    def fetch(self, handle: RayHandle) -> Any:
-        """Return the packed value of a finished call, mapped from this node's store; fetch it there first if needed."""
-        if handle.ref is None:
-            raise WorkerError("this result was released; keep the future, or the result of get(), not the handle.")
-        self._require_connection()
-        try:
-            if handle.call is not None and handle.call.small_value is not None:
-                return thaw(handle.call.small_value)
-            return thaw(ray.get(handle.ref))
-        except RayError as error:  # the call succeeded, but its result could not be stored or fetched
-            if handle.call is None:
-                raise LostWorkerError(f"a value that was put is lost: {error}") from error
-            raise self._waiting.failure(handle.call, getattr(error, "cause", error), error) from None
-
     def _is_connected(self) -> bool:
         return ray.is_initialized() and not self._connection.is_lost
-
-    def _require_connection(self) -> None:
-        if not ray.is_initialized():  # ray.get would connect to another cluster or start one
-            raise WorkerError("this backend was closed, and its results are gone; read futures before closing it.")
-
-
-class _Message(NamedTuple):
-    """A packed call; `after` are the unfinished calls whose results it reads."""
-
-    worker: RayWorker
-    where: str
-    is_read: bool
-    frozen: Any
-    outgoing: Outgoing
-    after: list[RayCall]
-
-
-class _CallsRead:
-    """A function from a handle of this backend to its stored object, which collects the calls that a message needs."""
-
-    def __init__(self) -> None:
-        self._calls: list[RayCall] = []
-        self.unread: list[Any] = []
-        """Status objects of replicas whose results are not read but whose calls must have succeeded."""
-
-    def __call__(self, value: Any) -> Any:
-        if not isinstance(value, RayHandle):
-            return None
-        if value.ref is None:
-            raise WorkerError("this result was released; keep the future, not the handle.")
-        others = [other.call for other in value.others if isinstance(other, RayHandle) and other.call is not None]
-        self._calls += others
-        self.unread += [call.done for call in others]
-        if value.call is not None:
-            self._calls.append(value.call)
-        return value.ref
-
-    def unfinished(self) -> list[RayCall]:
-        """Return the calls that are not known to have finished."""
-        return [call for call in self._calls if not call.is_finished]
-
-
-def _frozen(value: Any, outgoing: Outgoing, where: str) -> Any:
-    """Freeze a message (see `freeze`). Raises DispatchError if it cannot be pickled."""
-    try:
-        return freeze(value, outgoing.num_bytes_in_all, outgoing.is_plain)
-    except RecursionError:
-        raise  # caused by a deeply nested future; the caller handles it
-    except Exception as error:  # pickling an object may raise any error
-        raise DispatchError(
-            f"an argument of {where} cannot be sent to another process ({described(error)}); pass plain data."
-        ) from error
 
 
 def _find_actor(name: str) -> Any:

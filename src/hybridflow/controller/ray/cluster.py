@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import ray
 import torch
 
-from hybridflow.controller.ray.cluster_watch import ClusterWatch
+from hybridflow.controller.ray.liveness.cluster_watch import ClusterWatch
 from hybridflow.controller.ray.local_cluster import LocalCluster
 from hybridflow.controller.ray.nodes import EPSILON
 from hybridflow.controller.ray.resource_pool import RayResourcePool

@@ -4,19 +4,17 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs
-from hybridflow.controller.ray.processes import BESIDE, RayCall, RayProcess, RayWorker
-from hybridflow.controller.ray.resource_pool import Place, RayResourcePool
+from hybridflow.controller.ray.processes import BESIDE, Launch, RayCall, RayProcess, RayWorker
+from hybridflow.controller.ray.resource_pool import Place
 from hybridflow.controller.ray.transport import Outgoing, pickled_class
 from hybridflow.controller.ray.waiting import Waiting
 from hybridflow.controller.ray.worker_process import WorkerProcess
-from hybridflow.controller.threads import beside_of, concurrent_calls_of
 from hybridflow.observability.log import LEVEL_VARIABLE
 from hybridflow.runtime.fault_points import FAULTS_VARIABLE
 
@@ -28,30 +26,6 @@ FORWARDED = (LEVEL_VARIABLE, FAULTS_VARIABLE)
 
 NAMESPACE = "hybridflow"
 """The Ray namespace of detached workers."""
-
-
-@dataclass(frozen=True, eq=False)
-class Launch:
-    """What the processes of a group are started with. `detached_as`: the name that finds them; "": they end with us."""
-
-    classes: Mapping[str, ClassWithInitArgs]
-    pool: RayResourcePool
-    detached_as: str = ""
-
-    @property
-    def label(self) -> str:
-        """The roles of each process, for logs and errors."""
-        return "+".join(self.classes)
-
-    @property
-    def threads(self) -> tuple[int, frozenset[tuple[str, str]]]:
-        """The number of calls that a process runs at the same time, and the calls of its second thread."""
-        by_role = {name: cls_with_init.cls for name, cls_with_init in self.classes.items()}
-        return concurrent_calls_of(by_role), beside_of(by_role)
-
-    def require_threads(self) -> None:
-        """Raise DispatchError if the roles cannot share a process."""
-        _ = self.threads
 
 
 class Launcher:

@@ -1,23 +1,59 @@
 """The driver's view of a cluster: worker processes, the roles in them, calls, and handles of stored values."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+from hybridflow.controller.class_with_init_args import ClassWithInitArgs
 from hybridflow.controller.one_call import described
+from hybridflow.controller.ray.resource_pool import RayResourcePool
 from hybridflow.controller.ray.transport import StoredBatch, unpack
-from hybridflow.controller.ray.worker_process import Home
+from hybridflow.controller.threads import beside_of, concurrent_calls_of
 from hybridflow.errors import HybridFlowError, WorkerError
 from hybridflow.observability.trace import Sources
 from hybridflow.protocol.handle import Duration, Handle
 from hybridflow.protocol.rows import RowIndex
-
-if TYPE_CHECKING:
-    from hybridflow.controller.ray.launcher import Launch
+from hybridflow.runtime.process_address import ProcessAddress
 
 BESIDE = "beside"
 """Ray's concurrency group of the calls that run in the second thread of a process."""
+
+
+@dataclass(frozen=True)
+class Home:
+    """The node and the process address of a worker. `gpu_ids`: the GPUs that Ray assigned to it."""
+
+    node_id: str
+    node_address: str
+    hostname: str
+    address: ProcessAddress
+    gpu_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """What the processes of a group are started with. `detached_as`: the name that finds them; "": they end with us."""
+
+    classes: Mapping[str, ClassWithInitArgs]
+    pool: RayResourcePool
+    detached_as: str = ""
+
+    @property
+    def label(self) -> str:
+        """The roles of each process, for logs and errors."""
+        return "+".join(self.classes)
+
+    @property
+    def threads(self) -> tuple[int, frozenset[tuple[str, str]]]:
+        """The number of calls that a process runs at the same time, and the calls of its second thread."""
+        by_role = {name: cls_with_init.cls for name, cls_with_init in self.classes.items()}
+        return concurrent_calls_of(by_role), beside_of(by_role)
+
+    def require_threads(self) -> None:
+        """Raise DispatchError if the roles cannot share a process."""
+        _ = self.threads
 
 
 class RayProcess:

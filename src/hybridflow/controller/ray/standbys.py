@@ -10,9 +10,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from hybridflow.controller.ray.heartbeat import delete_heartbeat
-from hybridflow.controller.ray.launcher import Launch, Launcher
-from hybridflow.controller.ray.processes import RayProcess
+from hybridflow.controller.ray.launcher import Launcher
+from hybridflow.controller.ray.liveness.heartbeat import delete_heartbeat
+from hybridflow.controller.ray.processes import Launch, RayProcess
 from hybridflow.controller.ray.transport import pickled_class
 from hybridflow.observability import get_logger
 

@@ -21,12 +21,12 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from hybridflow.controller.ray.hang_report import HangReports, report_calls, running_call
-from hybridflow.controller.ray.heartbeat import Heartbeats
+from hybridflow.controller.ray.liveness.hang_report import HangReports, report_calls, running_call
+from hybridflow.controller.ray.liveness.heartbeat import Heartbeats
+from hybridflow.controller.ray.liveness.silence import Silence
+from hybridflow.controller.ray.liveness.watch import observe
 from hybridflow.controller.ray.processes import RayCall, RayProcess, RayWorker
-from hybridflow.controller.ray.silence import Silence
 from hybridflow.controller.ray.transport import CallFailed, Reply, thaw
-from hybridflow.controller.ray.watch import observe
 from hybridflow.errors import LostWorkerError, WorkerDiedError, WorkerError, WorkerMemoryError, WorkerTimeoutError
 from hybridflow.observability import Trace
 from hybridflow.observability.trace import CONTROLLER

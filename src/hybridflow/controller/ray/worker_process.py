@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -19,7 +18,8 @@ import ray
 import torch
 
 from hybridflow.controller.one_call import NamingErrors, checked_output
-from hybridflow.controller.ray.heartbeat import start_heartbeat
+from hybridflow.controller.ray.liveness.heartbeat import start_heartbeat
+from hybridflow.controller.ray.processes import Home
 from hybridflow.controller.ray.store import RayStore
 from hybridflow.controller.ray.transport import (
     Outgoing,
@@ -47,17 +47,6 @@ EXIT_POLL_S = 0.02
 
 SEES_ALL_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 """The variable that makes Ray show every GPU of a node to each process, as "1" or "true"."""
-
-
-@dataclass(frozen=True)
-class Home:
-    """The node and the process address of a worker. `gpu_ids`: the GPUs that Ray assigned to it."""
-
-    node_id: str
-    node_address: str
-    hostname: str
-    address: ProcessAddress
-    gpu_ids: tuple[str, ...]
 
 
 class WorkerProcess:

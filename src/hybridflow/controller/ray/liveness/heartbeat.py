@@ -13,17 +13,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import ray
 from ray.exceptions import RayError, RpcError
 from ray.experimental import internal_kv
 
+from hybridflow.controller.ray.processes import RayProcess
 from hybridflow.runtime import progress
-
-if TYPE_CHECKING:
-    from hybridflow.controller.ray.processes import RayProcess
 
 BEAT_EVERY_S = 1.0
 LOOK_EVERY_S = 1.0
@@ -56,7 +54,7 @@ def _beat(key: bytes) -> None:
         time.sleep(BEAT_EVERY_S)
 
 
-def delete_heartbeat(process: "RayProcess") -> None:
+def delete_heartbeat(process: RayProcess) -> None:
     """Delete the key of a process that is stopped."""
     with contextlib.suppress(RayError):  # a process that leaves a key behind is not an error
         _storage().internal_kv_del(_key_of(process), False, _NAMESPACE, _TIMEOUT_S)
@@ -80,7 +78,7 @@ class Heartbeats:
         self._seen: WeakKeyDictionary[RayProcess, _Seen] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
-    def look(self, processes: "Sequence[RayProcess]", *, again: bool = False) -> None:
+    def look(self, processes: Sequence[RayProcess], *, again: bool = False) -> None:
         """Read the records of these processes, each at most once in `LOOK_EVERY_S`, unless `again`."""
         with self._lock:
             before = float("inf") if again else time.monotonic() - LOOK_EVERY_S
@@ -94,7 +92,7 @@ class Heartbeats:
             for process in due:
                 self._note(process, None if records is None else records.get(_key_of(process), b""))
 
-    def _note(self, process: "RayProcess", record: bytes | None) -> None:
+    def _note(self, process: RayProcess, record: bytes | None) -> None:
         """Note a record that was read just now; b"": there is none, None: it could not be read."""
         now = time.monotonic()
         seen = self._seen.setdefault(process, _Seen(now))
@@ -106,18 +104,18 @@ class Heartbeats:
         seen.idle_s = 0.0 if done != seen.progress else seen.idle_s + counted_s
         seen.beat, seen.progress = beat, done
 
-    def silent_s(self, process: "RayProcess") -> float:
+    def silent_s(self, process: RayProcess) -> float:
         """Return the seconds without a beat; 0 before the first beat was seen."""
         seen = self._seen.get(process)
         return seen.silent_s if seen and seen.beat else 0.0
 
-    def idle_s(self, process: "RayProcess") -> float:
+    def idle_s(self, process: RayProcess) -> float:
         """Return the seconds without progress; infinite before the first beat was seen."""
         seen = self._seen.get(process)
         return seen.idle_s if seen and seen.beat else float("inf")
 
 
-def _key_of(process: "RayProcess") -> bytes:
+def _key_of(process: RayProcess) -> bytes:
     return _key(process.actor._actor_id.hex())
 
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from hybridflow.controller.ray.heartbeat import Heartbeats
+from hybridflow.controller.ray.liveness.heartbeat import Heartbeats
+from hybridflow.controller.ray.liveness.watch import examine
 from hybridflow.controller.ray.processes import RayCall, RayProcess
-from hybridflow.controller.ray.watch import examine
 from hybridflow.errors import WorkerTimeoutError
 
 PATIENCE_FACTOR = 10

@@ -1,12 +1,15 @@
-"""Consistency checks of a batch, with errors that name the column at fault."""
+"""`Batch`: the containers of a batch and the check that they agree, with errors that name the column at fault."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from hybridflow.errors import BatchError, FieldError
+from hybridflow.protocol.meta_info import copy_structure
 
 Column = torch.Tensor | np.ndarray
 Names = str | Iterable[str] | None
@@ -62,6 +65,64 @@ def describe(columns: Mapping[str, Column]) -> str:
     return ", ".join(f"{name} {tuple(column.shape)}" for name, column in columns.items()) or "no columns"
 
 
+@dataclass(eq=False, repr=False)
+class Batch:
+    """The columns of some rows, and `meta_info` on all of them; `DataProto` adds the operations."""
+
+    batch: TensorDict = None  # pyright: ignore[reportAssignmentType]
+    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+    auto_padding: bool = False
+
+    def __post_init__(self) -> None:
+        self.non_tensor_batch = {} if self.non_tensor_batch is None else self.non_tensor_batch
+        self.meta_info = {} if self.meta_info is None else self.meta_info
+        self.check_consistency()
+        self.batch = None if self.batch is None else self.batch.copy()  # pyright: ignore[reportAttributeAccessIssue]
+        self.non_tensor_batch = dict(self.non_tensor_batch)
+        self.meta_info = copy_structure(self.meta_info)
+
+    @classmethod
+    def _unchecked(
+        cls, batch: TensorDict | None, non_tensor_batch: dict[str, np.ndarray], meta_info: dict, auto_padding: bool
+    ) -> Self:
+        """Return a batch of consistent containers that have no other reference, without a check or a copy."""
+        if (cls.__init__, cls.__post_init__) != (Batch.__init__, Batch.__post_init__):
+            return cls(batch, non_tensor_batch, meta_info, auto_padding)  # pyright: ignore[reportArgumentType]
+        made = cls.__new__(cls)
+        made.batch, made.non_tensor_batch = batch, non_tensor_batch  # pyright: ignore[reportAttributeAccessIssue]
+        made.meta_info, made.auto_padding = meta_info, auto_padding
+        return made
+
+    def check_consistency(self) -> None:
+        """Raise BatchError or FieldError unless every column is well formed and has the same number of rows.
+
+        Called on construction and by every operation.
+        """
+        count_rows(self.batch, self.non_tensor_batch, self.meta_info)
+
+    def __len__(self) -> int:
+        if self.batch is not None:
+            return self.batch.batch_size[0]
+        return len(next(iter(self.non_tensor_batch.values()), ()))
+
+    def get_data_info(self) -> str:
+        """Return a printable summary: one line per column or key, with shape, dtype and device, or type."""
+        lines = ["batch"]
+        lines += [f"  {name}: {tuple(t.shape)} ({t.dtype}) {t.device}" for name, t in tensors_of(self.batch).items()]
+        lines += ["non_tensor_batch"]
+        lines += [f"  {name}: {_kind(array)}" for name, array in self.non_tensor_batch.items()]
+        lines += ["meta_info"]
+        lines += [f"  {key}: {_kind(value)}" for key, value in self.meta_info.items()]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} of {len(self)} rows\n{self.get_data_info()}"
+
+
+Batches = TypeVar("Batches", bound=Batch)
+
+
 def _check_tensors(batch: TensorDictBase) -> None:
     if not isinstance(batch, TensorDictBase):
         raise BatchError(f"batch must be a TensorDict, got {type(batch).__name__}; use DataProto.from_dict.")
@@ -101,3 +162,16 @@ def _check_array(name: str, array: np.ndarray) -> None:
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(repr(name) for name in names) or "nothing"
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"ndarray{value.shape} ({value.dtype})"
+    if isinstance(value, list):
+        return f"list[{'|'.join(sorted({_kind(item) for item in value[:3]})) or '...'}]"
+    if isinstance(value, tuple):
+        return f"tuple({', '.join(_kind(item) for item in value)})"
+    if isinstance(value, dict) and value:
+        key, item = next(iter(value.items()))
+        return f"dict[{_kind(key)}: {_kind(item)}]"
+    return type(value).__name__

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hybridflow.fault_tolerance.groups import SETTLE_TIMEOUT_S, RestartedGroups
+from hybridflow.trainers.restarted_groups import SETTLE_TIMEOUT_S, RestartedGroups
 
 
 class Backend:

@@ -3,7 +3,7 @@ import inspect
 import pytest
 
 from hybridflow import errors
-from hybridflow.fault_tolerance import ACTIONS, Action, Fault, Tries, action_for, fault_of
+from hybridflow.trainers.failures import ACTIONS, Action, Fault, Tries, action_for, fault_of
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from hybridflow.controller.ray.liveness.watch import observe
 from hybridflow.controller.ray.processes import RayCall
-from hybridflow.controller.ray.watch import observe
 from hybridflow.runtime.python_stacks import own_stacks
 
 

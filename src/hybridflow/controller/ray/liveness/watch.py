@@ -7,7 +7,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from hybridflow.controller.ray.worker_process import Home
+from hybridflow.controller.ray.processes import Home
 from hybridflow.runtime.process_address import ProcessAddress
 from hybridflow.runtime.process_report import State, report_process
 
