@@ -1,4 +1,4 @@
-"""What the algorithm reaches: the files that `trainers/ppo.py` imports, transitively, also inside functions."""
+"""What modules import: how much the algorithm reaches, and that none import each other in a circle."""
 
 import ast
 from pathlib import Path
@@ -15,12 +15,15 @@ def path_of(module):
     return next((each for each in (path.with_suffix(".py"), path / "__init__.py") if each.is_file()), None)
 
 
-def imported(module):
-    """Yield (module, name) for each name of ours that a module imports; what it imports for types alone is left out."""
+def imported(module, *, with_types=False):
+    """Yield (module, name) for each name of ours that a module imports, also inside functions.
+
+    What it imports for types alone is left out, unless `with_types`.
+    """
     nodes = list(ast.parse(path_of(module).read_text("utf-8")).body)
     while nodes:
         node = nodes.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) and not with_types:
             nodes += node.orelse
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hybridflow"):
             yield from ((node.module, alias.name) for alias in node.names)
@@ -69,3 +72,13 @@ def test_the_algorithm_reaches_few_files_and_few_lines():
             "workers",
         )
     }
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    files = [path for path in (SRC / "hybridflow").rglob("*.py") if path.name != "__init__.py"]
+    modules = {".".join(path.relative_to(SRC).with_suffix("").parts) for path in files}
+    arrows = {module: {defining(*each) for each in imported(module, with_types=True)} for module in modules}
+    arrows = {module: (found & modules) - {module} for module, found in arrows.items()}
+    while leaves := {module for module, found in arrows.items() if not found}:
+        arrows = {module: found - leaves for module, found in arrows.items() if module not in leaves}
+    assert sorted(arrows) == []  # these are in a circle, or import one that is

@@ -7,7 +7,7 @@ For fish:  hybridflow completion fish > ~/.config/fish/completions/hybridflow.fi
 
 import argparse
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,17 +28,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def complete() -> None:
-    """Answer a shell that asks for completions, and end this process; the shell has set `_ARGCOMPLETE`."""
-    import argcomplete
+def complete(commands: Mapping[str, Any]) -> None:
+    """Answer a shell that asks for completions of the `Command`s by name, and end this process.
 
-    from hybridflow.cli.main import COMMANDS
+    The shell has set `_ARGCOMPLETE`.
+    """
+    import argcomplete
 
     typed = os.environ.get("COMP_LINE", "").split()[1:2]
     parser = argparse.ArgumentParser(prog="hybridflow", allow_abbrev=False)
-    commands = parser.add_subparsers()
-    for name, command in COMMANDS.items():
-        of_command = commands.add_parser(name, help=command.help)
+    of_names = parser.add_subparsers()
+    for name, command in commands.items():
+        of_command = of_names.add_parser(name, help=command.help)
         if typed == [name]:
             import_module(command.module).add_arguments(of_command)
             for action in of_command._actions:

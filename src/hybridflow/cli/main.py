@@ -117,7 +117,7 @@ def command() -> int:
     if "_ARGCOMPLETE" in os.environ:
         from hybridflow.cli.completion import complete
 
-        complete()
+        complete(COMMANDS)
     status = main()
     gc.freeze()  # the collector's last look at half a million objects of modules would take a second
     return status

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import Protocol, Self
 
 from hybridflow.config import Config
 from hybridflow.config.roles import ROLES, RoleTraits
@@ -18,9 +18,6 @@ from hybridflow.controller import (
 from hybridflow.controller.mesh import ROLLOUT_MESH
 from hybridflow.observability import TraceEvent, get_logger, stage_seconds, transfer_metrics
 from hybridflow.rollout.weight_sync import RECEIVING, SENDING
-
-if TYPE_CHECKING:
-    from hybridflow.trainers.rank_speeds import RankSpeeds, SlowRankWatch
 
 logger = get_logger(__name__)
 
@@ -88,10 +85,6 @@ class BackendOwner:
     backend: Backend | None = None
 
     recovery: "Closable | None" = None
-
-    slow_ranks: "SlowRankWatch | None" = None
-
-    rank_speeds: "RankSpeeds | None" = None
 
     def trace_metrics(self) -> dict[str, float]:
         """Return times and transfers since the last call; append the trace events to `events`, for the log."""

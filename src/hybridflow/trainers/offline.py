@@ -12,7 +12,7 @@ from hybridflow.observability import performance_report, timed
 from hybridflow.trainers.groups import BackendOwner
 from hybridflow.trainers.objectives import Objective
 from hybridflow.trainers.pool_sizes import PoolSizes
-from hybridflow.trainers.rank_speeds import measured_shares, part_metrics, watch_slow_ranks
+from hybridflow.trainers.rank_speeds import SlowRankWatch, measured_shares, part_metrics, watch_slow_ranks
 from hybridflow.trainers.reading import Lengths, read
 from hybridflow.trainers.recovery import Recovery, build_recovery
 from hybridflow.trainers.run_directory import RunDirectory
@@ -28,6 +28,8 @@ class OfflineTrainer(BackendOwner):
 
     Build it with `build_sft_trainer`, `build_dpo_trainer` or `build_reward_model_trainer`.
     """
+
+    slow_ranks: SlowRankWatch | None = None
 
     def __init__(
         self,

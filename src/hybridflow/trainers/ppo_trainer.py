@@ -15,7 +15,7 @@ from hybridflow.rollout.weight_sync.conductor import WeightSync, weight_sync_of
 from hybridflow.trainers.groups import BackendOwner, processes_of
 from hybridflow.trainers.pool_sizes import PoolSizes
 from hybridflow.trainers.ppo import PPO
-from hybridflow.trainers.rank_speeds import measured_shares, part_metrics, watch_slow_ranks
+from hybridflow.trainers.rank_speeds import SlowRankWatch, measured_shares, part_metrics, watch_slow_ranks
 from hybridflow.trainers.recovery import build_recovery
 from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, staleness_metrics
 from hybridflow.trainers.run_directory import RunDirectory
@@ -43,6 +43,8 @@ def connections(
 
 class PPOTrainer(PPO, BackendOwner):
     """A run of `PPO.step` on batches of prompts. Build it with `build_trainer`."""
+
+    slow_ranks: SlowRankWatch | None = None
 
     def __init__(
         self,
