@@ -109,7 +109,7 @@ $(TRITON_STAMP): $(STAMP)
 	touch $@
 
 # Files are named one by one, so that no test file that imports Ray is read. PART is a folder of tests/.
-GPU_TESTS := $(sort $(wildcard tests/*/test_*_gpu.py))
+GPU_TESTS := $(sort $(wildcard tests/*/test_*_gpu.py tests/*/*/test_*_gpu.py))
 GPU_PARTS := $(sort $(foreach path,$(GPU_TESTS),$(word 2,$(subst /, ,$(path)))))
 CHOSEN = $(if $(PART),$(filter tests/$(PART)/%,$(GPU_TESTS)),$(GPU_TESTS))
 test-gpu bench-gpu: export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))

@@ -18,6 +18,7 @@ TIMES = ("timing_s/gen", "timing_s/reward", "timing_s/step", "timing_s/update_ac
 ELSEWHERE = (
     *("parts/", "processes/", "weight_sync/", "balance/", "recovery/"),
     "episode/",  # see tests/trainers/test_episode_runs.py
+    "reward/unprotected/",  # of `code_reward`
 )
 """Metrics of runs on several processes."""
 
