@@ -65,6 +65,32 @@ def test_episodes_go_on_with_new_weights_and_end_in_parts(episode_task, tmp_path
     assert all(row["episode/ended_error"] == 0 for row in rows)
 
 
+KILLS = faults("2: kill rollout/0 in generate", "3: kill actor_rollout/0 in backward")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.ray
+@pytest.mark.own_run("episodes: on Ray, streamed, with lost workers")
+@pytest.mark.parametrize("lag", [(), LAG], ids=["without a lag", "with a lag"])
+def test_streamed_episodes_that_lose_workers_equal_undisturbed_ones(episode_task, tmp_path, run_in_turn, lag):
+    settings = {"calm": (*POOLS, *lag, "trainer.stream=true"), "run": (*POOLS, *lag, "trainer.stream=true", KILLS)}
+    run_in_turn(*(command(episode_task, tmp_path / name, *of) for name, of in settings.items()), shares_cluster=True)
+    assert weights_of(tmp_path / "run") == weights_of(tmp_path / "calm")
+    assert texts_of(tmp_path / "run") == texts_of(tmp_path / "calm")
+    assert sum(len(row["errors"]) for row in read_jsonl(tmp_path / "run" / "recoveries.jsonl")) == 2
+
+
+@pytest.mark.exhaustive
+@pytest.mark.ray
+@pytest.mark.own_run("episodes: on Ray, with updates in flight and lost workers")
+def test_episodes_in_flight_go_on_after_lost_workers(episode_task, tmp_path, run_in_turn):
+    in_flight = (*POOLS, *LAG, "rollout.on_new_weights=retract", "trainer.save_every=1", KILLS)
+    run_in_turn(command(episode_task, tmp_path / "run", *in_flight), shares_cluster=True)
+    steps = [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if row["step"]]
+    assert steps == [1, 2, 3]
+    assert sum(len(row["errors"]) for row in read_jsonl(tmp_path / "run" / "recoveries.jsonl")) >= 2
+
+
 @pytest.mark.runs
 def test_a_step_of_episodes_is_learned_again_without_its_environment(episodes_run, tmp_path, hybridflow, monkeypatch):
     events = tmp_path / "events"
