@@ -25,8 +25,8 @@ from support.report import Row, print_rows, print_table
 
 from hybridflow.config import MemoryConfig, ModelConfig, OptimizerConfig
 from hybridflow.engines import TorchEngine
-from hybridflow.kernels import PackedLinear, causal_attention
 from hybridflow.models.attention import run_attention
+from hybridflow.models.kernels import PackedLinear, causal_attention
 from hybridflow.protocol import DataProto
 from hybridflow.runtime import count_physical_cores, keep_freed_memory, set_num_threads
 

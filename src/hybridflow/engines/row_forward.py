@@ -22,8 +22,8 @@ from hybridflow.engines.packing import ModelInput, idle_input, pack, pad, prompt
 from hybridflow.engines.ranks import SEQUENCE, Ranks
 from hybridflow.engines.sequence_shard import sequence_shard_of
 from hybridflow.errors import BatchError
-from hybridflow.kernels import fused_log_probs
 from hybridflow.models import AttentionCase, AttentionName, Forward, attention_for, decoder_shape, sequence_costs
+from hybridflow.models.kernels import fused_log_probs
 from hybridflow.protocol import DataProto
 
 Head = Literal["policy", "value"]

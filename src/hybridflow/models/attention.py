@@ -16,8 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from hybridflow.errors import ModelError
-from hybridflow.kernels import causal_attention
 from hybridflow.models.attention_backend import AttentionCase, attention_for, supports_flash
+from hybridflow.models.kernels import causal_attention
 from hybridflow.models.varlen import PackedLayout, padded_attention, padding_pays, varlen_attention
 
 ATTENTION = "hybridflow"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from hybridflow.kernels import serves
+from hybridflow.models.kernels import serves
 from hybridflow.observability import get_logger
 
 AttentionName = Literal["cpu_kernel", "varlen", "flex", "sdpa"]

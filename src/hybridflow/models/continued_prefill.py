@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridflow.kernels.paged_attention import append_to_pages
 from hybridflow.models.attention import pytorch_attention
 from hybridflow.models.attention_backend import AttentionCase, supports_flash
+from hybridflow.models.kernels.paged_attention import append_to_pages
 from hybridflow.models.kv_cache import KVCache, NewRows
 from hybridflow.models.paged_kv_cache import PAGE_SIZE, PagedKVCache
 from hybridflow.models.varlen import MAX_PADDED, PackedLayout, padded, unpadded, upload, varlen_attention

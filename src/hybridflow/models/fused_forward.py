@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from hybridflow.errors import ModelConfigError
-from hybridflow.kernels import Decoder, DecoderLayer, PackedLinear, rms_norm, rotary, serves, silu_mul
 from hybridflow.models.attention import AttentionPlan
 from hybridflow.models.forward import Forward, OwnForward, ReadLogits, decode_by, is_causal_lm, max_logits_on
+from hybridflow.models.kernels import Decoder, DecoderLayer, PackedLinear, rms_norm, rotary, serves, silu_mul
 from hybridflow.models.kv_cache import DecodePlan
 from hybridflow.models.paged_kv_cache import PagedDecodePlan
 from hybridflow.models.support import FUSED_FAMILIES, has_angles_of_length
@@ -47,7 +47,7 @@ def forward_of(model: PreTrainedModel, *, is_sharded: bool = False, tensor: Tens
 
 
 class FusedForward:
-    """The fused forward pass of Llama, Qwen2 and Qwen3, on the kernels of `hybridflow.kernels`.
+    """The fused forward pass of Llama, Qwen2 and Qwen3, on the kernels of `hybridflow.models.kernels`.
 
     In a sharded model it replaces the `forward` of the modules.
     """

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridflow.kernels import append_and_attend, serves
 from hybridflow.models.attention import PackedPlan
+from hybridflow.models.kernels import append_and_attend, serves
 
 
 @dataclass(frozen=True)

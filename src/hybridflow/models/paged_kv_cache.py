@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hybridflow.kernels.paged_attention import append_to_pages, paged_attention
 from hybridflow.models.attention import PackedPlan
+from hybridflow.models.kernels.paged_attention import append_to_pages, paged_attention
 from hybridflow.models.kv_cache import PrefillPlan
 
 PAGE_SIZE = 32

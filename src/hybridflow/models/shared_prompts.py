@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from hybridflow.kernels import causal_attention
 from hybridflow.models.attention import SHORT, pytorch_attention, run_attention
 from hybridflow.models.attention_backend import AttentionCase, AttentionName, attention_for
 from hybridflow.models.block_mask import block_mask_of, masked_attention
+from hybridflow.models.kernels import causal_attention
 
 LONG_PROMPT = 256
 """Shortest shared prompt for which sharing is faster with PyTorch's attention, if it is at least half of the sequence

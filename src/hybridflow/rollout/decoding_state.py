@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hybridflow.kernels.triton_support import generation_kernels
 from hybridflow.models import Forward
+from hybridflow.models.kernels.triton_support import generation_kernels
 from hybridflow.models.paged_kv_cache import PagedDecodePlan, PagedKVCache
 from hybridflow.rollout.sampling import RowRules, SamplingKinds, sample_rows
 from hybridflow.runtime.random_streams import GOLDEN, MULTIPLIER_1, MULTIPLIER_2

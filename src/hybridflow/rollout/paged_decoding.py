@@ -13,9 +13,9 @@ import torch
 from transformers import PreTrainedModel
 
 from hybridflow.errors import RolloutConfigError
-from hybridflow.kernels.triton_support import generation_kernels
 from hybridflow.models import Forward
 from hybridflow.models.continued_prefill import PagedContinuedPlan
+from hybridflow.models.kernels.triton_support import generation_kernels
 from hybridflow.models.kv_cache import PrefillPlan
 from hybridflow.models.paged_kv_cache import PAGE_SIZE, PagedKVCache, PagedPrefillPlan, PageTable, pages_of
 from hybridflow.models.varlen import upload

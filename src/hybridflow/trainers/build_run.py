@@ -10,7 +10,7 @@ from hybridflow.controller import Backend, ClassWithInitArgs, Role, WorkerGroup
 from hybridflow.data import BatchLoader
 from hybridflow.data.loader import Dataset
 from hybridflow.errors import ConfigError
-from hybridflow.kernels import use_kernels
+from hybridflow.models.kernels import use_kernels
 from hybridflow.runtime import (
     bound_shape_caches,
     keep_freed_memory,

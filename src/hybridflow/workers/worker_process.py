@@ -3,7 +3,7 @@
 from hybridflow.config import Config
 from hybridflow.controller import Worker
 from hybridflow.engines import join_process_group
-from hybridflow.kernels import use_kernels
+from hybridflow.models.kernels import use_kernels
 from hybridflow.runtime import (
     bound_shape_caches,
     count_physical_cores,

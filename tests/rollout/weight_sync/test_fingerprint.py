@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridflow.kernels import library
+from hybridflow.models.kernels import library
 from hybridflow.rollout.weight_sync import fingerprint
 from hybridflow.rollout.weight_sync.fingerprint import BLOCK, Fingerprints, _odd
 from hybridflow.runtime.partial_tensor import PartialTensor

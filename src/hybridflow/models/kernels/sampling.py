@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hybridflow.kernels.library import call
-from hybridflow.kernels.triton_support import runs_triton
+from hybridflow.models.kernels.library import call
+from hybridflow.models.kernels.triton_support import runs_triton
 
 
 def draw(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -33,7 +33,7 @@ def block_sums(logits: Tensor, temperatures: Tensor, size: int) -> tuple[Tensor,
     without a possible token has -inf and 0; the sum of a block with NaN or inf is NaN.
     """
     if runs_triton(logits):
-        from hybridflow.kernels.triton_sampling import sums_of_blocks
+        from hybridflow.models.kernels.triton_sampling import sums_of_blocks
 
         return sums_of_blocks(logits, temperatures, size)
     wide = logits if logits.dtype == torch.float64 else logits.float()

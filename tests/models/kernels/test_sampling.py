@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from hybridflow.kernels.sampling import block_sums
+from hybridflow.models.kernels.sampling import block_sums
 
 
 def test_sums_of_blocks_are_relative_to_their_largest_logit():

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from hybridflow.kernels import rms_norm, rotary, silu_mul
-from hybridflow.kernels.paged_attention import LARGEST_HEAD_BYTES, append_to_pages, paged_attention
-from hybridflow.kernels.sampling import block_sums
-from hybridflow.kernels.triton_support import generation_kernels, runs_triton, runs_triton_elementwise
+from hybridflow.models.kernels import rms_norm, rotary, silu_mul
+from hybridflow.models.kernels.paged_attention import LARGEST_HEAD_BYTES, append_to_pages, paged_attention
+from hybridflow.models.kernels.sampling import block_sums
+from hybridflow.models.kernels.triton_support import generation_kernels, runs_triton, runs_triton_elementwise
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ import sys
 import torch
 from torch import Tensor
 
-from hybridflow.kernels import (
+from hybridflow.models.kernels import (
     rms_norm,
     rotary,
     silu_mul,
@@ -17,8 +17,8 @@ from hybridflow.kernels import (
     triton_sampling,
     use_kernels,
 )
-from hybridflow.kernels.paged_attention import _by_gathering
-from hybridflow.kernels.sampling import block_sums
+from hybridflow.models.kernels.paged_attention import _by_gathering
+from hybridflow.models.kernels.sampling import block_sums
 
 PAGE_SIZE, NUM_PAGES, UNUSED = 32, 60, 7
 COUNTS = [1, 31, 32, 33, 256, 257, 600, 511]

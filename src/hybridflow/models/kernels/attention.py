@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybridflow.errors import ModelError
-from hybridflow.kernels.library import call
+from hybridflow.models.kernels.library import call
 
 
 def append_and_attend(

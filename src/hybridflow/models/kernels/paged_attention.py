@@ -7,7 +7,7 @@ table lists its pages in the order of its tokens.
 import torch
 from torch import Tensor
 
-from hybridflow.kernels.triton_support import runs_triton
+from hybridflow.models.kernels.triton_support import runs_triton
 
 LARGEST_HEAD_BYTES = 512
 """Largest size of one head's key in the Triton kernel, whose blocks must fit into shared memory."""
@@ -19,7 +19,7 @@ def append_to_pages(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, sl
     slots: (tokens,) int64, distinct; token i goes to place `slots[i] % page_size` of page `slots[i] // page_size`.
     """
     if runs_triton(key) and key.shape == value.shape:
-        from hybridflow.kernels.triton_paged_attention import append
+        from hybridflow.models.kernels.triton_paged_attention import append
 
         append(key, value, keys, values, slots)
         return
@@ -38,7 +38,7 @@ def paged_attention(
     """
     is_small = keys.shape == values.shape and query.shape[-1] * query.element_size() <= LARGEST_HEAD_BYTES
     if is_small and runs_triton(query):
-        from hybridflow.kernels.triton_paged_attention import attend
+        from hybridflow.models.kernels.triton_paged_attention import attend
 
         return attend(query, keys, values, tables, counts, scaling)
     return _by_gathering(query, keys, values, tables, counts, scaling)

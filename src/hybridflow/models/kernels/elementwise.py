@@ -5,8 +5,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
-from hybridflow.kernels.library import call, serves
-from hybridflow.kernels.triton_support import runs_triton_elementwise
+from hybridflow.models.kernels.library import call, serves
+from hybridflow.models.kernels.triton_support import runs_triton_elementwise
 
 ROW_CHUNKS = 64
 """Number of partial sums of the gradient of a norm's weight; fixed, so that results do not depend on threads."""
@@ -19,7 +19,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     if serves(x) and weight.dtype == x.dtype and weight.shape == x.shape[-1:]:
         return _RMSNorm.apply(x, weight, epsilon) if torch.is_grad_enabled() else _normed(x, weight, epsilon)[1]
     if runs_triton_elementwise(x) and weight.dtype == x.dtype and x.shape[-1] <= WIDEST:
-        from hybridflow.kernels.triton_elementwise import norm
+        from hybridflow.models.kernels.triton_elementwise import norm
 
         return norm(x, weight, epsilon)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -34,7 +34,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if serves(x) and cos.dtype == sin.dtype == torch.float32:
         return _Rotary.apply(x, cos, sin) if torch.is_grad_enabled() else _rotated(x, cos, sin, 1.0)
     if runs_triton_elementwise(x) and cos.dtype == sin.dtype == torch.float32:
-        from hybridflow.kernels.triton_elementwise import rotate
+        from hybridflow.models.kernels.triton_elementwise import rotate
 
         return rotate(x, cos, sin)
     first, second = x.to(cos.dtype).chunk(2, -1)
@@ -47,7 +47,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     if serves(gate) and gate.dtype == up.dtype and gate.shape == up.shape:
         return _SiluMul.apply(gate, up) if torch.is_grad_enabled() else _gated(gate, up)
     if runs_triton_elementwise(gate) and gate.dtype == up.dtype and gate.shape == up.shape:
-        from hybridflow.kernels.triton_elementwise import multiply_gated
+        from hybridflow.models.kernels.triton_elementwise import multiply_gated
 
         return multiply_gated(gate, up)
     return silu(gate) * up

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hybridflow.kernels import rms_norm, rotary, serves, silu_mul, use_kernels
+from hybridflow.models.kernels import rms_norm, rotary, serves, silu_mul, use_kernels
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 6e-3}
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridflow.kernels.paged_attention import append_to_pages, paged_attention
-from hybridflow.kernels.triton_support import runs_triton
+from hybridflow.models.kernels.paged_attention import append_to_pages, paged_attention
+from hybridflow.models.kernels.triton_support import runs_triton
 
 ROOT = Path(__file__).parents[2]
 TRITON = ROOT / ".triton"

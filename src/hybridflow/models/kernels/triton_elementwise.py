@@ -1,7 +1,7 @@
 """Triton kernels of the RMS norm, the rotary embedding and the gated activation, each in one pass, without gradient.
 
 A decoding step on a GPU is bound by memory and by the number of its kernels; PyTorch's operations would be five to
-eight kernels each. The formulas and the rounding are those of `hybridflow.kernels.elementwise`.
+eight kernels each. The formulas and the rounding are those of `hybridflow.models.kernels.elementwise`.
 """
 
 # PyTorch for CUDA brings Triton, PyTorch for CPUs does not.

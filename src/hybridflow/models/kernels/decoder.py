@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.errors import ModelError
-from hybridflow.kernels.library import call
+from hybridflow.models.kernels.library import call
 
 
 class PackedLinear:
