@@ -15,6 +15,7 @@ from torch import Tensor
 from hybridflow.config import Config
 from hybridflow.engines import LossFunction, Outputs, UpdateResult
 from hybridflow.protocol import DataProto
+from hybridflow.rewards.closure import Closure
 from hybridflow.rollout import Completion, Request
 from hybridflow.rollout.weight_sync import WeightReceiver, WeightSender, build_sending_transport, build_transport
 from hybridflow.runtime import uniform
@@ -173,7 +174,7 @@ class WaitingRollout:
 class WaitingGenerator(RolloutWorker):
     """A generating worker whose engine waits."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, environments: Sequence[Closure] = ()) -> None:
         from hybridflow.data import load_tokenizer
 
         prepare_worker_process(self, config)

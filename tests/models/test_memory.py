@@ -137,6 +137,7 @@ def without_kernels():
 
 
 @pytest.mark.exhaustive
+@pytest.mark.own_run("grpo: torch.compile starts a process if its cache has no such kernel")
 @pytest.mark.usefixtures("without_kernels")
 @pytest.mark.filterwarnings("ignore")  # warnings of torch.compile
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])

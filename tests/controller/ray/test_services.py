@@ -19,7 +19,8 @@ import os, signal, sys, time
 import ray, torch
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from hybridflow.controller import ClassWithInitArgs, Dispatch, ResourcePool, Worker, WorkerGroup, register
-from hybridflow.controller.ray import RayBackend, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, cluster_watch
+from hybridflow.controller.ray import RayBackend, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from hybridflow.controller.ray.liveness import cluster_watch
 from hybridflow.controller.ray.reaper import cluster_processes
 from hybridflow.errors import ConfigError, HybridFlowError, LostWorkerError, WorkerError
 from hybridflow.protocol import DataProto
