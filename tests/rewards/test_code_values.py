@@ -80,8 +80,9 @@ def test_a_value_that_is_too_large_to_compare_is_refused():
     with pytest.raises(RecursionError):
         encode([deep])
     many = encode({"x": set(range(MAX_HASHED)), "y": {1: 2}})
-    for message in (many, encode(Fraction(3**9000, 2)), encode(Decimal("1" * 2000)), b"(\xff\xff\xff\xff"):
-        with pytest.raises(ValueError, match=r"too many|limited size|too short"):
+    too_long = (encode(range(2**22)), encode(range(10**30)))
+    for message in (many, *too_long, encode(Fraction(3**9000, 2)), encode(Decimal("1" * 2000)), b"(\xff\xff\xff\xff"):
+        with pytest.raises(ValueError, match=r"too many|limited size|too short|not valid"):
             decode(message)
     assert len(decode(many, max_hashed=MAX_HASHED + 3)["x"]) == MAX_HASHED
 

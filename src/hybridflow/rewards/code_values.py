@@ -160,7 +160,10 @@ class _Reader:
 
 
 def _range(parts: list[Any]) -> range:
-    return range(*parts)
+    value = range(*parts)
+    if len(value) > MAX_VALUES:  # `"a" in range(10**18)` would compare each number, and no signal stops it
+        raise ValueError("the range has too many numbers")
+    return value
 
 
 def _fraction(parts: list[Any]) -> Any:
