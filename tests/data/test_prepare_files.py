@@ -435,3 +435,17 @@ def test_rows_that_cannot_be_written_leave_the_files_as_they_were(tmp_path, trut
     assert (tmp_path / "train.parquet").read_bytes() == before
     with pytest.raises(DataError, match="cannot be written"):
         write_sft_file(tmp_path / "train.parquet" / "a.parquet", [("a", "b")])
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "problem"),
+    [
+        ("gsm8k", {"prompt": "x"}, "dataset='gsm8k' has no option 'prompt'; its options are instruction."),
+        ("dapo", {"instruction": "x"}, "dataset='dapo' has no option 'instruction'; its options are none."),
+        ("table", {}, "dataset='table' needs data_source; its options are data_source, prompt, answer, "),
+    ],
+)
+def test_an_option_that_a_data_set_does_not_have_or_needs_is_named(tmp_path, dataset, options, problem):
+    with pytest.raises(DataConfigError) as caught:
+        prepare_files(dataset, tmp_path / "absent.jsonl", tmp_path, **options)
+    assert problem in str(caught.value)

@@ -183,3 +183,10 @@ def test_a_loop_that_ends_among_episodes_is_an_error_and_leaves_the_engine_idle(
     with pytest.raises(EnvironmentConfigError, match="the event loop of the environments has ended"):
         play_episodes(engine, starts_of(lambda i: 0, 1), SAMPLING, loop)
     assert not engine.has_unfinished()
+
+
+def test_an_engine_that_loses_a_turn_is_an_error_in_place_of_a_hang(model, loop):
+    engine = EmbeddedRollout(model)
+    engine.submit = lambda request: None
+    with pytest.raises(RolloutError, match="has lost their turns"):
+        play_episodes(engine, starts_of(lambda i: 0.0, 2), SAMPLING, loop)

@@ -541,3 +541,9 @@ def test_batch_round_trips_through_a_tensordict():
 def test_invalid_tensordicts_are_errors(make, error, message):
     with pytest.raises(error, match=message):
         DataProto.from_tensordict(make())
+
+
+@pytest.mark.parametrize("other", [None, 3, "x", {"a": 1}], ids=["None", "a number", "text", "a dict"])
+def test_union_with_anything_but_a_batch_is_an_error_that_names_it(other):
+    with pytest.raises(BatchError, match=f"union needs a DataProto or a DataProtoFuture, got {type(other).__name__}"):
+        DataProto.from_dict({"a": torch.ones(2)}).union(other)

@@ -107,6 +107,8 @@ class RunningEpisodes:
                     self._num_steps += 1
                     self._between_steps()
                 self._take_finished()  # an engine may finish sequences without a step
+                if not (self._turns or self._engine.has_unfinished() or len(self._ended) >= count):
+                    raise RolloutError("the engine is idle, but episodes have not ended: it has lost their turns.")
                 note_progress()
             groups, self._ended = self._ended[:count], self._ended[count:]
             members = [range(group * self._group_size, (group + 1) * self._group_size) for group in groups]

@@ -9,7 +9,7 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any, Protocol, TypeVar, overload, runtime_checkable
 
 import numpy as np
 import torch
@@ -35,17 +35,16 @@ from hybridflow.protocol.rows import as_count, is_single_row, repeat_rows, row_i
 _SHUFFLING = ("shuffle", "drop_last")
 
 
+@runtime_checkable
 class Future(Protocol):
     """A batch that is not computed yet, as `union` needs it: `DataProtoFuture`."""
 
     @staticmethod
     def of(batch: Any) -> Any:
         """Return a batch as a future."""
-        ...
 
     def union(self, other: Any) -> Any:
         """Return the columns of both."""
-        ...
 
 
 Futures = TypeVar("Futures", bound=Future)
@@ -337,6 +336,8 @@ class DataProto(Batch):
         of meta_info with different values or the numbers of rows differ. "metrics" is joined name by name.
         """
         if not isinstance(other, DataProto):
+            if not isinstance(other, Future):
+                raise BatchError(f"union needs a DataProto or a DataProtoFuture, got {type(other).__name__}.")
             return other.of(self).union(other)
         mine = count_rows(self.batch, self.non_tensor_batch, self.meta_info)
         theirs = count_rows(other.batch, other.non_tensor_batch, other.meta_info)

@@ -5,11 +5,13 @@ the driver and in its workers. Unset, a place costs the lookup of the variable.
 """
 
 import os
-import runpy
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import cache
 from typing import Any
+
+from hybridflow.errors import ConfigError
+from hybridflow.runtime.user_code import load_user_function
 
 FAULTS_VARIABLE = "HYBRIDFLOW_FAULTS"
 
@@ -28,5 +30,4 @@ def fault_point(name: str, target: Any = None) -> None:
 
 @cache
 def _injected(place: str) -> Callable[[str, str, Any], None]:
-    file, _, function = place.rpartition(":")
-    return runpy.run_path(file)[function]
+    return load_user_function(place, FAULTS_VARIABLE, ConfigError)

@@ -53,14 +53,13 @@ class PPO:
         sync_weights: Callable[[], Mapping[str, float]],
         costs_of: CostsOf,
     ) -> None:
-        self.config, self.costs_of = config, costs_of
+        self.config, self.groups, self.costs_of = config, groups, costs_of
         self.metrics: dict[str, Any] = {}
         self.actor = groups[Role.ActorRollout]
         self.critic = groups.get(Role.Critic)
         reference = Role.ActorRollout if config.actor_is_reference else Role.RefPolicy
         self.reference = groups[reference] if config.uses_reference else None
         self.teacher = groups.get(Role.Teacher)
-        self.groups = groups
         self.begin(sample, sync_weights)
 
     def begin(self, sample: Sampler, sync_weights: Callable[[], Mapping[str, float]]) -> None:
@@ -108,9 +107,8 @@ class PPO:
                 kls.append(kl)
             batch = batch.union(add_advantages(batch, config))
             if trains_actor and config.trainer.stream:  # the optimizer step follows the last part
-                part = [len(parts), sampled.num_parts, sampled.num_rows]
-                meta_info = {"part": part, "kl_coef": self.kl_controller.coef}
-                updates.append(self.actor.update_actor_in_parts.remote(batch.with_meta_info(meta_info)))
+                part = {"part": [len(parts), sampled.num_parts, sampled.num_rows], "kl_coef": self.kl_controller.coef}
+                updates.append(self.actor.update_actor_in_parts.remote(batch.with_meta_info(part)))
             parts.append(batch)
         batch = joined(parts)
         self.metrics |= mean_metrics(imbalances)

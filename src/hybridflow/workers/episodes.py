@@ -258,6 +258,7 @@ class PlayedBatch:
             numbers = [number for number, _ in groups]
             rows = self._worker.rows_of(self, numbers, [each for _, episodes in groups for each in episodes])
         except EnvironmentConfigError:  # something blocks the event loop, or no process can be started
+            self._running.abandon()
             raise
         except BaseException:
             self.abandon()

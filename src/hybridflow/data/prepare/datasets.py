@@ -4,6 +4,7 @@ A row function gets the record, its place for errors and the options of its data
 to drop the record, and raises DataError for a malformed one.
 """
 
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -57,11 +58,17 @@ def prepare_files(
     Without a `test_file`, `test_size` random rows of the training file are the test set. A row that repeats an earlier
     prompt, a training row whose prompt is in the test set, and rows without a prompt or an answer are dropped and
     counted in `dropped`. Raises DataError, naming file and row, for a missing column or a malformed row, and
-    DataConfigError for another suffix, an unknown data set and a `test_size` that leaves no training row.
+    DataConfigError for another suffix, an unknown data set or option, and a `test_size` that leaves no training row.
     """
     if dataset not in DATASETS:
         raise DataConfigError(f"dataset={dataset!r} is invalid: expected one of {', '.join(DATASETS)}.")
     columns, make_row, unique = DATASETS[dataset]
+    known = inspect.signature(make_row).parameters.values()
+    valid = {each.name: each.default is each.empty for each in known if each.kind is each.KEYWORD_ONLY}
+    needed = [name for name, is_needed in valid.items() if is_needed and name not in options]
+    if wrong := [*sorted(options.keys() - valid.keys()), *needed]:
+        found = f"needs {needed[0]}" if wrong[0] in needed else f"has no option {wrong[0]!r}"
+        raise DataConfigError(f"dataset={dataset!r} {found}; its options are {', '.join(valid) or 'none'}.")
     if dataset == "table":
         columns = (options.get("prompt", "prompt"), options.get("answer", "answer"))
     return write_splits_of(

@@ -68,11 +68,8 @@ class WholeBatches:
         return (response_rows(ticket.prompts, self._config, self._config.rollout.group_size).union(rollouts),)
 
 
-class RunningBatches:
+class RunningBatches(WholeBatches):
     """Generates batches side by side: sequences of several run in an engine at a time."""
-
-    def __init__(self, config: Config, rollout: WorkerGroup) -> None:
-        self._config, self._rollout = config, rollout
 
     def begin(self, prompts: DataProto) -> Ticket:
         """Begin in all engines, each with its share of the prompts."""
@@ -81,8 +78,7 @@ class RunningBatches:
     def take(self, ticket: Ticket) -> tuple[DataProtoFuture, ...]:
         """Generate what is left of the batch, and return it in the order of its prompts."""
         (begun,) = ticket.begun
-        rollouts = self._rollout.finish_sequences.remote(begun)
-        return (response_rows(ticket.prompts, self._config, self._config.rollout.group_size).union(rollouts),)
+        return super().take(Ticket(ticket.prompts, [self._rollout.finish_sequences.remote(begun)]))
 
 
 class StreamedBatches:
