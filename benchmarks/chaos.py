@@ -33,8 +33,8 @@ from support.program import run
 from support.report import Row, print_rows, print_table
 
 from hybridflow.config import Config, load_config
-from hybridflow.observability import read_jsonl
 from hybridflow.runtime.fault_points import FAULTS_VARIABLE
+from hybridflow.runtime.observe import read_jsonl
 
 sys.path.append(str(ROOT / "tests"))
 sys.path.append(str(ROOT / "examples"))

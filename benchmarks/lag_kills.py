@@ -28,7 +28,7 @@ from support.program import run
 from support.report import Row, print_rows
 
 from hybridflow.data import prompt_row, write_prompt_file
-from hybridflow.observability import read_jsonl
+from hybridflow.runtime.observe import read_jsonl
 
 sys.path.append(str(ROOT / "examples"))
 from countdown_task import write_model

@@ -43,7 +43,7 @@ from hybridflow.controller.ray import RayResourcePool
 from hybridflow.controller.ray.local_cluster import LocalCluster
 from hybridflow.data import BatchLoader
 from hybridflow.data.prepare.prompt_file import prompt_row, write_prompt_file
-from hybridflow.observability import read_jsonl
+from hybridflow.runtime.observe import read_jsonl
 from hybridflow.trainers.build_generation import open_prompts
 from hybridflow.trainers.build_run import prepare_driver_process
 from hybridflow.trainers.groups import build_backend, meshes_of

@@ -24,7 +24,7 @@ from support.countdown import configured, write_task
 from support.program import run
 from support.report import Row, print_rows
 
-from hybridflow.observability import read_jsonl
+from hybridflow.runtime.observe import read_jsonl
 from hybridflow.trainers import build_trainer
 
 WARM_UP = 2

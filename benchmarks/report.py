@@ -25,9 +25,9 @@ from support.errors import BenchmarkError
 from support.program import run
 from support.report import Row, print_rows
 
+from hybridflow.cli.inspect.report import write_report
 from hybridflow.config import load_config
-from hybridflow.observability.report import write_report
-from hybridflow.observability.run_files import RunFiles
+from hybridflow.runtime.observe.run_files import RunFiles
 from hybridflow.trainers import build_trainer, ppo_trainer
 from hybridflow.trainers.run_log import RunLog
 

@@ -15,8 +15,8 @@ from support.errors import BenchmarkError
 from support.program import run
 from support.report import Row, print_rows
 
-from hybridflow.rewards import RewardRunner, RewardScorer, code_reward, math_reward
-from hybridflow.rewards.journal import RewardJournal
+from hybridflow.environments.rewards import RewardRunner, RewardScorer, code_reward, math_reward
+from hybridflow.environments.rewards.journal import RewardJournal
 
 CHEAP = "def score(data_source, solution_str, ground_truth, extra_info):\n    return len(solution_str)\n"
 FAILING = """

@@ -25,7 +25,7 @@ from support.report import Row, print_rows
 REWARD = """
 import asyncio
 
-from hybridflow.rewards import countdown_reward
+from hybridflow.environments.rewards import countdown_reward
 
 
 async def score(data_source, solution_str, ground_truth, extra_info):

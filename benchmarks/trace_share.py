@@ -21,7 +21,7 @@ from support.program import run
 from support.report import Row, print_rows
 
 from hybridflow.errors import HybridFlowError
-from hybridflow.observability import (
+from hybridflow.runtime.observe import (
     JsonlWriter,
     Trace,
     TraceEvent,

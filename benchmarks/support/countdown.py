@@ -10,7 +10,7 @@ from typing import Any
 
 from hybridflow.checkpoint import CheckpointStore, export_model
 from hybridflow.config import Config, load_config
-from hybridflow.observability import read_jsonl
+from hybridflow.runtime.observe import read_jsonl
 from hybridflow.trainers import OfflineTrainer, PPOTrainer, build_sft_trainer, build_trainer
 from support.environments import ROOT
 from support.program import INTERRUPTED

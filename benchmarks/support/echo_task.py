@@ -14,7 +14,7 @@ from pathlib import Path
 from hybridflow.checkpoint import CheckpointStore, export_model
 from hybridflow.config import load_config
 from hybridflow.data import prompt_row, write_prompt_file
-from hybridflow.observability import read_jsonl
+from hybridflow.runtime.observe import read_jsonl
 from hybridflow.trainers import build_trainer
 from support.environments import ROOT
 from support.program import INTERRUPTED

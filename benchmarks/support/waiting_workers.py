@@ -14,8 +14,8 @@ from torch import Tensor
 
 from hybridflow.config import Config
 from hybridflow.engines import LossFunction, Outputs, UpdateResult
+from hybridflow.environments.processes.closure import Closure
 from hybridflow.protocol import DataProto
-from hybridflow.rewards.closure import Closure
 from hybridflow.rollout import Completion, Request
 from hybridflow.rollout.weight_sync import WeightReceiver, WeightSender, build_sending_transport, build_transport
 from hybridflow.runtime import uniform

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from hybridflow.api import Run, dpo, open_run, reward_model, sft, train
+    from hybridflow.cli.api import Run, dpo, open_run, reward_model, sft, train
     from hybridflow.config import load_config
     from hybridflow.controller import Dispatch, Execute, Worker, register
     from hybridflow.protocol import DataProto, DataProtoFuture
@@ -35,15 +35,15 @@ _MODULES = {
     "DataProtoFuture": "hybridflow.protocol",
     "Dispatch": "hybridflow.controller",
     "Execute": "hybridflow.controller",
-    "Run": "hybridflow.api",
+    "Run": "hybridflow.cli.api",
     "Worker": "hybridflow.controller",
-    "dpo": "hybridflow.api",
+    "dpo": "hybridflow.cli.api",
     "load_config": "hybridflow.config",
-    "open_run": "hybridflow.api",
+    "open_run": "hybridflow.cli.api",
     "register": "hybridflow.controller",
-    "reward_model": "hybridflow.api",
-    "sft": "hybridflow.api",
-    "train": "hybridflow.api",
+    "reward_model": "hybridflow.cli.api",
+    "sft": "hybridflow.cli.api",
+    "train": "hybridflow.cli.api",
 }
 
 

@@ -60,17 +60,7 @@ def test_the_algorithm_reaches_few_files_and_few_lines():
     assert num_lines <= MOST_LINES
     rooms = {path.relative_to(SRC).parts[1] for path in files}
     assert rooms <= {
-        *(
-            "algorithms",
-            "config",
-            "controller",
-            "errors.py",
-            "observability",
-            "protocol",
-            "runtime",
-            "trainers",
-            "workers",
-        )
+        *("algorithms", "config", "controller", "errors.py", "protocol", "runtime", "trainers", "workers"),
     }
 
 

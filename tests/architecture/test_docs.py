@@ -17,9 +17,9 @@ from hybridflow.cli.exit_codes import exit_codes_markdown
 from hybridflow.cli.main import COMMANDS, main
 from hybridflow.config import load_config, reference_markdown
 from hybridflow.data import prompt_row, write_prompt_file
-from hybridflow.observability import metrics_markdown
-from hybridflow.observability.advice import findings_markdown
 from hybridflow.protocol import FIELDS
+from hybridflow.runtime.observe import metrics_markdown
+from hybridflow.runtime.observe.advice import findings_markdown
 from hybridflow.trainers import build_trainer, ppo
 from hybridflow.trainers.ppo import PPO
 

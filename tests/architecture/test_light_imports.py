@@ -23,8 +23,8 @@ import hybridflow
 dir(hybridflow)
 require_light("hybridflow")
 hybridflow.load_config(None)
-import hybridflow.config, hybridflow.cli.doctor, hybridflow.errors, hybridflow.observability, hybridflow.runtime
-from hybridflow.observability.memory import memory_bytes
+import hybridflow.config, hybridflow.cli.doctor, hybridflow.errors, hybridflow.runtime.observe, hybridflow.runtime
+from hybridflow.runtime.observe.memory import memory_bytes
 memory_bytes()
 require_light("a package")
 from hybridflow.cli.main import main

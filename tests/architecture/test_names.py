@@ -23,9 +23,9 @@ from hybridflow.config.sections.learning import AdvantageName, AggregationName, 
 from hybridflow.config.sections.models import DTypeName
 from hybridflow.controller import Role
 from hybridflow.models.loading import DTYPES
-from hybridflow.observability import METRICS, RL_FIGURES, SFT_FIGURES, find_metric
-from hybridflow.observability.findings import FINDINGS
-from hybridflow.observability.metrics import Unit
+from hybridflow.runtime.observe import METRICS, RL_FIGURES, SFT_FIGURES, find_metric
+from hybridflow.runtime.observe.findings import FINDINGS
+from hybridflow.runtime.observe.metrics import Unit
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "hybridflow"

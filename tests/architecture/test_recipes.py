@@ -13,7 +13,7 @@ from fixtures.tiny_episodes import episode_settings
 from hybridflow.algorithms import ADVANTAGES, POLICY_LOSSES
 from hybridflow.config import leaf_keys, load_config
 from hybridflow.config.render import toml_value
-from hybridflow.observability import read_jsonl
+from hybridflow.runtime.observe import read_jsonl
 from hybridflow.trainers import build_dpo_trainer, build_reward_model_trainer, build_sft_trainer, build_trainer
 
 ROOT = Path(__file__).parents[2]

@@ -22,7 +22,7 @@ def wheel(tmp_path_factory):
     """Build the wheel of a copy of the sources, since a build writes beside them."""
     copy = tmp_path_factory.mktemp("wheel")
     others = [ROOT / name for name in ("pyproject.toml", "README.md", "LICENSE")]
-    assets = (ROOT / "src/hybridflow/observability/report/assets").iterdir()
+    assets = (ROOT / "src/hybridflow/cli/inspect/report/assets").iterdir()
     for path in {*others, *SOURCES, *SHARED, *assets}:
         target = copy / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def test_a_task_and_the_demo_run_from_an_empty_directory(wheel, tmp_path):
     few += ["--sft", "trainer.total_steps=3", "--sft", "offline.batch_size=32", "--grpo", "trainer.total_steps=1"]
     few += ["--grpo", "data.train_batch_size=8", "--grpo", "validation.max_samples=8"]
     assert "demo: accuracy" in python("-m", "hybridflow", "demo", *few)
-    program = "import hybridflow; from hybridflow.api.settings import recipe_files; print(recipe_files('dapo')[0])"
+    program = "import hybridflow; from hybridflow.cli.api.settings import recipe_files; print(recipe_files('dapo')[0])"
     assert python("-c", program).strip() == f"{site}/hybridflow/recipes/algorithms/dapo.toml"
 
 

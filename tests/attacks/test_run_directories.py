@@ -11,7 +11,7 @@ from hybridflow.checkpoint import CheckpointStore, save_state
 from hybridflow.cli.main import main
 from hybridflow.data import write_sft_file
 from hybridflow.errors import DataError
-from hybridflow.observability import JsonlWriter
+from hybridflow.runtime.observe import JsonlWriter
 
 LONGEST_LINE = 2010
 FAILED, USAGE = 1, 2

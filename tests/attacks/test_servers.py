@@ -9,8 +9,8 @@ from contextlib import suppress
 
 import pytest
 
+from hybridflow.environments.rewards import RewardScorer, http_reward, judge_reward
 from hybridflow.errors import RewardError
-from hybridflow.rewards import RewardScorer, http_reward, judge_reward
 
 LONGEST_LINE = 1500
 """Characters of an error's first line, whatever the server sends."""

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from fixtures.report_runs import HOSTILE, served, write_run
-from hybridflow.observability.report import write_report
-from hybridflow.observability.run_files import RunFiles
+from hybridflow.cli.inspect.report import write_report
+from hybridflow.runtime.observe.run_files import RunFiles
 
 pytestmark = pytest.mark.browser
 

@@ -2,8 +2,8 @@ import pytest
 
 from hybridflow.cli.main import main
 from hybridflow.config import load_config
-from hybridflow.observability import read_jsonl
 from hybridflow.runtime import capture_random_state, load_user_function, restore_random_state
+from hybridflow.runtime.observe import read_jsonl
 
 
 @pytest.fixture

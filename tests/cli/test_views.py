@@ -7,12 +7,19 @@ import re
 import pytest
 
 from fixtures.report_runs import write_run
+from hybridflow.cli.inspect.timeline import coverage
 from hybridflow.cli.main import main
 from hybridflow.errors import DataError
-from hybridflow.observability import JsonlWriter, TraceEvent, performance_report, read_jsonl, trace_row, transfer_report
-from hybridflow.observability.findings import FINDINGS
-from hybridflow.observability.run_files import RunFiles
-from hybridflow.observability.timeline import coverage
+from hybridflow.runtime.observe import (
+    JsonlWriter,
+    TraceEvent,
+    performance_report,
+    read_jsonl,
+    trace_row,
+    transfer_report,
+)
+from hybridflow.runtime.observe.findings import FINDINGS
+from hybridflow.runtime.observe.run_files import RunFiles
 
 NOT_A_RUN = "is not the directory of a run: it has no run.json"
 LOOKED = f"looked for {len(FINDINGS)}, in the metrics of steps"

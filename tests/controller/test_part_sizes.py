@@ -18,9 +18,9 @@ from hybridflow.controller import (
 )
 from hybridflow.controller.part_sizes import MAX_WAITING, GroupShares, MeasuredParts, SteadyShares, sizes_of_shares
 from hybridflow.errors import DispatchError
-from hybridflow.observability import Trace
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.handle import Duration
+from hybridflow.runtime.observe import Trace
 
 
 def shares_after(*measurements, num_parts=2):
@@ -162,7 +162,7 @@ def test_a_call_of_zero_duration_is_ignored():
     assert measured([4, 4], *[[0.0, 3.0]] * 9).shares.values == [0.5, 0.5]
 
 
-CLOCKS = ("hybridflow.controller.local", "hybridflow.controller.ray.worker_process", "hybridflow.observability.waits")
+CLOCKS = ("hybridflow.controller.local", "hybridflow.controller.ray.worker_process", "hybridflow.runtime.observe.waits")
 
 
 class Clock:

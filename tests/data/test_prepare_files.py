@@ -17,9 +17,9 @@ from hybridflow.data import (
 )
 from hybridflow.data.prepare.datasets import boxed_answer
 from hybridflow.data.prepare.prompt_file import write_splits
+from hybridflow.environments.rewards import math_reward
+from hybridflow.environments.rewards.table import ANSWERS, table_reward
 from hybridflow.errors import DataConfigError, DataError
-from hybridflow.rewards import math_reward
-from hybridflow.rewards.table import ANSWERS, table_reward
 
 STEPS = ' Let\'s think step by step and output the final answer after "####".'
 NO_BOX = r"no answer and no \boxed{...} in the solution"

@@ -16,8 +16,8 @@ from hybridflow.data import (
     prepare_countdown,
     prepare_multiplication,
 )
+from hybridflow.environments.rewards import countdown_reward, evaluate_arithmetic
 from hybridflow.errors import DataError
-from hybridflow.rewards import countdown_reward, evaluate_arithmetic
 
 
 def test_solution_reaches_the_target_with_each_number_once():

@@ -6,7 +6,7 @@ import pyarrow
 import pytest
 
 from fixtures.row_files import write_rows
-from hybridflow.api.rows import is_columnar
+from hybridflow.cli.api.rows import is_columnar
 from hybridflow.data import RowForm, SFTDataset, write_conversation_file
 from hybridflow.data.row_forms import rows_of
 from hybridflow.data.tool_messages import without_nulls_of_columns

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.observability import read_jsonl
+from hybridflow.runtime.observe import read_jsonl
 
 ROOT = Path(__file__).parents[2]
 ALL = pytest.mark.exhaustive

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hybridflow.observability import read_jsonl
+from hybridflow.runtime.observe import read_jsonl
 
 USER_FUNCTIONS = """
 def advantages(*, scores, group_ids, factor=1.0):

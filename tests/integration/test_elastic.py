@@ -6,7 +6,7 @@ Every prompt is used once, in the same order, and loss and gradients are equal t
 import pytest
 
 from fixtures.tiny_run import metrics_differ
-from hybridflow.observability import read_jsonl
+from hybridflow.runtime.observe import read_jsonl
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ray, pytest.mark.own_run("resumed: its ranks change")]
 

@@ -5,7 +5,7 @@ import pytest
 from fixtures.planted_faults import faults
 from fixtures.tiny_episodes import episode_settings
 from fixtures.tiny_run import texts_of
-from hybridflow.observability import read_jsonl
+from hybridflow.runtime.observe import read_jsonl
 
 ON_RAY = ("controller.backend=ray", "controller.cpus_per_worker=0.5", "recovery.backoff_s=0")
 POOLS = (*ON_RAY, "placement.pools={learn=[1],generate=[1]}", "placement.roles.rollout=generate")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from hybridflow.observability import read_jsonl
+from hybridflow.runtime.observe import read_jsonl
 
 SAMPLED = ("validation.group_size=2", "validation.temperature=1", "reward.processes=0")
 FEW = ("data.max_response_length=4", "controller.threads=1", "validation.group_size=8", "validation.temperature=1")

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from fixtures.tiny_run import GRPO, differing
-from hybridflow.observability import read_jsonl
+from hybridflow.runtime.observe import read_jsonl
 
 pytestmark = [pytest.mark.runs, pytest.mark.own_run("grpo: it ends with an error or by a signal")]
 

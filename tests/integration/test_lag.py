@@ -3,7 +3,7 @@
 import pytest
 
 from fixtures.tiny_run import WEIGHTS, differing, metrics_differ, spans
-from hybridflow.observability import read_jsonl
+from hybridflow.runtime.observe import read_jsonl
 
 LAG = ("trainer.lag=2", "algorithm.rollout_weights=token")
 POOLS = (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fixtures.tiny_run import differing, metrics_differ
-from hybridflow.observability import read_jsonl
+from hybridflow.runtime.observe import read_jsonl
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ray, pytest.mark.own_run("recovered: nodes of a cluster die")]
 

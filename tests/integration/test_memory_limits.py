@@ -13,7 +13,7 @@ import torch
 from ray._private.utils import get_system_memory, get_used_memory
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hybridflow.observability import read_jsonl
+from hybridflow.runtime.observe import read_jsonl
 
 pytestmark = [
     pytest.mark.exhaustive,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from hybridflow.observability import read_jsonl
+from hybridflow.runtime.observe import read_jsonl
 
 
 @pytest.fixture

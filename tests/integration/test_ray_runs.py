@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 from fixtures.tiny_run import FROM_RAY, GRPO, PPO, differing, metrics_differ
+from hybridflow.cli.inspect.timeline import coverage
 from hybridflow.config import load_config
-from hybridflow.observability import TraceEvent, dataflow_edges, read_jsonl
-from hybridflow.observability.run_files import RunFiles
-from hybridflow.observability.timeline import coverage
+from hybridflow.runtime.observe import TraceEvent, dataflow_edges, read_jsonl
+from hybridflow.runtime.observe.run_files import RunFiles
 from hybridflow.trainers import run_on_placeholders
 
 pytestmark = [pytest.mark.ray, pytest.mark.runs]

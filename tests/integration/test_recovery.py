@@ -9,7 +9,7 @@ from support.faults import fired_faults
 
 from fixtures.planted_faults import faults
 from fixtures.tiny_run import differing, metrics_differ, results_of
-from hybridflow.observability import read_jsonl
+from hybridflow.runtime.observe import read_jsonl
 
 pytestmark = [pytest.mark.ray, pytest.mark.runs]
 

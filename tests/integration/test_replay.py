@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from hybridflow.observability import read_jsonl
+from hybridflow.runtime.observe import read_jsonl
 
 pytestmark = [pytest.mark.runs, pytest.mark.own_run("grpo: it is learned again")]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybridflow.observability import read_jsonl
+from hybridflow.runtime.observe import read_jsonl
 
 REWARD = """
 import os

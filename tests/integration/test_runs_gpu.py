@@ -7,7 +7,7 @@ import pytest
 from fixtures.tiny_episodes import episode_settings, write_episode_task
 from hybridflow.checkpoint import CheckpointStore
 from hybridflow.config import load_config
-from hybridflow.observability import read_jsonl
+from hybridflow.runtime.observe import read_jsonl
 from hybridflow.trainers import build_trainer
 
 pytestmark = pytest.mark.gpu

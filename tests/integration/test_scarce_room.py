@@ -5,7 +5,7 @@ import pytest
 from hybridflow.config import load_config
 from hybridflow.controller.ray import RayResourcePool
 from hybridflow.controller.ray.resource_pool import nodes_of_cluster
-from hybridflow.observability import read_jsonl
+from hybridflow.runtime.observe import read_jsonl
 from hybridflow.trainers import build_trainer
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ray, pytest.mark.own_run("ray_two: another program has the room")]

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from fixtures.chat_tokenizers import chat_tokenizer
 from hybridflow.data import load_tokenizer, stop_token_ids
 from hybridflow.environments import AssistantTurn, ChatRenderer, Tool, ToolCall
-from hybridflow.observability import read_jsonl
+from hybridflow.runtime.observe import read_jsonl
 
 
 def add(a: int, b: int) -> str:

@@ -3,7 +3,7 @@
 import pytest
 
 from fixtures.tiny_run import differing
-from hybridflow.observability import read_jsonl
+from hybridflow.runtime.observe import read_jsonl
 
 STEPS, SLOW_STEP = 7, 6
 """Five steps are needed to judge one, so that a busy machine cannot lead to an earlier measurement."""

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from fixtures.tiny_run import WEIGHTS, differing, metrics_differ, spans, texts_of
-from hybridflow.observability import read_jsonl
+from hybridflow.runtime.observe import read_jsonl
 
 EXACT = ("model.dtype=float64",)
 STREAM = ("trainer.stream=true",)

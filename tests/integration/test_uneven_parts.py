@@ -5,7 +5,7 @@ import pytest
 from fixtures.tiny_run import metrics_differ
 from hybridflow.config import load_config
 from hybridflow.controller.part_sizes import MeasuredParts
-from hybridflow.observability import read_jsonl
+from hybridflow.runtime.observe import read_jsonl
 from hybridflow.trainers import build_sft_trainer, build_trainer
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ray, pytest.mark.own_run("ray_two: with unequal parts")]

@@ -13,7 +13,7 @@ import pytest
 from support.faults import fired_faults
 
 from fixtures.planted_faults import faults
-from hybridflow.observability import read_jsonl
+from hybridflow.runtime.observe import read_jsonl
 
 pytestmark = pytest.mark.vllm
 exhaustive = pytest.mark.exhaustive

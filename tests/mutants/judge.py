@@ -131,7 +131,7 @@ def judge(
         package = fault.path.split("/")[0].removesuffix(".py")
         found = reached.get(number, set())
         if fault.path.startswith("rewards/code_"):
-            found = {name for name in tests if name.startswith(("tests/rewards/", "tests/attacks/test_programs"))}
+            found = {name for name in tests if name.startswith(("tests/environments/", "tests/attacks/test_programs"))}
         order = sorted(found, key=lambda name: (not name.startswith(f"tests/{package}/"), tests[name].seconds, name))
         if catching.get(number) in order:
             order = [catching[number], *order]

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from hybridflow.config import AlgorithmConfig, Config, DataConfig, RewardConfig
-from hybridflow.environments.environment import EndReason
+from hybridflow.environments.episodes.environment import EndReason
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers.episode_rows import EpisodeRows
 from hybridflow.trainers.reading import read

@@ -15,7 +15,7 @@ from hybridflow.checkpoint import CheckpointStore
 from hybridflow.config import load_config
 from hybridflow.environments import CalledTool, ChatRenderer, Episode, EpisodeRow, PlayedEpisode, ToolCall, Turn
 from hybridflow.errors import ConfigError, EnvironmentConfigError, RewardError
-from hybridflow.observability import read_jsonl
+from hybridflow.runtime.observe import read_jsonl
 from hybridflow.trainers import build_trainer
 from hybridflow.trainers.build_generation import build_generator
 from hybridflow.trainers.generation import typed_prompts

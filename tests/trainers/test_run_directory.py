@@ -11,7 +11,7 @@ import pytest
 from hybridflow.checkpoint import save_state
 from hybridflow.config import load_config
 from hybridflow.errors import CheckpointError, ConfigError, DataError, RunInUseError
-from hybridflow.observability import JsonlWriter, read_jsonl
+from hybridflow.runtime.observe import JsonlWriter, read_jsonl
 from hybridflow.trainers import RunDirectory
 from hybridflow.trainers.run_directory import RECOVERIES, TOKEN_BUDGETS, WRITTEN, require_unused
 from hybridflow.trainers.run_log import RunLog

@@ -12,7 +12,7 @@ from fixtures.wandb_file import history_of
 from hybridflow.cli.main import main
 from hybridflow.config import load_config
 from hybridflow.errors import ConfigError
-from hybridflow.observability import MLflowTracker, PrometheusTracker, WandbTracker, read_jsonl
+from hybridflow.runtime.observe import MLflowTracker, PrometheusTracker, WandbTracker, read_jsonl
 from hybridflow.trainers import RunDirectory
 from hybridflow.trainers.run_log import run_trackers
 

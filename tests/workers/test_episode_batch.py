@@ -4,7 +4,7 @@ import torch
 
 from fixtures.chat_tokenizers import chat_tokenizer
 from hybridflow.environments import CalledTool, EpisodeRow, PlayedEpisode, ToolCall, Turn
-from hybridflow.environments.environment import Episode
+from hybridflow.environments.episodes.environment import Episode
 from hybridflow.workers.episode_batch import episode_batch
 
 TOKENIZER = chat_tokenizer("qwen2_5")

@@ -22,7 +22,7 @@ from hybridflow.checkpoint.store import Checkpoint, open_checkpoint
 from hybridflow.checkpoint.stored_tensors import StoredTensors
 from hybridflow.checkpoint.weights import stored_weights
 from hybridflow.errors import CheckpointConfigError, CheckpointError, ModelConfigError
-from hybridflow.hub.names import name_of
+from hybridflow.models.hub.names import name_of
 from hybridflow.runtime import note_progress
 from hybridflow.runtime.disk_space import describe_bytes
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.checkpoint.store import Checkpoint
-from hybridflow.hub.names import name_of
+from hybridflow.models.hub.names import name_of
 
 _ALWAYS = ("data.train_files", "lora.rank", "trainer.seed", "model.dtype")
 _OFFLINE = ("offline.batch_size", "offline.optimizer.lr")

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     """Print a line for each check; return 1 if one failed."""
     from hybridflow.data import load_tokenizer, stop_token_ids
     from hybridflow.environments import check_template, tools_of
-    from hybridflow.hub import local_model
+    from hybridflow.models.hub import local_model
     from hybridflow.runtime import load_user_function
 
     directory = local_model("MODEL", args.model)

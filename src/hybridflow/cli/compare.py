@@ -16,7 +16,7 @@ from hybridflow.cli.json_text import json_text
 from hybridflow.runtime.printable import printable
 
 if TYPE_CHECKING:
-    from hybridflow.observability.run_comparison import Comparison, CurveDifference
+    from hybridflow.cli.inspect.run_comparison import Comparison, CurveDifference
 
 MOST_CHARS = 60
 """Characters of a value in the table."""
@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the comparison."""
-    from hybridflow.observability.run_comparison import compare_runs
-    from hybridflow.observability.run_files import RunFiles
+    from hybridflow.cli.inspect.run_comparison import compare_runs
+    from hybridflow.runtime.observe.run_files import RunFiles
 
     found = compare_runs(RunFiles(args.a), RunFiles(args.b), f"*{args.metric}*")
     print(json_text(asdict(found)) if args.json else "\n".join(_lines(found, args)))

@@ -7,8 +7,8 @@ written too. docs/coming_from.md says what differs in meaning, and has the keys 
 import argparse
 from pathlib import Path
 
+from hybridflow.cli.migration.convert import convert
 from hybridflow.errors import ConfigError
-from hybridflow.migration.convert import convert
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

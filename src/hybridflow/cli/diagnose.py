@@ -18,7 +18,7 @@ from hybridflow.errors import DataConfigError
 from hybridflow.runtime.printable import printable
 
 if TYPE_CHECKING:
-    from hybridflow.observability.advice import Advice
+    from hybridflow.runtime.observe.advice import Advice
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,10 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the findings, and what was looked at."""
-    from hybridflow.observability.advice import advice_from, earlier_findings
-    from hybridflow.observability.evidence import evidence_of
-    from hybridflow.observability.findings import FINDINGS
-    from hybridflow.observability.run_files import RunFiles
+    from hybridflow.runtime.observe.advice import advice_from, earlier_findings
+    from hybridflow.runtime.observe.evidence import evidence_of
+    from hybridflow.runtime.observe.findings import FINDINGS
+    from hybridflow.runtime.observe.run_files import RunFiles
 
     evidence = evidence_of(RunFiles(args.run))
     if args.steps is not None:

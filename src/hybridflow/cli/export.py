@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the model directory."""
     from hybridflow.checkpoint import export_model
-    from hybridflow.hub import local_model, require_upload, upload_model
+    from hybridflow.models.hub import local_model, require_upload, upload_model
 
     if args.private and args.push_to_hub is None:
         raise ConfigError("--private needs --push-to-hub OWNER/NAME.")
@@ -69,7 +69,7 @@ def _model_path(run_dir: Path) -> Path:
         raise ConfigError(
             f"'{config_file}' does not exist, so the initial model of the run is unknown; set it with --model DIR."
         )
-    from hybridflow.hub import local_model
+    from hybridflow.models.hub import local_model
 
     path = local_model("model.path", load_config(config_file, absolute_paths(config_file)).model.path)
     if not path.is_dir():

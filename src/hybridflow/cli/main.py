@@ -177,7 +177,7 @@ def _print_error(error: Exception) -> None:
     text = f"error: {error}".encode(errors="backslashreplace").decode()  # names of files may not be UTF-8
     print("\n".join(map(_shortened, text.split("\n"))), file=sys.stderr)
     if os.environ.get("HYBRIDFLOW_LOGGING_LEVEL", "").lower() == "debug":
-        from hybridflow.observability.log import get_logger
+        from hybridflow.runtime.observe.log import get_logger
 
         get_logger(__name__).debug("where it was raised:", exc_info=error)
 

@@ -44,7 +44,7 @@ def _gib(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Print the estimate."""
-    from hybridflow.hub import with_local_files
+    from hybridflow.models.hub import with_local_files
     from hybridflow.trainers import estimate_memory, need_of_pools
 
     config = with_local_files(config_of(args), weights=False)

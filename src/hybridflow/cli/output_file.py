@@ -15,7 +15,7 @@ def add_output(parser: argparse.ArgumentParser, what: str) -> None:
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Replace a file atomically by rows as JSON lines. Raises DataConfigError if it cannot be written."""
-    from hybridflow.observability.jsonl import to_json_line
+    from hybridflow.runtime.observe.jsonl import to_json_line
 
     write_output(path, "".join(map(to_json_line, rows)))
 

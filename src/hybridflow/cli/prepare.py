@@ -17,7 +17,7 @@ from hybridflow.data import (
     prepare_multiplication,
 )
 from hybridflow.data.parquet_rows import shorten_text
-from hybridflow.hub import local_file
+from hybridflow.models.hub import local_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

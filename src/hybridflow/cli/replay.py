@@ -60,7 +60,7 @@ def _lines(replayed: "Replay", changes: list[str], num_samples: int) -> list[str
 
 
 def _metrics(learned: "LearnedStep", changed: "LearnedStep") -> list[str]:
-    from hybridflow.observability.metrics import is_reproducible
+    from hybridflow.runtime.observe.metrics import is_reproducible
 
     rows = [["metric", "as in the run", "changed"]]
     for name in sorted({*learned.metrics, *changed.metrics}):

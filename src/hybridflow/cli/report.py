@@ -16,8 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the page."""
-    from hybridflow.observability.report import write_report
-    from hybridflow.observability.run_files import RunFiles
+    from hybridflow.cli.inspect.report import write_report
+    from hybridflow.runtime.observe.run_files import RunFiles
     from hybridflow.runtime.printable import printable
 
     output = args.output or args.runs[0] / "report.html"

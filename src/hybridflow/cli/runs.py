@@ -17,7 +17,7 @@ from hybridflow.errors import DataConfigError
 from hybridflow.runtime.printable import printable
 
 if TYPE_CHECKING:
-    from hybridflow.observability.run_table import RunRow
+    from hybridflow.cli.inspect.run_table import RunRow
 
 MB = 1e6
 
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the table."""
-    from hybridflow.observability.run_table import list_runs
+    from hybridflow.cli.inspect.run_table import list_runs
 
     if not args.directory.is_dir():
         raise DataConfigError(f"'{args.directory}' is not a directory; name one that has runs: hybridflow runs DIR.")
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lines(rows: list["RunRow"], directory: Path) -> list[str]:
-    from hybridflow.observability.run_table import age
+    from hybridflow.cli.inspect.run_table import age
 
     head = ["run", "kind", "recipe", "step", "figure", "value", "validation", "state", "started", "written", "size"]
     cells = [

@@ -17,7 +17,7 @@ from hybridflow.errors import DataConfigError
 from hybridflow.runtime.printable import printable
 
 if TYPE_CHECKING:
-    from hybridflow.observability.run_files import RunFiles
+    from hybridflow.runtime.observe.run_files import RunFiles
 
 NUM_STEPS = 10
 """Newest steps that are shown without --steps."""
@@ -36,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print critical paths and waits; write the Chrome trace."""
-    from hybridflow.observability.derived_file import write_derived_file
-    from hybridflow.observability.run_files import RunFiles
-    from hybridflow.observability.timeline import chrome_trace
+    from hybridflow.cli.inspect.derived_file import write_derived_file
+    from hybridflow.cli.inspect.timeline import chrome_trace
+    from hybridflow.runtime.observe.run_files import RunFiles
 
     files = RunFiles(args.run)
     steps = (
@@ -60,8 +60,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _report(files: "RunFiles", steps: Sequence[int]) -> dict[str, Any]:
     """Return the line and the path of each step, and the waits of all of them."""
-    from hybridflow.observability.critical_path import critical_path, path_line, step_span
-    from hybridflow.observability.timeline import events_until, total_times, who_waited
+    from hybridflow.cli.inspect.critical_path import critical_path, path_line, step_span
+    from hybridflow.cli.inspect.timeline import events_until, total_times, who_waited
 
     lengths = {row["step"]: row.get("length", ()) for row in files.rollouts}
     paths = {step: critical_path(events_until(files.events, step), *step_span(files.events[step])) for step in steps}

@@ -24,8 +24,8 @@ def _port(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Serve the page until Ctrl-C or SIGTERM."""
-    from hybridflow.observability.report.live import LiveServer
-    from hybridflow.observability.run_files import RunFiles
+    from hybridflow.cli.inspect.report.live import LiveServer
+    from hybridflow.runtime.observe.run_files import RunFiles
     from hybridflow.runtime.printable import printable
 
     for path in args.runs:

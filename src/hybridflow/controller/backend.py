@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs
 from hybridflow.controller.columns import MethodColumns
 from hybridflow.controller.resource_pool import ResourcePool
-from hybridflow.observability import Trace
 from hybridflow.protocol import Handle
+from hybridflow.runtime.observe import Trace
 
 
 @dataclass(frozen=True)

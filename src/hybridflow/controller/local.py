@@ -22,14 +22,14 @@ from hybridflow.controller.sources import produced_columns, sources_of
 from hybridflow.controller.threads import concurrent_calls_of
 from hybridflow.controller.worker import RANKS_TAKE_TURNS, introduce
 from hybridflow.errors import BatchError, WorkerError
-from hybridflow.observability import Trace, TraceEvent
-from hybridflow.observability.trace import DRIVER, Sources
-from hybridflow.observability.waits import Waits
 from hybridflow.protocol import DataProto, DataProtoFuture, Handle
 from hybridflow.protocol.future import change_futures
 from hybridflow.protocol.handle import Duration, take
 from hybridflow.protocol.packed_batch import batch_bytes
 from hybridflow.protocol.rows import RowIndex
+from hybridflow.runtime.observe import Trace, TraceEvent
+from hybridflow.runtime.observe.trace import DRIVER, Sources
+from hybridflow.runtime.observe.waits import Waits
 
 # Environment variables belong to the process, so ranks called from different threads also run one after another.
 _rank_lock = threading.RLock()

@@ -7,8 +7,8 @@ from typing import Any
 
 from hybridflow.controller.backend import CallTerms
 from hybridflow.errors import HybridFlowError, LostWorkerError, WorkerError
-from hybridflow.observability import get_logger, log_memory
 from hybridflow.runtime.fault_points import current_worker
+from hybridflow.runtime.observe import get_logger, log_memory
 from hybridflow.runtime.rendezvous import is_lost_peer
 
 

@@ -18,9 +18,9 @@ import numpy as np
 
 from hybridflow.controller.columns import columns_of
 from hybridflow.errors import DispatchError, FieldError
-from hybridflow.observability import Trace, TraceEvent, get_logger
 from hybridflow.protocol import DataProto, DataProtoFuture, Handle
 from hybridflow.protocol.handle import Duration
+from hybridflow.runtime.observe import Trace, TraceEvent, get_logger
 
 logger = get_logger(__name__)
 

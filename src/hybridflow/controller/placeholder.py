@@ -18,9 +18,9 @@ from hybridflow.controller.one_call import checked_output
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.controller.sources import sources_of
 from hybridflow.errors import FieldError
-from hybridflow.observability import Trace, TraceEvent
 from hybridflow.protocol import FIELDS, DataProto, DataProtoFuture, Handle
 from hybridflow.protocol.future import change_futures
+from hybridflow.runtime.observe import Trace, TraceEvent
 
 PROMPT_LEN, RESPONSE_LEN = 2, 3
 """Prompt and response length of synthetic columns, in tokens."""

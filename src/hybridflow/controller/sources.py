@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from hybridflow.controller.columns import columns_of
-from hybridflow.observability.trace import CONTROLLER, Sources
 from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.runtime.observe.trace import CONTROLLER, Sources
 
 
 def sources_of(values: Iterable[Any]) -> Sources:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, cast
 
 from hybridflow.data.parquet_rows import Row, shorten
 from hybridflow.errors import DataError
-from hybridflow.observability import get_logger
 from hybridflow.runtime.deadline import DeadlineExceeded, call_within
+from hybridflow.runtime.observe import get_logger
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

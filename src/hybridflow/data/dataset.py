@@ -18,8 +18,8 @@ from hybridflow.data.parquet_rows import Row, shorten
 from hybridflow.data.row_forms import RowForm
 from hybridflow.data.tokenizer import pad_token_id
 from hybridflow.errors import DataConfigError, DataError
-from hybridflow.observability import get_logger
 from hybridflow.protocol import DataProto
+from hybridflow.runtime.observe import get_logger
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 from hybridflow.data.fingerprint import fingerprint
 from hybridflow.data.parquet_rows import Row
 from hybridflow.errors import DataConfigError, DataError
-from hybridflow.observability import get_logger
+from hybridflow.runtime.observe import get_logger
 
 logger = get_logger(__name__)
 

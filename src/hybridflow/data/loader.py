@@ -6,8 +6,8 @@ from typing import Any, Protocol
 from hybridflow.data.fingerprint import fingerprint
 from hybridflow.data.sampler import EpochSampler
 from hybridflow.errors import DataConfigError, DataError
-from hybridflow.observability import get_logger
 from hybridflow.protocol import DataProto
+from hybridflow.runtime.observe import get_logger
 
 logger = get_logger(__name__)
 

@@ -14,8 +14,8 @@ from hybridflow.data.tokenizer import eos_token_id, pad_token_id
 from hybridflow.data.tool_messages import Message, Schema, read_conversation, uses_tools, without_nulls_of_columns
 from hybridflow.data.turns import ChangedTurns, Turns, encode_turns
 from hybridflow.errors import DataConfigError, DataError
-from hybridflow.observability import get_logger
 from hybridflow.protocol import DataProto
+from hybridflow.runtime.observe import get_logger
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridflow.errors import DataConfigError, DataError
-from hybridflow.observability import get_logger
+from hybridflow.runtime.observe import get_logger
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

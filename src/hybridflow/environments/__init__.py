@@ -7,38 +7,38 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hybridflow.environments.answers import Answer
-    from hybridflow.environments.client import EpisodeClient, LocalPlace
-    from hybridflow.environments.environment import CalledTool, Done, Environment, Episode, Reply, Turn
-    from hybridflow.environments.episode_tokens import EpisodeRow
-    from hybridflow.environments.episodes import EpisodeStart, play_episodes
-    from hybridflow.environments.formats import FORMATS, ToolFormat, format_of, parse_plain
-    from hybridflow.environments.host import CallLimits, EnvironmentHost
-    from hybridflow.environments.kinds import EnvironmentKind
-    from hybridflow.environments.messages import AssistantTurn, ToolCall
-    from hybridflow.environments.playing import EpisodeLimits, PlayedEpisode, Player
-    from hybridflow.environments.processes import EnvironmentPool
-    from hybridflow.environments.rendering import ChatRenderer, NextPrompt
-    from hybridflow.environments.sft_rows import EpisodeEncoder
-    from hybridflow.environments.template_check import Finding, check_template
-    from hybridflow.environments.tools import Tool, tool_of, tools_of
+    from hybridflow.environments.episodes.answers import Answer
+    from hybridflow.environments.episodes.environment import CalledTool, Done, Environment, Episode, Reply, Turn
+    from hybridflow.environments.episodes.episode_tokens import EpisodeRow
+    from hybridflow.environments.episodes.episodes import EpisodeStart, play_episodes
+    from hybridflow.environments.episodes.formats import FORMATS, ToolFormat, format_of, parse_plain
+    from hybridflow.environments.episodes.kinds import EnvironmentKind
+    from hybridflow.environments.episodes.messages import AssistantTurn, ToolCall
+    from hybridflow.environments.episodes.playing import EpisodeLimits, PlayedEpisode, Player
+    from hybridflow.environments.episodes.rendering import ChatRenderer, NextPrompt
+    from hybridflow.environments.episodes.sft_rows import EpisodeEncoder
+    from hybridflow.environments.episodes.template_check import Finding, check_template
+    from hybridflow.environments.episodes.tools import Tool, tool_of, tools_of
+    from hybridflow.environments.processes.client import EpisodeClient, LocalPlace
+    from hybridflow.environments.processes.environment_processes import EnvironmentPool
+    from hybridflow.environments.processes.host import CallLimits, EnvironmentHost
 
 _NAMES = {
-    "answers": ("Answer",),
-    "client": ("EpisodeClient", "LocalPlace"),
-    "environment": ("CalledTool", "Done", "Environment", "Episode", "Reply", "Turn"),
-    "episode_tokens": ("EpisodeRow",),
-    "episodes": ("EpisodeStart", "play_episodes"),
-    "formats": ("FORMATS", "ToolFormat", "format_of", "parse_plain"),
-    "host": ("CallLimits", "EnvironmentHost"),
-    "kinds": ("EnvironmentKind",),
-    "messages": ("AssistantTurn", "ToolCall"),
-    "playing": ("EpisodeLimits", "PlayedEpisode", "Player"),
-    "processes": ("EnvironmentPool",),
-    "rendering": ("ChatRenderer", "NextPrompt"),
-    "sft_rows": ("EpisodeEncoder",),
-    "template_check": ("Finding", "check_template"),
-    "tools": ("Tool", "tool_of", "tools_of"),
+    "episodes.answers": ("Answer",),
+    "processes.client": ("EpisodeClient", "LocalPlace"),
+    "episodes.environment": ("CalledTool", "Done", "Environment", "Episode", "Reply", "Turn"),
+    "episodes.episode_tokens": ("EpisodeRow",),
+    "episodes.episodes": ("EpisodeStart", "play_episodes"),
+    "episodes.formats": ("FORMATS", "ToolFormat", "format_of", "parse_plain"),
+    "processes.host": ("CallLimits", "EnvironmentHost"),
+    "episodes.kinds": ("EnvironmentKind",),
+    "episodes.messages": ("AssistantTurn", "ToolCall"),
+    "episodes.playing": ("EpisodeLimits", "PlayedEpisode", "Player"),
+    "processes.environment_processes": ("EnvironmentPool",),
+    "episodes.rendering": ("ChatRenderer", "NextPrompt"),
+    "episodes.sft_rows": ("EpisodeEncoder",),
+    "episodes.template_check": ("Finding", "check_template"),
+    "episodes.tools": ("Tool", "tool_of", "tools_of"),
 }
 _MODULES = {name: f"hybridflow.environments.{module}" for module, names in _NAMES.items() for name in names}
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from hybridflow.models.kernels import serves
-from hybridflow.observability import get_logger
+from hybridflow.runtime.observe import get_logger
 
 AttentionName = Literal["cpu_kernel", "varlen", "flex", "sdpa"]
 """The compiled CPU kernel, `torch.nn.attention.varlen`, `torch.nn.attention.flex_attention`, or PyTorch's

@@ -28,7 +28,7 @@ from hybridflow.errors import ModelConfigError, ModelError
 from hybridflow.models.attention import ATTENTION
 from hybridflow.models.model_files import require_finite, require_sound_config, require_sound_weights
 from hybridflow.models.support import USE_INSTEAD, require_planned_attention, require_supported_config
-from hybridflow.observability import get_logger
+from hybridflow.runtime.observe import get_logger
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 

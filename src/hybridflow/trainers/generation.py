@@ -12,8 +12,8 @@ from hybridflow.data.layout import pad_left
 from hybridflow.data.parquet_rows import Row, read_rows
 from hybridflow.data.tokenizer import load_tokenizer, pad_token_id
 from hybridflow.errors import DataConfigError, DataError
-from hybridflow.observability import get_logger
 from hybridflow.protocol import DataProto
+from hybridflow.runtime.observe import get_logger
 from hybridflow.trainers.groups import BackendOwner
 from hybridflow.trainers.preconditions import positions_of
 from hybridflow.trainers.samples import prompt_text

@@ -6,7 +6,7 @@ The steps are those in which `Ahead` begins and returns batches. Without a lag t
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from hybridflow.observability.dataflow import Edge
+from hybridflow.runtime.observe.dataflow import Edge
 from hybridflow.trainers.sampling.ahead import Ahead
 
 MOST_STEPS = 5

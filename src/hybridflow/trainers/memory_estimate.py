@@ -19,8 +19,8 @@ from hybridflow.models import (
 )
 from hybridflow.models.forward import max_logits_of
 from hybridflow.models.loading import model_config
-from hybridflow.observability import get_logger
 from hybridflow.runtime import own_device
+from hybridflow.runtime.observe import get_logger
 from hybridflow.trainers.groups import meshes_of, pool_of, pools_of, traits_of
 from hybridflow.trainers.preconditions import require_model_directory
 from hybridflow.trainers.role_classes import role_classes

@@ -15,8 +15,8 @@ from torch import Tensor
 from hybridflow.algorithms import PREFERENCE_LOSSES, PairLoss, bradley_terry_loss, slopes_of
 from hybridflow.config import Config
 from hybridflow.controller import WorkerGroup
-from hybridflow.observability import DPO_FIGURES, REWARD_MODEL_FIGURES, SFT_FIGURES, reduce_lists
 from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.runtime.observe import DPO_FIGURES, REWARD_MODEL_FIGURES, SFT_FIGURES, reduce_lists
 from hybridflow.trainers.reading import Batch, read
 from hybridflow.trainers.stages import with_row_ids
 

@@ -8,7 +8,7 @@ from hybridflow.config import Config
 from hybridflow.controller import Backend, Role, WorkerGroup
 from hybridflow.data import BatchLoader
 from hybridflow.data.loader import Dataset
-from hybridflow.observability import performance_report, timed
+from hybridflow.runtime.observe import performance_report, timed
 from hybridflow.trainers.groups import BackendOwner
 from hybridflow.trainers.objectives import Objective
 from hybridflow.trainers.pool_sizes import PoolSizes

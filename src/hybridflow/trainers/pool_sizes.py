@@ -14,7 +14,7 @@ from hybridflow.config import Config
 from hybridflow.config.checks import contradictions
 from hybridflow.controller import Backend, Role, WorkerGroup, move_colocated
 from hybridflow.errors import ConfigError, LostWorkerError
-from hybridflow.observability import TraceEvent, get_logger
+from hybridflow.runtime.observe import TraceEvent, get_logger
 from hybridflow.trainers.groups import build_pool, meshes_of, pool_of, pools_of
 from hybridflow.trainers.rank_speeds import RankSpeeds, SlowRankWatch, measured_shares, watch_slow_ranks
 from hybridflow.trainers.speed import Speedometer, measured_speedometer

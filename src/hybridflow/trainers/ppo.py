@@ -16,8 +16,8 @@ import torch
 from hybridflow.algorithms import AdaptiveKLController, FixedKLController
 from hybridflow.config import Config
 from hybridflow.controller import Role, WorkerGroup
-from hybridflow.observability.metrics import mean_metrics, reduce_lists
 from hybridflow.protocol import DataProtoFuture
+from hybridflow.runtime.observe.metrics import mean_metrics, reduce_lists
 from hybridflow.trainers.balance import CostsOf, balanced
 from hybridflow.trainers.rl_metrics import log_prob_metrics
 from hybridflow.trainers.sampling.sampled import NextPrompts, Sampler, in_order_of_groups, joined

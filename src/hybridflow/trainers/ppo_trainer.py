@@ -10,8 +10,8 @@ from hybridflow.config import Config
 from hybridflow.controller import Backend, Role, WorkerGroup
 from hybridflow.data import BatchLoader
 from hybridflow.models import decoder_shape, sequence_costs
-from hybridflow.observability import RL_FIGURES, idle_shares, performance_report, timed
 from hybridflow.rollout.weight_sync.conductor import WeightSync, weight_sync_of
+from hybridflow.runtime.observe import RL_FIGURES, idle_shares, performance_report, timed
 from hybridflow.trainers.groups import BackendOwner, processes_of
 from hybridflow.trainers.pool_sizes import PoolSizes
 from hybridflow.trainers.ppo import PPO

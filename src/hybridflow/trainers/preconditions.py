@@ -11,14 +11,14 @@ from hybridflow.config import Config, DTypeName, check
 from hybridflow.data import RLHFDataset, load_tokenizer
 from hybridflow.data.tokenizer import require_tokenizer, stop_token_ids
 from hybridflow.environments import check_template
+from hybridflow.environments.rewards.table import require_known
 from hybridflow.errors import ConfigError, DataConfigError, EnvironmentConfigError, ModelConfigError, ModelError
-from hybridflow.hub import with_local_files
 from hybridflow.models import vocabulary_size
-from hybridflow.observability import get_logger
-from hybridflow.observability.run_files import read_starts
-from hybridflow.rewards.table import require_known
+from hybridflow.models.hub import with_local_files
 from hybridflow.rollout.vllm import require_vllm
 from hybridflow.runtime import gpu_has_bfloat16
+from hybridflow.runtime.observe import get_logger
+from hybridflow.runtime.observe.run_files import read_starts
 from hybridflow.trainers.groups import build_backend, closing_on_error
 
 

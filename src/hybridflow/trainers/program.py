@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from hybridflow.config import Config
 from hybridflow.controller import ClassWithInitArgs, ResourcePool, Role, spawn_colocated
 from hybridflow.controller.placeholder import PlaceholderBackend, synthetic_batch
-from hybridflow.observability import TraceEvent
+from hybridflow.runtime.observe import TraceEvent
 from hybridflow.trainers.groups import meshes_of, pool_of, pools_of
 from hybridflow.trainers.ppo import PPO
 from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of

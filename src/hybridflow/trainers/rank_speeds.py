@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hybridflow.config import Config
 from hybridflow.controller import Backend, Role, WorkerGroup
 from hybridflow.controller.part_sizes import SteadyShares
-from hybridflow.observability import TraceEvent, get_logger
+from hybridflow.runtime.observe import TraceEvent, get_logger
 from hybridflow.trainers.groups import STAGES, groups_of_pools, pool_of, traits_of
 
 if TYPE_CHECKING:

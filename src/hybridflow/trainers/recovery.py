@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from hybridflow.checkpoint import Checkpoint, CheckpointStore
 from hybridflow.controller import Backend, Role, WorkerGroup
 from hybridflow.errors import CheckpointError, DataError, HybridFlowError, LostWorkerError
-from hybridflow.observability import JsonlWriter, TraceEvent, get_logger
-from hybridflow.observability.run_files import RECOVERIES
+from hybridflow.runtime.observe import JsonlWriter, TraceEvent, get_logger
+from hybridflow.runtime.observe.run_files import RECOVERIES
 from hybridflow.trainers.failures import Action, Tries, action_for, fault_of
 from hybridflow.trainers.pool_sizes import PoolSizes, Resizable, use_sizes
 from hybridflow.trainers.restarted_groups import RestartedGroups

@@ -18,9 +18,9 @@ import torch
 from hybridflow.checkpoint import CheckpointStore
 from hybridflow.config import Config, load_config
 from hybridflow.errors import CheckpointError, ConfigError, NonFiniteError
-from hybridflow.observability import get_logger, read_jsonl
-from hybridflow.observability.metrics import is_reproducible
 from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.runtime.observe import get_logger, read_jsonl
+from hybridflow.runtime.observe.metrics import is_reproducible
 from hybridflow.trainers.build import build_trainer
 from hybridflow.trainers.ppo_trainer import PPOTrainer
 from hybridflow.trainers.reading import read

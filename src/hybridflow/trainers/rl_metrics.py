@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from hybridflow.observability import spread
 from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.runtime.observe import spread
 from hybridflow.trainers.episode_rows import EpisodeRows
 from hybridflow.trainers.reading import Batch, Lengths, read, row_lengths
 from hybridflow.workers.log_prob_mismatch import KL, LARGEST, MEAN, SHARE

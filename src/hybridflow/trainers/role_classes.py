@@ -5,7 +5,7 @@ from typing import Any
 from hybridflow.config import Config
 from hybridflow.config.roles import has_own_pool
 from hybridflow.controller import ClassWithInitArgs, Role, Worker
-from hybridflow.rewards.closure import ENVIRONMENT, closure_of
+from hybridflow.environments.processes.closure import ENVIRONMENT, closure_of
 from hybridflow.trainers.groups import traits_of
 from hybridflow.workers import (
     ActorRolloutWorker,

@@ -14,11 +14,11 @@ from typing import Any, Self
 from hybridflow.checkpoint import Checkpoint, CheckpointStore
 from hybridflow.config import Config, to_toml
 from hybridflow.errors import CheckpointConfigError, ConfigError, RunInUseError
-from hybridflow.hub import with_names
-from hybridflow.observability import JsonlWriter, collect_run_info, get_logger
-from hybridflow.observability.run_files import METRICS, RECOVERIES, ROLLOUTS, SAMPLES, read_starts
-from hybridflow.observability.trace import TRACE_FILE
+from hybridflow.models.hub import with_names
 from hybridflow.runtime import require_plain_file, write_text_atomically
+from hybridflow.runtime.observe import JsonlWriter, collect_run_info, get_logger
+from hybridflow.runtime.observe.run_files import METRICS, RECOVERIES, ROLLOUTS, SAMPLES, read_starts
+from hybridflow.runtime.observe.trace import TRACE_FILE
 from hybridflow.trainers.run_identity import Kind, require_same_run, run_identity
 
 logger = get_logger(__name__)

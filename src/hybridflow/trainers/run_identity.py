@@ -11,8 +11,8 @@ from hybridflow.checkpoint import Checkpoint
 from hybridflow.checkpoint.model_fingerprint import model_fingerprint
 from hybridflow.config import Config, leaf_keys
 from hybridflow.errors import CheckpointConfigError
-from hybridflow.hub import with_names
-from hybridflow.observability import get_logger
+from hybridflow.models.hub import with_names
+from hybridflow.runtime.observe import get_logger
 
 logger = get_logger(__name__)
 

@@ -8,7 +8,8 @@ from typing import Any, Self
 
 from hybridflow.config import Config, leaf_keys
 from hybridflow.errors import ConfigError, DataError
-from hybridflow.observability import (
+from hybridflow.runtime import load_user_function
+from hybridflow.runtime.observe import (
     ConsoleTracker,
     MultiTracker,
     TensorBoardTracker,
@@ -18,14 +19,13 @@ from hybridflow.observability import (
     read_jsonl,
     trace_row,
 )
-from hybridflow.observability.advice import advice_from
-from hybridflow.observability.evidence import Evidence
-from hybridflow.observability.guarded_tracker import GuardedTracker
-from hybridflow.observability.mlflow import MLflowTracker
-from hybridflow.observability.prometheus import PrometheusTracker
-from hybridflow.observability.trace import CONTROLLER
-from hybridflow.observability.weights_and_biases import WandbTracker
-from hybridflow.runtime import load_user_function
+from hybridflow.runtime.observe.advice import advice_from
+from hybridflow.runtime.observe.evidence import Evidence
+from hybridflow.runtime.observe.guarded_tracker import GuardedTracker
+from hybridflow.runtime.observe.mlflow import MLflowTracker
+from hybridflow.runtime.observe.prometheus import PrometheusTracker
+from hybridflow.runtime.observe.trace import CONTROLLER
+from hybridflow.runtime.observe.weights_and_biases import WandbTracker
 from hybridflow.runtime.printable import printable
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.samples import NO_SAMPLES, Samples

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from hybridflow.config import Config, leaf_keys, load_config
 from hybridflow.errors import ConfigError
-from hybridflow.hub import with_names
-from hybridflow.observability import get_logger
+from hybridflow.models.hub import with_names
+from hybridflow.runtime.observe import get_logger
 from hybridflow.trainers.stages import updates_per_step
 from hybridflow.workers.algorithm_functions import keys_without_effect
 

@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 
 from hybridflow.config import Config
 from hybridflow.errors import LostWorkerError
-from hybridflow.observability import get_logger
 from hybridflow.runtime import seed_random_state
+from hybridflow.runtime.observe import get_logger
 from hybridflow.trainers.failures import Tries
 
 logger = get_logger(__name__)

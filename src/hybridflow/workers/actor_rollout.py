@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from hybridflow.config import Config
 from hybridflow.controller import Dispatch, register
-from hybridflow.rewards.closure import Closure
+from hybridflow.environments.processes.closure import Closure
 from hybridflow.rollout import load_weights
 from hybridflow.rollout.weight_sync import InProcess, WeightReceiver, WeightSender, hand_over
 from hybridflow.runtime import free_cached_memory

@@ -23,14 +23,14 @@ from hybridflow.environments import (
     PlayedEpisode,
     Player,
 )
-from hybridflow.environments.answers import ScoreGroup
-from hybridflow.environments.episodes import LOOP_LIMIT_S, RunningEpisodes
+from hybridflow.environments.episodes.answers import ScoreGroup
+from hybridflow.environments.episodes.episodes import LOOP_LIMIT_S, RunningEpisodes
+from hybridflow.environments.processes.closure import Closure
+from hybridflow.environments.rewards import RewardResult, RewardScorer
+from hybridflow.environments.rewards.journal import RewardJournal
+from hybridflow.environments.rewards.outcome import Outcome
 from hybridflow.errors import EnvironmentConfigError, RolloutError
 from hybridflow.protocol import DataProto
-from hybridflow.rewards import RewardResult, RewardScorer
-from hybridflow.rewards.closure import Closure
-from hybridflow.rewards.journal import RewardJournal
-from hybridflow.rewards.outcome import Outcome
 from hybridflow.rollout import RolloutEngine, SamplingParams
 from hybridflow.workers.episode_batch import episode_batch, repeated
 from hybridflow.workers.reward import result_columns

@@ -7,8 +7,8 @@ from typing import Any
 
 from hybridflow.config import Config, RolloutConfig, ValidationConfig
 from hybridflow.controller import Dispatch, register
+from hybridflow.environments.processes.closure import Closure
 from hybridflow.protocol import DataProto
-from hybridflow.rewards.closure import Closure
 from hybridflow.rollout.weight_sync import RECEIVING, Announcement, Probe
 from hybridflow.workers.generating import BEGUN_COLUMNS, TO_ENGINES
 from hybridflow.workers.rollout import RolloutWorker

@@ -9,11 +9,11 @@ import numpy as np
 from hybridflow.checkpoint import CheckpointStore, SavedFile, load_state, require_shared, save_state, saved_files
 from hybridflow.config import Config
 from hybridflow.controller import Dispatch, Worker, register
+from hybridflow.environments.processes.closure import Closure
+from hybridflow.environments.rewards import RewardResult, RewardRunner, RewardScorer
+from hybridflow.environments.rewards.journal import RewardJournal
+from hybridflow.environments.rewards.table import QUICK
 from hybridflow.protocol import DataProto
-from hybridflow.rewards import RewardResult, RewardRunner, RewardScorer
-from hybridflow.rewards.closure import Closure
-from hybridflow.rewards.journal import RewardJournal
-from hybridflow.rewards.table import QUICK
 from hybridflow.runtime import (
     capture_random_state,
     derive_seed,
@@ -40,7 +40,7 @@ def build_runner(config: Config, closure: Closure | None = None) -> RewardRunner
     if not reward.processes or is_quick:
         return None
     return RewardRunner(
-        reward.function or "hybridflow.rewards.table:table_reward",
+        reward.function or "hybridflow.environments.rewards.table:table_reward",
         num_processes=reward.processes,
         timeout_s=reward.timeout_s,
         memory_bytes=reward.memory_bytes,

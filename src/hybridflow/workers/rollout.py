@@ -9,9 +9,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybridflow.config import Config
 from hybridflow.data import load_tokenizer, stop_token_ids
+from hybridflow.environments.processes.closure import Closure
 from hybridflow.errors import RolloutError
 from hybridflow.models import DTYPES, build_with_placeholders
-from hybridflow.rewards.closure import Closure
 from hybridflow.rollout import EmbeddedRollout, RolloutEngine
 from hybridflow.rollout.weight_sync import ReceivesWeights, WeightReceiver, build_transport
 from hybridflow.runtime import own_device, require_dtype

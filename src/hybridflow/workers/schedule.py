@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hybridflow.errors import DataConfigError, RolloutConfigError
-from hybridflow.observability import read_jsonl
+from hybridflow.runtime.observe import read_jsonl
 
 SCHEDULE = "schedule.jsonl"
 """The file of a run directory with one row for each event of each engine."""

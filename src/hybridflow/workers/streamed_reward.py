@@ -11,9 +11,9 @@ import torch
 
 from hybridflow.config import Config
 from hybridflow.controller import Dispatch, register
+from hybridflow.environments.processes.closure import Closure
+from hybridflow.environments.rewards import RewardResult
 from hybridflow.protocol import DataProto
-from hybridflow.rewards import RewardResult
-from hybridflow.rewards.closure import Closure
 from hybridflow.workers.reward import SCORED_COLUMNS, RewardWorker, result_columns, score_columns, step_of
 
 

@@ -14,7 +14,7 @@ import ray
 from fixtures.rank_worker import Rank
 from hybridflow.controller import ClassWithInitArgs, WorkerGroup
 from hybridflow.controller.ray import RayBackend, RayResourcePool, merge_resource_pool, split_resource_pool
-from hybridflow.observability import transfer_report
+from hybridflow.runtime.observe import transfer_report
 
 pytestmark = [pytest.mark.ray, pytest.mark.own_run("ray_two: it starts clusters of several nodes")]
 

@@ -18,7 +18,7 @@ from hybridflow.controller.ray.liveness.silence import Silence
 from hybridflow.controller.ray.processes import RayCall, RayProcess, RayWorker
 from hybridflow.controller.ray.waiting import Waiting
 from hybridflow.errors import LostClusterError, LostWorkerError, WorkerError, WorkerMemoryError, WorkerTimeoutError
-from hybridflow.observability import Trace
+from hybridflow.runtime.observe import Trace
 
 
 def a_process(label="actor/0", **attributes):

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybridflow.cli.inspect import timeline
 from hybridflow.config import load_config
 from hybridflow.controller import ClassWithInitArgs, Dispatch, ResourcePool, WorkerGroup, register
 from hybridflow.errors import RolloutError, WeightSyncError, WorkerDiedError
-from hybridflow.observability import timeline
 from hybridflow.protocol import DataProto
 from hybridflow.rollout.weight_sync import RECEIVING, SENDING, Disk, ReceivesWeights, SendsWeights
 from hybridflow.rollout.weight_sync.conductor import BetweenPools

@@ -31,8 +31,8 @@ from hybridflow.controller.ray.waiting import DIED, POLL_INTERVAL_S, Waiting
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.controller.threads import beside_of, concurrent_calls_of
 from hybridflow.errors import ConfigError, LostClusterError, LostWorkerError, WorkerError
-from hybridflow.observability import Trace, get_logger
 from hybridflow.protocol import Handle
+from hybridflow.runtime.observe import Trace, get_logger
 
 logger = get_logger(__name__)
 

@@ -19,9 +19,9 @@ from hybridflow.controller.ray.transport import Outgoing, freeze, pack_header, t
 from hybridflow.controller.ray.waiting import STORE_FULL, Waiting
 from hybridflow.controller.sources import produced_columns, sources_of
 from hybridflow.errors import DispatchError, LostWorkerError, WorkerError
-from hybridflow.observability import Trace, TraceEvent
 from hybridflow.protocol import Handle
 from hybridflow.protocol.packed_batch import batch_bytes
+from hybridflow.runtime.observe import Trace, TraceEvent
 
 
 class RayCalls:

@@ -15,8 +15,8 @@ from hybridflow.controller.ray.resource_pool import Place
 from hybridflow.controller.ray.transport import Outgoing, pickled_class
 from hybridflow.controller.ray.waiting import Waiting
 from hybridflow.controller.ray.worker_process import WorkerProcess
-from hybridflow.observability.log import LEVEL_VARIABLE
 from hybridflow.runtime.fault_points import FAULTS_VARIABLE
+from hybridflow.runtime.observe.log import LEVEL_VARIABLE
 
 START_TIMEOUT_S = 300.0
 """The shortest deadline for the start of a process, in seconds; Ray may be slow to start one."""

@@ -8,7 +8,7 @@ import numpy as np
 import ray
 
 from hybridflow.controller.ray.processes import RayProcess
-from hybridflow.observability import Trace, TraceEvent
+from hybridflow.runtime.observe import Trace, TraceEvent
 
 ROUND_TRIPS = 5
 PROBE_BYTES = 8 * 2**20

@@ -12,9 +12,9 @@ from hybridflow.controller.ray.resource_pool import RayResourcePool
 from hybridflow.controller.ray.transport import StoredBatch, unpack
 from hybridflow.controller.threads import beside_of, concurrent_calls_of
 from hybridflow.errors import HybridFlowError, WorkerError
-from hybridflow.observability.trace import Sources
 from hybridflow.protocol.handle import Duration, Handle
 from hybridflow.protocol.rows import RowIndex
+from hybridflow.runtime.observe.trace import Sources
 from hybridflow.runtime.process_address import ProcessAddress
 
 BESIDE = "beside"

@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from hybridflow.controller.ray.nodes import EPSILON, Node, choose_nodes, does_not_fit
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.errors import ConfigError, DispatchError
-from hybridflow.observability import get_logger
+from hybridflow.runtime.observe import get_logger
 
 logger = get_logger(__name__)
 

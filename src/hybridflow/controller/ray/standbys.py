@@ -14,7 +14,7 @@ from hybridflow.controller.ray.launcher import Launcher
 from hybridflow.controller.ray.liveness.heartbeat import delete_heartbeat
 from hybridflow.controller.ray.processes import Launch, RayProcess
 from hybridflow.controller.ray.transport import pickled_class
-from hybridflow.observability import get_logger
+from hybridflow.runtime.observe import get_logger
 
 logger = get_logger(__name__)
 

@@ -22,11 +22,11 @@ from tensordict import TensorDictBase
 from hybridflow.controller.backend import CallTerms
 from hybridflow.controller.one_call import described
 from hybridflow.errors import BatchError, DispatchError, WorkerError
-from hybridflow.observability import TraceEvent
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.protocol.handle import Duration, Handle, HeldBatch
 from hybridflow.protocol.packed_batch import PackedBatch, PackedColumn
 from hybridflow.protocol.rows import RowIndex
+from hybridflow.runtime.observe import TraceEvent
 
 cloudpickle: Any = ray.cloudpickle
 

@@ -28,8 +28,8 @@ from hybridflow.controller.ray.liveness.watch import observe
 from hybridflow.controller.ray.processes import RayCall, RayProcess, RayWorker
 from hybridflow.controller.ray.transport import CallFailed, Reply, thaw
 from hybridflow.errors import LostWorkerError, WorkerDiedError, WorkerError, WorkerMemoryError, WorkerTimeoutError
-from hybridflow.observability import Trace
-from hybridflow.observability.trace import CONTROLLER
+from hybridflow.runtime.observe import Trace
+from hybridflow.runtime.observe.trace import CONTROLLER
 
 POLL_INTERVAL_S = 0.2
 """Seconds between checks of a wait for failed and overdue calls."""

@@ -33,10 +33,10 @@ from hybridflow.controller.ray.transport import (
 )
 from hybridflow.controller.worker import introduce
 from hybridflow.errors import ConfigError
-from hybridflow.observability import TraceEvent, memory_bytes
-from hybridflow.observability.waits import CallTime, Waits
 from hybridflow.protocol.packed_batch import batch_bytes
 from hybridflow.runtime import count_physical_cores, keep_freed_memory, paused_collector, provide_stores
+from hybridflow.runtime.observe import TraceEvent, memory_bytes
+from hybridflow.runtime.observe.waits import CallTime, Waits
 from hybridflow.runtime.process_address import ProcessAddress, allow_observers, own_address
 from hybridflow.runtime.process_report import has_exited
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.errors import ModelError
-from hybridflow.observability import get_logger
+from hybridflow.runtime.observe import get_logger
 
 SOURCES = [Path(__file__).parent / name for name in ("kernels.c", "kernels_of_type.h", "decoder_of_type.h")]
 FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")

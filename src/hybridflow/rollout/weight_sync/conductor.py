@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 from hybridflow.config import Config
 from hybridflow.controller import WorkerGroup
-from hybridflow.observability import timed
 from hybridflow.protocol import Handle
 from hybridflow.rollout.weight_sync.base import IN_FLIGHT, Announcement
+from hybridflow.runtime.observe import timed
 
 
 class WeightSync(Protocol):

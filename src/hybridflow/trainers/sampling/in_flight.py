@@ -6,7 +6,7 @@ from functools import cached_property
 from hybridflow.config import Config
 from hybridflow.controller import WorkerGroup
 from hybridflow.errors import ConfigError
-from hybridflow.observability import JsonlWriter
+from hybridflow.runtime.observe import JsonlWriter
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.workers.algorithm_functions import reads_column
 from hybridflow.workers.schedule import SCHEDULE, read_schedule

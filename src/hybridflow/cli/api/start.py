@@ -1,0 +1,160 @@
+"""The functions that start a run from Python; each is one command."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridflow.cli.api.given_environments import Environments, sources_of
+from hybridflow.cli.api.rows import Data, file_of, files_of, is_columnar, records_of, write_rows
+from hybridflow.cli.api.run import Run
+from hybridflow.cli.api.settings import Recipe, overrides, recipe_files
+from hybridflow.config import Config, load_config
+from hybridflow.data.row_forms import Kind, rows_of
+from hybridflow.data.tool_messages import without_nulls_of_columns
+from hybridflow.environments.processes.closure import Closure
+from hybridflow.errors import ConfigError, ModelConfigError, RewardConfigError
+from hybridflow.trainers.run_directory import DATA
+from hybridflow.trainers.run_identity import Kind as RunKind
+
+
+def train(
+    model: str | Path,
+    prompts: Data,
+    *,
+    reward: str | Callable[..., Any] | None = None,
+    environments: Environments = None,
+    val_prompts: Data = None,
+    recipe: Recipe = None,
+    run_dir: str | Path | None = None,
+    prompt: str = "prompt",
+    answer: str = "answer",
+    **settings: Any,
+) -> Run:
+    """Return a run of reinforcement learning, as `hybridflow train` makes it; `run.fit()` trains.
+
+    `prompts` are files, or rows: dicts with the columns `prompt` (a text, or chat messages) and `answer` (if the reward
+    needs one), which the arguments of these names rename. All other columns reach the reward function by their names.
+    `reward` is a function, "path.py:function", or None for the built-in function of each data source. `environments`,
+    in its place, is a class of environments or "path.py:Class", or a dict of several by data source. `recipe`: the name
+    of an algorithm's recipe such as "dapo", a file, or several. `settings` are keys of the configuration, as in
+    `**{"trainer.total_steps": 100}` or `trainer={"total_steps": 100}`; `run_dir` is trainer.run_dir.
+
+    Raises ConfigError, DataError, RewardConfigError and EnvironmentConfigError at once for keys, rows, functions and
+    classes that cannot be trained with; the model and its tokenizer are read by `run.fit()`.
+    """
+    if not (reward is None or isinstance(reward, str) or callable(reward)):
+        raise RewardConfigError(f"reward={reward!r} is a {type(reward).__name__}; expected a function, or its name.")
+    closure = Closure.of(reward) if callable(reward) else None
+    name = closure.name if closure else reward
+    given: dict[str, Any] = {"reward.function": name} if name else {}
+    sources, closures = sources_of(environments)
+    given |= {"environment.classes": sources} if sources else {}
+    columns, closures = {"prompt": prompt, "answer": answer}, [*([closure] if closure else []), *closures]
+    return _start("train", model, prompts, val_prompts, recipe, run_dir, {**given, **settings}, columns, closures)
+
+
+def sft(
+    model: str | Path,
+    examples: Data,
+    *,
+    val_examples: Data = None,
+    recipe: Recipe = None,
+    run_dir: str | Path | None = None,
+    prompt: str = "prompt",
+    **settings: Any,
+) -> Run:
+    """Return a run of supervised training, as `hybridflow sft` makes it.
+
+    `examples` are files, or rows with `prompt` and `response`, or with conversations in `messages`,
+    which may have calls of `tools`; see `train`.
+    """
+    return _start("sft", model, examples, val_examples, recipe, run_dir, settings, {"prompt": prompt})
+
+
+def dpo(
+    model: str | Path,
+    pairs: Data,
+    *,
+    val_pairs: Data = None,
+    recipe: Recipe = None,
+    run_dir: str | Path | None = None,
+    prompt: str = "prompt",
+    **settings: Any,
+) -> Run:
+    """Return a run of DPO, as `hybridflow dpo` makes it.
+
+    `pairs` are files, or rows with `prompt`, `chosen` and `rejected`; see `train`.
+    """
+    return _start("dpo", model, pairs, val_pairs, recipe, run_dir, settings, {"prompt": prompt})
+
+
+def reward_model(
+    model: str | Path,
+    pairs: Data,
+    *,
+    val_pairs: Data = None,
+    recipe: Recipe = None,
+    run_dir: str | Path | None = None,
+    prompt: str = "prompt",
+    **settings: Any,
+) -> Run:
+    """Return a run that trains a reward model, as `hybridflow reward-model` makes it; see `dpo` and `train`."""
+    return _start("reward-model", model, pairs, val_pairs, recipe, run_dir, settings, {"prompt": prompt})
+
+
+DATA_KINDS: dict[RunKind, Kind] = {"train": "prompts", "sft": "examples", "dpo": "pairs", "reward-model": "pairs"}
+
+
+def _start(
+    kind: RunKind,
+    model: str | Path,
+    data: Data,
+    val_data: Data,
+    recipe: Recipe,
+    run_dir: str | Path | None,
+    settings: dict[str, Any],
+    columns: dict[str, str],
+    closures: Sequence[Closure] = (),
+) -> Run:
+    if not isinstance(model, str | Path):
+        raise ModelConfigError(
+            f"model is a {type(model).__name__}; expected a directory or a name on the hub. Save a model and its "
+            "tokenizer first, with save_pretrained(DIRECTORY), and give the directory."
+        )
+    given: dict[str, Any] = {"model.path": str(model)} | ({} if run_dir is None else {"trainer.run_dir": str(run_dir)})
+    if twice := [key for key in given if key in settings]:
+        raise ConfigError(f"{twice[0]} is given twice; it is an argument of its own.")
+    recipes, changes = recipe_files(recipe), overrides({**given, **settings})
+    expected = overrides({} if val_data is None else {"data.val_files": ["given"]})  # whose file is not written yet
+    first = load_config(recipes, [*changes, *expected])
+    name = DATA_KINDS[kind]
+    limits = {
+        "train": (first.trainer.total_steps * _batch_size(first, kind), "trainer.total_steps"),
+        "val": (first.validation.max_samples, "validation.max_samples"),
+    }
+    written: list[tuple[list[Any], Path]] = []
+
+    def files(data: Data, name: str, split: str) -> Sequence[str]:
+        if (named := files_of(data)) is not None:
+            if other := {ours: theirs for ours, theirs in columns.items() if ours != theirs}:
+                changes.extend(overrides({"data.columns": other}))
+            return named
+        records = records_of(data, name, *limits[split])
+        if kind == "sft" and is_columnar(data):
+            records = without_nulls_of_columns(records)
+        rows = rows_of(records, DATA_KINDS[kind], columns, split)
+        file = file_of(rows, Path(first.trainer.run_dir) / DATA, split)
+        written.append((rows, file))
+        return [str(file)]
+
+    changes += overrides({"data.train_files": files(data, name, "train")})
+    if val_data is not None:
+        changes += overrides({"data.val_files": files(val_data, f"val_{name}", "val")})
+    load_config(recipes, changes)  # all is valid: now files are written
+    for rows, file in written:
+        write_rows(rows, file)
+    return Run(Path(first.trainer.run_dir), kind, recipes, changes, closures)
+
+
+def _batch_size(config: Config, kind: RunKind) -> int:
+    return config.data.train_batch_size if kind == "train" else config.offline.batch_size

@@ -1,0 +1,163 @@
+"""What differs between two runs: configuration, versions, data and curves."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from hybridflow.runtime.observe.metrics import is_reproducible
+from hybridflow.runtime.observe.run_files import RunFiles
+
+LAST = 10
+"""Steps at the end whose mean is compared."""
+
+ENVIRONMENT = ("kind", "versions", "git", "hardware")
+"""What a start records of its environment."""
+
+DATA = ("data", "models")
+"""What a start records of the contents of its data files and its initial models: numbers of rows, fingerprints."""
+
+
+@dataclass(frozen=True)
+class CurveDifference:
+    """A metric over the steps at which both runs have it: where it first differs, by how much, and where it ends.
+
+    `largest`: the largest absolute difference, infinite if only one of the values is a finite number. `mean_a` and
+    `mean_b`: over the last LAST of these steps; NaN if one of the values is not a finite number.
+    """
+
+    name: str
+    first_step: int
+    largest: float
+    last_a: Any
+    last_b: Any
+    mean_a: float
+    mean_b: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What differs between two runs, by the newest start of each.
+
+    `config`, `environment` and `data`: the values of both by key, None where one lacks it. `has_data`: whether both
+    recorded their data. `steps`: those that both have; `last_steps`: the last one of each run. `first_other_prompts`:
+    the first common step with other prompts, None if there is none; `has_prompts`: whether both runs say which prompts
+    they used. `curves`: metrics that equal runs share, by the first step; `num_equal` of them are the same. `times`:
+    metrics that differ between any two runs. `only`: the metrics that the other run lacks.
+    A metric that both have but never at the same step is not compared.
+    """
+
+    config: dict[str, tuple[Any, Any]]
+    environment: dict[str, tuple[Any, Any]]
+    data: dict[str, tuple[Any, Any]]
+    has_data: bool
+    steps: list[int]
+    last_steps: tuple[int, int]
+    has_prompts: bool
+    first_other_prompts: int | None
+    curves: list[CurveDifference]
+    num_equal: int
+    times: list[CurveDifference]
+    only: tuple[list[str], list[str]]
+
+
+def compare_runs(a: RunFiles, b: RunFiles, pattern: str = "*") -> Comparison:
+    """Return what differs between two runs, of the metrics whose name matches a pattern such as `*kl*`.
+
+    Raises DataError or CheckpointError if a file of one is damaged.
+    """
+    rows_a, rows_b = ({row["step"]: row for row in run.metrics} for run in (a, b))
+    steps = sorted(rows_a.keys() & rows_b.keys())
+    names_a, names_b = (
+        {name for row in rows.values() for name in row if name != "step" and fnmatchcase(name, pattern)}
+        for rows in (rows_a, rows_b)
+    )
+    common = {name for step in steps for name in rows_a[step].keys() & rows_b[step].keys()}
+    differences = {name: _difference(name, steps, rows_a, rows_b) for name in sorted(common & names_a)}
+    stable = [name for name in differences if is_reproducible(name)]
+    curves = [difference for name in stable if (difference := differences[name])]
+    prompts_a, prompts_b = ({row["step"]: row.get("prompt_id") for row in run.rollouts} for run in (a, b))
+    others = [step for step in sorted(prompts_a.keys() & prompts_b.keys()) if prompts_a[step] != prompts_b[step]]
+    return Comparison(
+        config=_differing(a.config, b.config),
+        environment=_differing(*(_recorded(run, ENVIRONMENT) for run in (a, b))),
+        data=_differing_data(a, b),
+        has_data=all("data" in run.starts[-1] for run in (a, b)),
+        steps=steps,
+        last_steps=(max(rows_a, default=0), max(rows_b, default=0)),
+        has_prompts=bool(prompts_a.keys() & prompts_b.keys()),
+        first_other_prompts=others[0] if others else None,
+        curves=sorted(curves, key=lambda difference: (difference.first_step, difference.name)),
+        num_equal=len(stable) - len(curves),
+        times=[each for name, each in differences.items() if each and not is_reproducible(name)],
+        only=(sorted(names_a - names_b), sorted(names_b - names_a)),
+    )
+
+
+def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    return {key: (a.get(key), b.get(key)) for key in sorted({*a, *b}) if a.get(key) != b.get(key)}
+
+
+def _differing_data(a: RunFiles, b: RunFiles) -> dict[str, tuple[Any, Any]]:
+    """Return what differs in the recorded data; a model of a role that only one run has does not count."""
+    differing = _differing(*(_recorded(run, DATA) for run in (a, b)))
+    return {key: pair for key, pair in differing.items() if not (key.startswith("models.") and None in pair)}
+
+
+def _recorded(run: RunFiles, names: tuple[str, ...]) -> dict[str, Any]:
+    start, values = run.starts[-1], {}
+    for name in names:
+        value = start.get(name)
+        if isinstance(value, dict):
+            values |= {f"{name}.{key}": inner for key, inner in value.items()}
+        else:
+            values[name] = value
+    return values
+
+
+def _difference(
+    name: str, steps: list[int], rows_a: Mapping[int, Mapping[str, Any]], rows_b: Mapping[int, Mapping[str, Any]]
+) -> CurveDifference | None:
+    """Return how a metric differs over steps at which both rows have it; None if both runs have the same values."""
+    pairs = [
+        (step, rows_a[step][name], rows_b[step][name])
+        for step in steps
+        if name in rows_a[step] and name in rows_b[step]
+    ]
+    others = [(step, x, y) for step, x, y in pairs if not _is_same(x, y)]
+    if not others:
+        return None
+    _, last_a, last_b = pairs[-1]
+    return CurveDifference(
+        name,
+        first_step=others[0][0],
+        largest=max(_distance(x, y) for _, x, y in others),
+        last_a=last_a,
+        last_b=last_b,
+        mean_a=_mean([x for _, x, _ in pairs[-LAST:]]),
+        mean_b=_mean([y for _, _, y in pairs[-LAST:]]),
+    )
+
+
+def _is_same(x: Any, y: Any) -> bool:
+    return x == y or (x != x and y != y)  # NaN
+
+
+def _distance(x: Any, y: Any) -> float:
+    if not isinstance(x, int | float) or not isinstance(y, int | float):
+        return math.inf
+    try:
+        distance = float(abs(x - y))
+    except OverflowError:
+        return math.inf
+    return math.inf if math.isnan(distance) else distance
+
+
+def _mean(values: list[Any]) -> float:
+    """Return the mean of the numbers; NaN without one, and if one is not finite."""
+    try:
+        numbers = [float(value) for value in values if isinstance(value, int | float)]
+        return math.fsum(numbers) / len(numbers) if numbers and all(map(math.isfinite, numbers)) else math.nan
+    except OverflowError:
+        return math.nan

@@ -1,0 +1,292 @@
+"""Runs a program against one test in separate restricted processes and removes its files and processes.
+
+program ──file──> process ──stdout──> compared by the caller
+program ──file──> process <──expressions── steps of the test ──values──> compared by the steps
+creation of a file or a thread ──notification──> allowed up to a number of them
+"""
+
+import errno
+import marshal
+import math
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from hybridflow.environments.code.code_checks import Step
+from hybridflow.environments.code.code_process import ELEMENTS, EXPRESSION, PROGRAM, STATEMENTS
+from hybridflow.environments.code.code_quota import CodeQuota
+from hybridflow.environments.code.syscall_filter import OWN_ID, Filters, filters_of
+from hybridflow.environments.processes.tree_removal import remove_tree
+from hybridflow.errors import RewardError
+
+_SCRIPT = Path(__file__).with_name("code_process.py")
+_START_TIMEOUT_S = 60.0
+_MAX_LINE_BYTES = 4096
+_MAX_CHUNK_BYTES = 2**16
+MAX_MESSAGE_BYTES = 2**24
+"""Size of the encoded value of an expression of a test."""
+
+_LATE_SHARE = 0.9
+"""Share of `timeout_s`, since the limit of CPU time includes the start of the interpreter and wall-clock time not."""
+
+
+@dataclass(frozen=True)
+class CodeLimits:
+    """Limits of one test: seconds of CPU time (twice as many of wall-clock time) and bytes.
+
+    No test runs beyond `deadline`, a time of `time.monotonic`.
+    """
+
+    timeout_s: float
+    memory_bytes: int
+    max_output_bytes: int
+    deadline: float = math.inf
+
+
+@dataclass(frozen=True)
+class CodeRun:
+    """Result of a run: whether the program compiled, whether it and the statements finished, and its stdout.
+
+    `is_late`: it did not finish, and was stopped by a limit of time or took nearly as long.
+    """
+
+    compiled: bool
+    finished: bool = False
+    output: bytes = b""
+    is_late: bool = False
+
+
+def run_program(
+    program: bytes, limits: CodeLimits, *, stdin: bytes = b"", steps: Sequence[Step] | None = None
+) -> CodeRun:
+    """Run the program with this input, or run it and then the steps of a test.
+
+    A program has finished if its exit status is 0, a test if neither it nor the program raised or exited, and its
+    checks hold.
+    Raises `RewardError` if this system cannot restrict the process (the program has not run then), or cannot make or
+    remove its directory.
+    """
+    filters = _filters()
+    directory = _make_directory(program)
+    try:
+        try:
+            with _memory_file(stdin) as given, _memory_file(b"") as output, ExitStack() as stack:
+                test = _Test(limits, filters, stack, given.fileno(), output.fileno(), directory, steps)
+                try:
+                    compiled, finished = test.run()
+                    is_late = not finished and test.seconds >= _LATE_SHARE * limits.timeout_s
+                finally:
+                    test.kill()
+                output.seek(0)
+                return CodeRun(compiled, finished, output.read(limits.max_output_bytes), is_late)
+        except OSError as error:
+            raise RewardError(
+                f"code_reward cannot start the process of a program: {error}; free memory, processes or open files."
+            ) from error
+    finally:
+        _remove(directory)
+
+
+def _make_directory(program: bytes) -> str:
+    directory = None
+    try:
+        directory = tempfile.mkdtemp(prefix="hybridflow-code-")
+        (Path(directory) / PROGRAM).write_bytes(program)
+        return directory
+    except OSError as error:
+        if directory is not None:
+            (Path(directory) / PROGRAM).unlink(missing_ok=True)
+            os.rmdir(directory)
+        raise _directory_error(error) from error
+
+
+def _directory_error(error: OSError) -> RewardError:
+    place = tempfile.tempdir or os.environ.get("TMPDIR", "the temporary directory")
+    return RewardError(
+        f"code_reward cannot use {place} for the files of programs: {error}; "
+        "free space there, or set TMPDIR to a directory that is writable."
+    )
+
+
+def _memory_file(contents: bytes) -> BinaryIO:
+    file = os.fdopen(os.memfd_create("hybridflow-code"), "w+b")
+    file.write(contents)
+    file.seek(0)
+    return file
+
+
+def _filters() -> Filters:
+    try:
+        return filters_of(os.uname().machine)
+    except OSError as error:
+        raise _cannot_restrict(str(error)) from error
+
+
+def _cannot_restrict(problem: str) -> RewardError:
+    return RewardError(
+        f"code_reward cannot restrict programs on this machine, so no program was run: {problem}. "
+        "It needs Linux 5.13 or newer on x86_64 or aarch64 with Landlock and seccomp, and a Python with ctypes; "
+        "score code on such a machine."
+    )
+
+
+class _Test:
+    """A process with one program, and the exchange with it until a deadline; code_process.py documents the lines."""
+
+    def __init__(
+        self,
+        limits: CodeLimits,
+        filters: Filters,
+        stack: ExitStack,
+        stdin: int,
+        stdout: int,
+        directory: str,
+        steps: Sequence[Step] | None,
+    ) -> None:
+        self._limits, self._steps, self._stack, self._clone = limits, steps, stack, filters.clone
+        self._quota: CodeQuota | None = None
+        self._received = bytearray()
+        self._started = time.monotonic()
+        self._deadline = self._started + _START_TIMEOUT_S
+        self._line, theirs = socket.socketpair()
+        stack.enter_context(self._line)
+        settings = {
+            "line": theirs.fileno(),
+            "is_script": steps is None,
+            "write_bytecode": not sys.dont_write_bytecode,
+            "cpu_s": limits.timeout_s,
+            "memory_bytes": limits.memory_bytes,
+            "file_bytes": limits.max_output_bytes,
+            "strict_filter": filters.strict,
+            "counting_filter": filters.counting,
+            "own_id": OWN_ID,
+            "seccomp": filters.seccomp,
+        }
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-X", "utf8", str(_SCRIPT), marshal.dumps(settings).hex()],
+                stdin=stdin,
+                stdout=stdout if steps is None else subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd=directory,
+                env={},
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        try:
+            self._exit = self._adopt(os.pidfd_open(self._process.pid))
+        except OSError:
+            self.kill()
+            raise
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock time since the program was started."""
+        return time.monotonic() - self._started
+
+    def run(self) -> tuple[bool, bool]:
+        """Return (compiled, finished)."""
+        for state in (b"ready", b"restricted"):
+            line = self._receive_line()
+            if line != state:
+                no_line = f"its process did not start with memory_bytes={self._limits.memory_bytes}"
+                raise _cannot_restrict(line.decode(errors="replace") or no_line)
+        if self._quota is None:
+            raise OSError(errno.EMFILE, "no descriptor left for the process")
+        self._started = time.monotonic()
+        self._deadline = min(self._started + 2 * self._limits.timeout_s, self._limits.deadline)
+        if self._receive_line() != b"compiled":
+            return False, False
+        if self._steps is None:
+            if not self._wait_for(self._exit):
+                return True, False
+            return True, self._process.wait() == 0
+        is_loaded = self._receive_line() == b"loaded"
+        return True, is_loaded and all(map(self._holds, self._steps))
+
+    def _holds(self, step: Step) -> bool:
+        """Return whether the program's process has answered the step, and its check holds of the answer."""
+        kind = STATEMENTS if step.check is None else ELEMENTS if step.is_iterated else EXPRESSION
+        source = step.source.encode()
+        try:
+            self._line.settimeout(max(0.001, self._deadline - time.monotonic()))
+            self._line.sendall(kind + len(source).to_bytes(4, "little") + source)
+        except OSError:  # the process has ended, or does not read
+            return False
+        header = self._receive_bytes(4)
+        length = int.from_bytes(header, "little")
+        if len(header) < 4 or length > MAX_MESSAGE_BYTES:
+            return False
+        message = self._receive_bytes(length)
+        return len(message) == length and step.holds(message)
+
+    def kill(self) -> None:
+        """Kill the process and wait until it has ended."""
+        if self._process.returncode is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def _adopt(self, descriptor: int) -> int:
+        """Have the descriptor closed at the end."""
+        self._stack.callback(os.close, descriptor)
+        return descriptor
+
+    def _receive_line(self) -> bytes:
+        """Return the next line; b"" at the end, for a line that is too long, and after the deadline."""
+        while b"\n" not in self._received and len(self._received) <= _MAX_LINE_BYTES:
+            if not self._receive():
+                return b""
+        line, newline, self._received = self._received.partition(b"\n")
+        return bytes(line) if newline else b""
+
+    def _receive_bytes(self, length: int) -> bytes:
+        """Return the next bytes; fewer at the end and after the deadline."""
+        while len(self._received) < length and self._receive():
+            pass
+        contents, self._received = bytes(self._received[:length]), self._received[length:]
+        return contents
+
+    def _receive(self) -> bool:
+        """Receive what the process has sent; return False at the end and after the deadline."""
+        if not self._wait_for(self._line.fileno()):
+            return False
+        chunk, descriptors = b"", []
+        with suppress(ConnectionResetError):
+            chunk, descriptors, _, _ = socket.recv_fds(self._line, _MAX_CHUNK_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
+        for descriptor in map(self._adopt, descriptors):
+            self._quota = self._quota or CodeQuota(descriptor, self._clone)
+        self._received += chunk
+        return bool(chunk)
+
+    def _wait_for(self, descriptor: int) -> bool:
+        """Wait until the descriptor is readable, and answer notifications; return False at the deadline."""
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        if self._quota is not None:
+            poll.register(self._quota.listener, select.POLLIN)
+        while (seconds_left := self._deadline - time.monotonic()) > 0:
+            for ready, events in poll.poll(1000 * seconds_left):
+                if ready == descriptor:
+                    return True
+                if self._quota is not None and events & select.POLLIN:
+                    self._quota.answer()
+                else:
+                    poll.unregister(ready)  # all processes have ended
+        return False
+
+
+def _remove(directory: str) -> None:
+    try:
+        remove_tree(directory)
+    except OSError as error:
+        raise _directory_error(error) from error

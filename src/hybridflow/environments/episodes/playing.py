@@ -1,0 +1,166 @@
+"""One episode, from its first prompt to its reward: an engine's turns in, prompts of the next turns out.
+
+begin(row) ──> prompt ──> engine ──> take(tokens) ──> prompt ──> ... ──> take(tokens) ──> None ──> finish()
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridflow.environments.episodes.answers import Answer, Begin, Failure, Finish, Question, TakeTurn
+from hybridflow.environments.episodes.environment import EndReason, Episode, Turn
+from hybridflow.environments.episodes.episode_tokens import EpisodeRow
+from hybridflow.environments.episodes.messages import AssistantTurn
+from hybridflow.environments.episodes.rendering import ChatRenderer, NextPrompt
+from hybridflow.errors import HybridFlowError
+
+Ask = Callable[[Question], Awaitable[Answer]]
+"""Asks the environment of an episode."""
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """Bounds of an episode: turns, rows, tokens of a row after its prompt, and tokens of a whole row.
+
+    `prompt_tokens`: those of the first prompt, a longer one is a failure; None: as `context_tokens`.
+    """
+
+    turns: int = 8
+    tokens: int = 4096
+    context_tokens: int = 8192
+    rows: int = 8
+    prompt_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class PlayedEpisode:
+    """An episode that has ended: its rows of tokens, and its rewards by name, none after a `failure`.
+
+    `bonus` is the sum of the rewards of turns, and that of `group_rewards`; it is added to the score.
+    """
+
+    episode: Episode
+    rows: list[EpisodeRow]
+    rewards: Mapping[str, Any] = field(default_factory=dict)
+    bonus: float = 0.0
+    failure: Failure | None = None
+
+
+class Player:
+    """Plays one episode of an environment. A failure of the environment ends it, and is in `Episode.error`."""
+
+    def __init__(self, ask: Ask, renderer: ChatRenderer, stop_ids: Sequence[int], limits: EpisodeLimits) -> None:
+        self._ask, self._renderer, self._stop_ids, self._limits = ask, renderer, stop_ids, limits
+        self.rows: list[EpisodeRow] = []
+        self.episode = Episode({})
+        self.num_first_messages = 0  # of the prompt
+        self._prompt = NextPrompt([], "")
+        self._cut_turn: AssistantTurn | None = None
+        self._failure: Failure | None = None
+        self._bonus = 0.0
+
+    @property
+    def num_sampled(self) -> int:
+        """The number of tokens that the model has made so far, also the position of the next one's noise."""
+        return sum(row.num_sampled for row in self.rows)
+
+    @property
+    def room(self) -> int:
+        """The number of tokens that the next turn may have."""
+        return self._room(self.rows[-1].num_tokens, len(self.rows[-1].ids))
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether another turn may follow the next one."""
+        return len(self.episode.turns) + 1 < self._limits.turns
+
+    @property
+    def longest_row(self) -> int:
+        """The number of tokens that the present row may have at the end of the episode; 0: no other turn may follow."""
+        most = min(self._limits.context_tokens, len(self.rows[-1].prompt_ids) + self._limits.tokens)
+        return most if self.may_go_on else 0
+
+    async def begin(self, row: Mapping[str, Any]) -> list[int] | None:
+        """Return the prompt of the first turn; None if the environment failed."""
+        self.episode = Episode(row)
+        answer = await self._ask(Begin(row))
+        if answer.failure:
+            return self._fail(answer.failure, answer.error)
+        self.episode.messages += answer.messages
+        self.num_first_messages = len(answer.messages)
+        return self._next(lambda: self._renderer.start(self.episode.messages))
+
+    async def take(self, ids: Sequence[int], log_probs: Sequence[float], versions: Sequence[int]) -> list[int] | None:
+        """Return the prompt of the next turn, None if the episode has ended; `ids` are the tokens of a turn."""
+        number = len(self.episode.turns)
+        self.rows[-1].add_sampled(ids, log_probs, versions, number)
+        said = self._renderer.parse(ids, self._stop_ids)
+        if not ids or ids[-1] not in self._stop_ids:
+            self._cut_turn = said
+            self._note(said, Answer())
+            return self._end("tokens")
+        answer = await self._ask(TakeTurn(said))
+        self._note(said, answer)
+        self.rows[-1].add_reward(answer.reward)
+        self._bonus += answer.reward
+        if answer.failure:
+            return self._fail(answer.failure, answer.error)
+        if answer.is_done:
+            return self._end("done")
+        if len(self.episode.turns) >= self._limits.turns:
+            return self._end("turns")
+        if answer.is_late:
+            return self._end("seconds")
+        history, new = list(self.episode.messages), list(answer.messages)
+        self.episode.messages += new
+        return self._next(lambda: self._renderer.go_on(self._prompt, ids, history, new))
+
+    async def finish(self) -> PlayedEpisode:
+        """Return the episode with its rewards: none after a failure."""
+        answer = await self._ask(Finish(self.episode.ended or "error", self._cut_turn))
+        if answer.failure:
+            self._fail(answer.failure, answer.error)
+        rewards = {} if self._failure else dict(answer.rewards or {})
+        return PlayedEpisode(self.episode, self.rows, rewards, self._bonus, self._failure)
+
+    def _note(self, said: AssistantTurn, answer: Answer) -> None:
+        turn = Turn(len(self.episode.turns), said.content, said.reasoning, answer.called, said.malformed)
+        self.episode.messages.append(said.message())
+        self.episode.turns.append(turn)
+
+    def _next(self, render: Callable[[], NextPrompt]) -> list[int] | None:
+        """Return the whole context of the next turn, which goes on in the same row if the template allows."""
+        try:
+            self._prompt = render()
+        except HybridFlowError as error:
+            return self._fail("raised", str(error))
+        new, most = self._prompt.ids, self._limits.prompt_tokens
+        if not self.rows and most is not None and len(new) > most:
+            return self._fail(
+                "raised",
+                f"the first prompt has {len(new)} tokens, with the schemas of tools, more than "
+                f"data.max_prompt_length={most}; raise the limit",
+            )
+        if self._prompt.is_new_row or not self.rows:
+            if self._room(len(new), 0) < 1:
+                return self._end("tokens")
+            if len(self.rows) >= self._limits.rows:
+                return self._end("rows")
+            self.rows.append(EpisodeRow(new))
+        else:
+            row = self.rows[-1]
+            if self._room(row.num_tokens + len(new), len(row.ids) + len(new)) < 1:
+                return self._end("tokens")
+            row.add_messages(new, len(self.episode.turns) - 1)
+        return self.rows[-1].context
+
+    def _room(self, context: int, after_prompt: int) -> int:
+        """Return how many tokens may follow `context` tokens of a row, of which so many are after its prompt."""
+        return min(self._limits.context_tokens - context, self._limits.tokens - after_prompt)
+
+    def _end(self, reason: EndReason) -> None:
+        self.episode.ended = reason
+
+    def _fail(self, failure: Failure, error: str) -> None:
+        self.episode.ended, self.episode.error = "error", self.episode.error or error
+        self._failure = self._failure or failure

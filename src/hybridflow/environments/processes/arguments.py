@@ -1,0 +1,109 @@
+"""The keyword arguments with which a reward function is called: four fixed ones, or those that its parameters name.
+
+It needs only the standard library, since a reward process loads only this file and few others.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hybridflow.environments.processes.reward_process import WHAT
+from hybridflow.environments.rewards.table import RewardFunction
+from hybridflow.errors import RewardConfigError
+from hybridflow.runtime import load_user_function, require_arguments
+
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+
+
+def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function by name; none if it has no signature, as some compiled functions."""
+    try:
+        return inspect.signature(function).parameters
+    except (ValueError, TypeError):
+        return {}
+
+
+def takes_names(function: Any) -> bool:
+    """Return whether the parameters name what the function gets: one is `completion` or `completions`."""
+    names = parameters_of(function)
+    return ("completion" in names or "completions" in names) and not {"solution_str", "solution_strs"} & {*names}
+
+
+def takes_batches(function: Any) -> bool:
+    """Return whether the function takes lists with an entry for each sample: `solution_strs` or `completions`."""
+    names = parameters_of(function)
+    pairs = (("solution_strs", "solution_str"), ("completions", "completion"))
+    return any(plural in names and singular not in names for plural, singular in pairs)
+
+
+def as_batch(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return samples as lists under the plurals of their names, such as `solution_strs`."""
+    return {f"{name}s": [sample[name] for sample in samples] for name in samples[0]}
+
+
+def arguments_of(function: Any, sample: Mapping[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call on a sample with ARGUMENTS, and `prompt` for names, or on an `as_batch` of them.
+
+    A function that takes names gets what its parameters name, and with `**kwargs` everything. Raises TypeError for a
+    parameter that names nothing.
+    """
+    if not takes_names(function):
+        return {**sample, **kwargs}
+    values = _values_of_batch(sample) if "solution_strs" in sample else _values_of(sample)
+    taken = next((name for name in kwargs if name in values and name.removesuffix("s") in _FIXED), None)
+    if taken:
+        raise TypeError(f"reward.kwargs.{taken} is a part of the sample; give it another name")
+    parameters = parameters_of(function)
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    chosen = {name: value for name, value in values.items() if takes_all or name in parameters} | dict(kwargs)
+    for name, each in parameters.items():
+        if each.kind in _BY_NAME and each.default is each.empty and name not in chosen:
+            raise TypeError(f"its parameter '{name}' names nothing of the sample, which has {', '.join(values)}")
+    return chosen
+
+
+def checked_arguments(function: Any, kwargs: Mapping[str, Any]) -> list[str]:
+    """Return the names with which a call can be checked before there is a sample: all of them, if names count."""
+    if not takes_names(function):
+        return [*(BATCH_ARGUMENTS if takes_batches(function) else ARGUMENTS), *kwargs]
+    own = [name for name, each in parameters_of(function).items() if each.kind in _BY_NAME]
+    return list(dict.fromkeys([*own, *kwargs]))
+
+
+_FIXED = ("prompt", "completion", "data_source", "ground_truth", "extra_info")
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def _values_of(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all that a function can name of a sample; `answer` is the ground truth unless extra_info has another."""
+    fixed = {name: sample.get("solution_str" if name == "completion" else name) for name in _FIXED}
+    return {"answer": fixed["ground_truth"], **(fixed["extra_info"] or {}), **fixed}
+
+
+def _values_of_batch(batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    """Return all that a function can name of a batch: lists by the plurals, those of extra_info also by their names."""
+    rows = [
+        _values_of({name.removesuffix("s"): value for name, value in zip(batch, row, strict=True)})
+        for row in zip(*batch.values(), strict=True)
+    ]
+    columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
+    plurals = {f"{name}s": column for name, column in columns.items()}
+    return plurals | {name: column for name, column in columns.items() if name not in _FIXED}
+
+
+def load_reward_function(name: str, kwargs: Mapping[str, Any] | None = None) -> RewardFunction:
+    """Return the function that 'path/to/file.py:function' or 'package.module:function' names.
+
+    Raises `RewardError` if the file, module or function does not exist, if the code fails on import, or if the function
+    cannot be called with the keyword arguments data_source, solution_str, ground_truth, extra_info (or all of their
+    plurals) and `kwargs`, nor has a parameter `completion` or `completions`.
+    """
+    function: RewardFunction = load_user_function(name, WHAT, RewardConfigError)
+    check_signature(function, name, kwargs or {})
+    return function
+
+
+def check_signature(function: RewardFunction, name: str, kwargs: Mapping[str, Any]) -> None:
+    """Raise `RewardError` if the function takes neither the four arguments, their plurals nor names, with `kwargs`."""
+    require_arguments(function, name, WHAT, checked_arguments(function, kwargs), RewardConfigError)

@@ -1,0 +1,141 @@
+"""Reward for mathematical answers in LaTeX, compared by value: math-verify parses, sympy compares."""
+
+import logging
+import math
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from numbers import Number
+from typing import Any
+
+from hybridflow.environments.rewards.limits import require_seconds
+from hybridflow.environments.rewards.math_bounds import is_astronomic
+from hybridflow.errors import RewardError
+from hybridflow.runtime.deadline import DeadlineExceeded, call_within
+from hybridflow.runtime.latex_box import last_boxed
+
+MAX_CHARS = 300
+MAX_TAIL_CHARS = 1000
+"""Length of the last lines that are read of a response without a box."""
+
+SMALL = 1e-4
+
+_SCIENTIFIC = re.compile(r"([-+]?[0-9]*\.?[0-9]+)[eE]([-+]?[0-9]+)")
+_LAYOUT = re.compile(r"\\[,!;:]|\\color\s*\{[a-zA-Z]+\}|\.\s*$")
+"""Spaces, colors and a final period."""
+
+_WRAPPED = re.compile(r"\$\$?([^$]*)\$\$?|\\\((.*)\\\)|\\\[(.*)\\\]", re.DOTALL)
+
+
+def math_reward(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, *, timeout_s: float = 5.0
+) -> float:
+    r"""Return 1.0 if the last \boxed{...} of the response equals the ground truth in value, else 0.0.
+
+    For a response without a box, the answer that math-verify finds in its last lines counts. `ground_truth` is a number
+    or LaTeX such as "\\frac{1}{2}", optionally within $...$ or \boxed{...}. Fractions equal their decimals to 6 places,
+    sets compare in any order, and units, "x =" and a percent sign may be missing. An answer of more than 300
+    characters, of astronomic size, or that takes longer than `timeout_s` seconds to compare scores 0.0 unless it is
+    written exactly like the ground truth. The time limit holds in the main thread only, see `call_within`.
+    """
+    require_seconds("timeout_s", timeout_s)
+    truth = _unwrapped(ground_truth)
+    gold = _gold(truth)
+    boxed = last_boxed(solution_str)
+    if boxed is None:
+        answer = _tail(solution_str)
+    elif _plain(boxed) == _plain(truth):
+        return 1.0
+    else:
+        answer = rf"\boxed{{{_LAYOUT.sub('', boxed)}}}" if len(boxed) <= MAX_CHARS else ""
+    if not answer or is_astronomic(answer):
+        return 0.0
+    try:
+        return float(call_within(timeout_s, _is_equal, gold, answer))
+    except DeadlineExceeded:
+        return 0.0
+
+
+def boxed_answer(text: str) -> str | None:
+    r"""Return the content of the last \boxed{...} of a text, or None; equal texts are votes for the same answer."""
+    answer = last_boxed(text)
+    return answer if answer and len(answer) <= MAX_CHARS else None
+
+
+def _unwrapped(ground_truth: Any) -> str:
+    """Return the LaTeX of a ground truth without its delimiters or box."""
+    if not isinstance(ground_truth, str | Number):
+        raise _no_answer(ground_truth)
+    text = str(ground_truth).strip()
+    wrapped = _WRAPPED.fullmatch(text)
+    if wrapped:
+        text = next(group for group in wrapped.groups() if group is not None).strip()
+    text = last_boxed(text) or text
+    scientific = _SCIENTIFIC.fullmatch(text)
+    return rf"{scientific[1]}\times 10^{{{int(scientific[2])}}}" if scientific else text
+
+
+@lru_cache(maxsize=256)  # the responses of a group share it
+def _gold(truth: str) -> tuple[Any, ...]:
+    parsed = _parse(rf"\boxed{{{truth}}}")
+    if not parsed:
+        raise _no_answer(truth)
+    return tuple(parsed)
+
+
+def _no_answer(ground_truth: Any) -> RewardError:
+    return RewardError(
+        f"the ground truth must be a number or LaTeX such as '\\frac{{1}}{{2}}' that math-verify can parse, "
+        f"got {ground_truth!r}."
+    )
+
+
+def _is_equal(gold: tuple[Any, ...], answer: str) -> bool:
+    from math_verify import verify
+
+    try:
+        found = _parse(answer)
+        return verify(list(gold), found, timeout_seconds=None) and not _are_small_and_different(gold, found)
+    except Exception:  # the exceptions of sympy on a model's text have no common base
+        return False
+
+
+def _are_small_and_different(gold: Sequence[Any], found: Sequence[Any]) -> bool:
+    """Return whether both are numbers so small that only rounding to 6 places makes them equal."""
+    one, other = _number_of(gold), _number_of(found)
+    if one is None or other is None or abs(one) > SMALL:
+        return False
+    return not math.isclose(one, other, rel_tol=1e-3)
+
+
+def _number_of(items: Sequence[Any]) -> float | None:
+    for item in items:
+        if getattr(item, "is_number", False):
+            try:
+                return float(item)
+            except TypeError:  # a complex number, or a percentage that sympy does not evaluate
+                return None
+    return None
+
+
+def _parse(text: str) -> list[Any]:
+    """Return the values that math-verify parses in a text; an empty list if it fails.
+
+    Its own timeout is off: it uses SIGALRM, which only the main thread may set and `call_within` uses.
+    """
+    from math_verify import parse
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that the timeout is off
+    try:
+        return parse(text, fallback_mode="no_fallback", parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+    except Exception:  # as above
+        return []
+
+
+def _plain(text: str) -> str:
+    return "".join(text.split())
+
+
+def _tail(text: str) -> str:
+    tail = text[-MAX_TAIL_CHARS:]
+    return tail.partition("\n")[2] if len(text) > MAX_TAIL_CHARS and "\n" in tail else tail

@@ -1,0 +1,103 @@
+"""Outcome of calling a reward function on a sample, and its JSON form."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from hybridflow.environments.processes.reward_process import as_message
+from hybridflow.runtime import note_progress
+
+FailureKind = Literal["raised", "timeout", "memory", "died"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of the function, or the kind and the text of its failure."""
+
+    result: Any = None
+    kind: FailureKind | None = None
+    problem: str = ""
+    cause: BaseException | None = None
+    """The exception, if it was raised in this process."""
+
+    @classmethod
+    def of_message(cls, message: Mapping[str, Any]) -> "Outcome":
+        """Build the outcome from the message of a reward process; raise ValueError for another message."""
+        kind, problem = message.get("kind"), message.get("error", "")
+        if kind not in (None, *get_args(FailureKind)):
+            raise ValueError(f"kind={kind!r:.100} is not one of {', '.join(get_args(FailureKind))}")
+        if not isinstance(problem, str):
+            raise ValueError(f"error={problem!r:.100} is not a text")
+        return cls(_result(message), kind, problem)
+
+    def to_message(self) -> dict[str, Any]:
+        """Return a JSON-compatible message that `of_message` reads."""
+        if self.kind is not None:
+            return {"kind": self.kind, "error": self.problem}
+        return as_message(self.result)
+
+
+OnOutcome = Callable[[int, "Outcome"], None]
+"""Callback that gets the number of a sample and its outcome as soon as it is known."""
+
+
+@dataclass
+class Outcomes:
+    """The outcomes known so far, by the number of the sample."""
+
+    known: list[Outcome | None]
+    on_outcome: OnOutcome | None = None
+
+    def __post_init__(self) -> None:
+        self.num_missing = self.known.count(None)
+
+    def record(self, number: int, outcome: Outcome) -> None:
+        """Store the outcome of a sample and pass it to the callback."""
+        self.num_missing -= self.known[number] is None
+        self.known[number] = outcome
+        note_progress()
+        if self.on_outcome:
+            self.on_outcome(number, outcome)
+
+
+class _Representation:
+    """Stand-in for a returned value that is neither a number nor a text; only its `repr` was sent."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def _result(message: Any) -> Any:
+    if not isinstance(message, dict):
+        raise ValueError(f"{message!r:.100} is not a result")
+    items, values = message.get("list", []), message.get("mapping", {})
+    if not isinstance(items, list) or not isinstance(values, dict):
+        raise ValueError(f"{message!r:.100} is not a result")
+    if "list" in message:
+        return [_result(item) for item in items]
+    if "mapping" in message:
+        return {name: _value(plain) for name, plain in values.items()}
+    return _value(message.get("result"))
+
+
+def _value(plain: Any) -> Any:
+    if isinstance(plain, dict) and isinstance(plain.get("shown"), str):
+        return _Representation(plain["shown"])
+    if isinstance(plain, dict | list):
+        raise ValueError(f"{plain!r:.100} is not a value")
+    return plain
+
+
+def split(outcome: Outcome, num_samples: int) -> list[Outcome]:
+    """Return the outcome of each sample; if the batch failed, each sample gets its failure."""
+    result = outcome.result.tolist() if hasattr(outcome.result, "tolist") else outcome.result
+    if outcome.kind is not None:
+        return [outcome] * num_samples
+    if not isinstance(result, list | tuple) or len(result) != num_samples:
+        found = f"{len(result)} results" if isinstance(result, list | tuple) else f"{result!r:.100}"
+        problem = f"ValueError: a batch function must return a list of {num_samples} results, one for each sample"
+        return [Outcome(None, "raised", f"{problem}, not {found}")] * num_samples
+    return [Outcome(item) for item in result]

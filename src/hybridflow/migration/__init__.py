@@ -1,5 +1,0 @@
-"""Configurations of verl as recipes of hybridflow."""
-
-from hybridflow.migration.convert import Converted, convert
-
-__all__ = ["Converted", "convert"]

@@ -1,0 +1,73 @@
+"""A tracker whose failures do not end a run: what it could not store is given to it again."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hybridflow.runtime.observe.log import get_logger
+from hybridflow.runtime.observe.tracker import Tracker
+
+logger = get_logger(__name__)
+
+MAX_PENDING = 10_000
+"""Calls that are kept for a tracker that fails; metrics.jsonl has all."""
+
+
+class GuardedTracker:
+    """Passes each step to a tracker outside of the run, such as a server; `name` is that of `trainer.trackers`.
+
+    A failure is a warning. The step is kept and given again with the next one, so that a server that comes back misses
+    nothing.
+    """
+
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        self._name, self._tracker = name, tracker
+        self._pending: deque[tuple[str, int, Any]] = deque()
+        self._lost: set[int] = set()  # steps of the calls that were too many to keep
+        self._is_failing = False
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Pass the metrics of a step on."""
+        self._add("log", step, metrics)
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Pass samples of a step on, if the tracker takes them."""
+        if hasattr(self._tracker, "log_samples"):
+            self._add("log_samples", step, list(samples))
+
+    def close(self) -> None:
+        """Try the rest once more, and close the tracker."""
+        self._send()
+        if steps := sorted(self._lost | {step for _, step, _ in self._pending}):
+            logger.warning("tracker '%s' lacks %d steps, from step %d on", self._name, len(steps), steps[0])
+        try:
+            self._tracker.close()
+        except Exception as error:  # of a library, or of the user's class
+            logger.warning("tracker '%s' could not be closed: %s: %s", self._name, type(error).__name__, error)
+
+    def _add(self, method: str, step: int, what: Any) -> None:
+        self._pending.append((method, step, what))
+        if len(self._pending) > MAX_PENDING:
+            self._lost.add(self._pending.popleft()[1])
+        self._send()
+
+    def _send(self) -> None:
+        try:
+            while self._pending:
+                method, step, what = self._pending[0]
+                getattr(self._tracker, method)(step, what)
+                self._pending.popleft()
+        except Exception as error:  # of a library, or of the user's class
+            if not self._is_failing:  # once, until it works again
+                logger.warning(
+                    "tracker '%s' failed at step %d (%s: %s); the run goes on, and gives it the step again later",
+                    self._name,
+                    self._pending[0][1],
+                    type(error).__name__,
+                    error,
+                )
+            self._is_failing = True
+            return
+        if self._is_failing:
+            logger.warning("tracker '%s' works again, and has got what was kept for it", self._name)
+        self._is_failing = False

@@ -1,0 +1,84 @@
+"""The tracker of `trainer.trackers = ["mlflow"]`: an MLflow server, or a database in the run's directory."""
+
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from hybridflow.errors import ConfigError
+from hybridflow.runtime.observe.tracker import sample_table
+
+EXPERIMENT = "hybridflow"
+KEY = "hybridflow.run"
+"""The tag by which a run that goes on finds its MLflow run."""
+
+MAX_CHARS = 500
+"""Characters of a parameter that every MLflow server takes."""
+
+
+def metric_name(name: str) -> str:
+    """Return a name that MLflow takes: `val/pass_4` for `val/pass@4`."""
+    return re.sub(r"[^A-Za-z0-9_\-. /:]", "_", name)
+
+
+class MLflowTracker:
+    """A tracker that logs numbers, the configuration and tables of samples to an MLflow run, found by its `run_id`.
+
+    MLflow's own environment variables hold: `MLFLOW_TRACKING_URI` (otherwise `mlflow.db` in `directory`),
+    `MLFLOW_EXPERIMENT_NAME`. Raises ConfigError if the package is missing.
+    """
+
+    def __init__(self, directory: Path, run_id: str, name: str, config: Mapping[str, Any]) -> None:
+        try:
+            from mlflow import MlflowClient
+            from mlflow.entities import Metric, Param
+        except ImportError as error:
+            raise ConfigError(
+                "trainer.trackers contains 'mlflow', but the package is not installed; run "
+                "`pip install 'hybridflow[trackers]'`, or remove it from trainer.trackers."
+            ) from error
+        self._metric: Any = Metric
+        directory = directory.absolute()
+        address = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{directory}/mlflow.db"
+        self._client: Any = MlflowClient(tracking_uri=address)
+        artifacts = None if "MLFLOW_TRACKING_URI" in os.environ else f"{directory.as_uri()}/mlflow"
+        experiment = self._experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT), artifacts)
+        found = self._client.search_runs([experiment], f"tags.`{KEY}` = '{run_id}'", max_results=1)
+        self._run = found[0] if found else self._client.create_run(experiment, tags={KEY: run_id}, run_name=name)
+        self._id: str | None = self._run.info.run_id
+        known = self._run.data.params
+        params = [Param(key, str(value)[:MAX_CHARS]) for key, value in config.items() if key not in known]
+        for start in range(0, len(params), 100):  # the most that one call takes
+            self._client.log_batch(self._id, params=params[start : start + 100])
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Log the numbers of a step."""
+        now = int(time.time() * 1000)
+        numbers = [
+            self._metric(metric_name(name), float(x), now, step) for name, x in metrics.items() if isinstance(x, Real)
+        ]
+        for start in range(0, len(numbers), 1000):  # the most that one call takes
+            self._client.log_batch(self._require_open(step), metrics=numbers[start : start + 1000])
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Log samples of a step as a table, `samples/step_N.json`."""
+        data = sample_table(samples)
+        self._client.log_table(self._require_open(step), data=data, artifact_file=f"samples/step_{step:06d}.json")
+
+    def close(self) -> None:
+        """Mark the MLflow run as finished."""
+        if self._id is not None:
+            self._client.set_terminated(self._id)
+            self._id = None
+
+    def _experiment(self, name: str, artifacts: str | None) -> str:
+        found = self._client.get_experiment_by_name(name)
+        return found.experiment_id if found else self._client.create_experiment(name, artifact_location=artifacts)
+
+    def _require_open(self, step: int) -> str:
+        if self._id is None:
+            raise ConfigError(f"step {step} cannot be logged: the MLflow tracker is closed.")
+        return self._id

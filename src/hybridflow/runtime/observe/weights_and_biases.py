@@ -1,0 +1,63 @@
+"""The tracker of `trainer.trackers = ["wandb"]`: Weights & Biases, online or offline."""
+
+import os
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from hybridflow.errors import ConfigError
+from hybridflow.runtime.observe.tracker import sample_table
+
+PROJECT = "hybridflow"
+
+
+class WandbTracker:
+    """A tracker that logs numbers and tables of samples to a W&B run; a run that goes on has the same `run_id`.
+
+    W&B's own environment variables hold: `WANDB_MODE=offline` writes below `directory` for a later `wandb sync`,
+    `WANDB_PROJECT` names the project. A step that is made again, after a resume, keeps its first values, which are the
+    same. Raises ConfigError if the package is missing.
+    """
+
+    def __init__(self, directory: Path, run_id: str, name: str, config: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(
+                "trainer.trackers contains 'wandb', but the package is not installed; run "
+                "`pip install 'hybridflow[trackers]'`, or remove it from trainer.trackers."
+            ) from error
+        self._wandb: Any = wandb
+        self._run: Any = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            id=run_id,
+            name=name,
+            dir=directory,
+            config=dict(config),
+            resume="allow",
+            settings=wandb.Settings(console="off", silent=True),
+        )
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Log the numbers of a step."""
+        self._require_open(step).log({name: x for name, x in metrics.items() if isinstance(x, Real)}, step=step)
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Log samples of a step as a table."""
+        columns = sample_table(samples)
+        table = self._wandb.Table(
+            columns=list(columns), data=[list(row) for row in zip(*columns.values(), strict=True)]
+        )
+        self._require_open(step).log({"samples": table}, step=step)
+
+    def close(self) -> None:
+        """End the W&B run, which uploads or writes what is pending."""
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+
+    def _require_open(self, step: int) -> Any:
+        if self._run is None:
+            raise ConfigError(f"step {step} cannot be logged: the W&B tracker is closed.")
+        return self._run

@@ -1,0 +1,242 @@
+"""Failing reward functions in separate processes: the other samples keep their scores."""
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+
+from fixtures.reward_samples import samples
+from hybridflow.environments.processes import reward_runner as runner_module
+from hybridflow.environments.rewards import RewardScorer
+from hybridflow.environments.rewards.in_rank import call_here
+from hybridflow.errors import RewardError
+from hybridflow.runtime import progress
+
+pytestmark = [pytest.mark.runs, pytest.mark.own_run("grpo: no function of a run hangs, crashes or is killed")]
+
+FUNCTIONS = """
+import asyncio, ctypes, os, random, sys, time
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    if solution_str.startswith("do "):
+        exec(solution_str.removeprefix("do "), globals())
+    print("a function may print")
+    ground_truth["changed"] = True
+    return {"score": len(solution_str), "answer": solution_str, "object": object(), "process": os.getpid()}
+
+def noisy(**sample):
+    return random.random()
+
+def waits_once(directory):
+    open(os.path.join(directory, str(os.getpid())), "w").close()
+    return len(os.listdir(directory)) == 1
+
+def killed_once(solution_str, directory, **_):
+    while waits_once(directory):
+        time.sleep(0.01)
+    return len(solution_str)
+
+async def killed_once_async(solution_str, directory, **_):
+    while waits_once(directory):
+        await asyncio.sleep(0.01)
+    return len(solution_str)
+
+async def at_once(data_source, solution_str, ground_truth, extra_info):
+    directory, number = os.path.split(solution_str)
+    open(solution_str, "w").close()
+    while len(os.listdir(directory)) < 2:
+        await asyncio.sleep(0.01)
+    return float(number)
+"""
+
+LOOP, RAISE = "do while True: pass", "do raise ValueError('not this one')"
+PROBLEMS = {
+    LOOP: ("timeout", "took longer than reward.timeout_s=2.0"),
+    "do os._exit(3)": ("died", "ended its process: exit status 3"),
+    RAISE: ("raised", "ValueError: not this one"),
+    "do ctypes.PyDLL(None).sleep(1000)  # in C, holding the GIL": ("timeout", "took longer than reward.timeout_s=2.0"),
+    "do ctypes.string_at(0)": ("died", "ended its process: killed by SIGSEGV"),
+    "do kept = []\nwhile True: kept.append(bytes(10**8))": ("memory", "MemoryError"),
+    "do sys.exit(1)": ("raised", "SystemExit: 1"),
+}
+
+
+def of_texts(*texts):
+    return samples(texts, {"x": 1})
+
+
+def test_failing_samples_are_reported_and_the_others_keep_their_scores(runner):
+    fine = ["a" * (1 + number % 7) for number in range(20)]
+    texts = [*fine[:5], *PROBLEMS, *fine[5:], *list(PROBLEMS)[:3]]
+    outcomes = runner(num_processes=3, timeout_s=2.0).run(of_texts(*texts))
+    for text, outcome in zip(texts, outcomes, strict=True):
+        kind, problem = PROBLEMS.get(text, (None, ""))
+        assert outcome.kind == kind, (text, outcome)
+        if kind:
+            assert problem in outcome.problem
+        else:
+            assert (outcome.result["score"], outcome.result["answer"]) == (len(text), text)
+            assert repr(outcome.result["object"]).startswith("<object object")
+
+
+def test_progress_counts_the_scored_responses(runner):
+    given, before = of_texts("a", RAISE, "c"), progress()
+    runner().run(given)
+    assert progress() - before == 3
+    call_here(lambda **sample: 1.0, [sample for _, sample in given], {})
+    assert progress() - before == 6
+
+
+def test_exceptions_and_hangs_do_not_affect_the_other_process(runner):
+    scores, known = runner(num_processes=2, timeout_s=2.0), []
+    outcomes = scores.run(of_texts(*["fine", RAISE, "fine"] * 40))
+    assert [outcome.kind for outcome in outcomes] == [None, "raised", None] * 40
+    assert 1 <= len({outcome.result["process"] for outcome in outcomes if outcome.kind is None}) <= 2
+    outcomes = scores.call(of_texts(LOOP, *["fine"] * 50), lambda number, outcome: known.append(number))
+    assert [outcome.kind for outcome in outcomes] == ["timeout", *[None] * 50]
+    assert known.index(0) >= 49  # at most the sample that the process already had before it hung comes later
+
+
+@pytest.mark.parametrize("first_waited_for", [0, 1])
+def test_samples_submitted_later_run_beside_earlier_ones(runner, tmp_path, first_waited_for):
+    (tmp_path / "calls").mkdir()
+    at_once = runner("at_once", timeout_s=None)
+    submitted = [at_once.submit(of_texts(f"{tmp_path}/calls/{number}")) for number in range(2)]
+    outcomes = {number: at_once.wait(submitted[number]) for number in (first_waited_for, 1 - first_waited_for)}
+    assert [outcomes[number][0].result for number in range(2)] == [0.0, 1.0]
+
+
+def test_samples_submitted_while_another_thread_waits_run_at_once(runner, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner_module, "POLL_S", 1000.0)
+    directory = tmp_path / "calls"
+    directory.mkdir()
+    at_once = runner("at_once", timeout_s=None)
+    first = at_once.submit(of_texts(f"{directory}/0"))
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(at_once.wait, first)
+        while not (directory / "0").exists():
+            time.sleep(0.01)
+        assert at_once.call(of_texts(f"{directory}/1"))[0].result == 1.0
+        assert waits.result()[0].result == 0.0
+
+
+def test_an_error_while_waiting_leaves_the_samples_of_other_calls(runner):
+    def fail(number, outcome):
+        raise OSError("the disk is full")
+
+    scores = runner()
+    before, failing, after = (
+        scores.submit(of_texts(*["a"] * 3)),
+        scores.submit(of_texts(*["bb"] * 3), fail),
+        scores.submit(of_texts(*["ccc"] * 3)),
+    )
+    with pytest.raises(OSError, match="the disk is full"):
+        scores.wait(failing)
+    for submitted, score in ((after, 3), (before, 1)):
+        assert [outcome.result["score"] for outcome in scores.wait(submitted)] == [score] * 3
+
+
+def test_each_sample_has_the_whole_time_limit(runner, monkeypatch):
+    now = [0.0]
+    scores = runner(timeout_s=1.0)
+    scores.start()
+    monkeypatch.setattr(runner_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def spend_time(number, outcome):
+        now[0] += 0.9
+
+    outcomes = scores.call(of_texts(*["fine"] * 8), spend_time)
+    assert [outcome.kind for outcome in outcomes] == [None] * 8
+    assert now == [pytest.approx(7.2)]
+
+
+@pytest.mark.exhaustive
+def test_a_hanging_function_that_stops_reading_times_out(runner):
+    texts = [LOOP, *["x" * 3_000_000] * 4]  # more than a pipe takes
+    outcomes = runner(timeout_s=2.0).run(of_texts(*texts))
+    assert [outcome.kind for outcome in outcomes] == ["timeout", None, None, None, None]
+
+
+def test_random_numbers_depend_on_the_seed_of_the_sample_only(runner):
+    one, three = runner("noisy"), runner("noisy", num_processes=3)
+    wanted = of_texts(*["x"] * 40)
+    first = [outcome.result for outcome in one.run(wanted)]
+    assert [outcome.result for outcome in three.run(wanted)] == first
+    assert [outcome.result for outcome in one.run(wanted[::-1])] == first[::-1]
+    assert len(set(first)) == 40
+
+
+def test_a_process_killed_between_calls_is_replaced_silently(runner):
+    idle = runner()
+    (before,) = idle.run(of_texts("x"))
+    supervisor = idle._processes[0].popen.pid
+    os.kill(before.result["process"], signal.SIGKILL)
+    os.waitid(os.P_PID, supervisor, os.WEXITED | os.WNOWAIT)
+    (after,) = idle.run(of_texts("x"))
+    assert after.kind is None
+    assert after.result["process"] != before.result["process"]
+
+
+@pytest.mark.parametrize("function", ["killed_once_async", pytest.param("killed_once", marks=pytest.mark.exhaustive)])
+def test_the_sample_of_a_process_that_was_killed_is_scored_again(runner, tmp_path, function):
+    """As by the kernel when memory runs out: the results are those of an undisturbed call."""
+    victim = runner(function, kwargs={"directory": str(tmp_path / "pids")})
+    (tmp_path / "pids").mkdir()
+
+    def kill_first():
+        while not (pids := list((tmp_path / "pids").iterdir())):
+            time.sleep(0.01)
+        os.kill(int(pids[0].name), signal.SIGKILL)
+
+    thread = threading.Thread(target=kill_first)
+    thread.start()
+    outcomes = victim.run(of_texts("a", "bb", "ccc"))
+    thread.join()
+    assert [(outcome.kind, outcome.result) for outcome in outcomes] == [(None, 1.0), (None, 2.0), (None, 3.0)]
+    assert len(list((tmp_path / "pids").iterdir())) >= 2
+
+
+def test_a_process_that_was_killed_while_it_started_is_started_again(runner, file, tmp_path):
+    (tmp_path / "kill").touch()
+    file.write_text(
+        f"import os, pathlib\nfile = pathlib.Path({str(tmp_path / 'kill')!r})\n"
+        "if file.exists():\n    file.unlink()\n    os.kill(os.getpid(), 9)\n"
+        "def score(**sample):\n    return 2.0\n"
+    )
+    (outcome,) = runner().run(of_texts("a"))
+    assert (outcome.kind, outcome.result) == (None, 2.0)
+
+
+def test_processes_close_with_the_runner_and_are_at_most_the_samples(runner):
+    few = runner(num_processes=5)
+    pids = {outcome.result["process"] for outcome in few.run(of_texts("x", "y"))}
+    assert len(pids) <= 2
+    assert few.run([]) == []
+    few.close()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def score_all(scorer, *texts):
+    return scorer.score(texts, ["d"] * len(texts), [{"x": 1}] * len(texts), None, ["a prompt"] * len(texts))
+
+
+def test_a_scorer_shows_a_failed_sample_or_scores_it_up_to_a_rate(runner):
+    scores = runner(timeout_s=2.0)
+    with pytest.raises(RewardError, match=r"(?s)reward function score took longer .*solution: 'do while"):
+        score_all(RewardScorer(runner=scores), "ab", LOOP, "c")
+    result = score_all(RewardScorer(runner=scores, on_error="zero", error_score=-1.0), "ab", LOOP, RAISE, "c")
+    assert result.scores.tolist() == [2.0, -1.0, -1.0, 1.0]
+    assert result.failed.tolist() == [False, True, True, False]
+    assert result.timed_out.tolist() == [False, True, False, False]
+    assert result.answers == ["ab", None, None, "c"]
+    scorer = RewardScorer(runner=scores, on_error="zero", max_failure_rate=0.3)
+    assert score_all(scorer, RAISE, *["ab"] * 3).num_errors == 1
+    wanted = r"(?s)2 of 4 rewards failed, more than reward.max_failure_rate=0.3.*not this one"
+    with pytest.raises(RewardError, match=wanted):
+        score_all(scorer, RAISE, RAISE, "ab", "ab")
