@@ -1,10 +1,11 @@
 """One GRPO step, generation + reward + one update: hybridflow's trainer against TRL's GRPOTrainer, on CPU.
 
 A model of 3.4M parameters, 32 prompts of 6 tokens, 8 responses of exactly 32 tokens each, one optimizer step on all
-256 samples, no KL term, the same learning rate and reward. Both sides compute in bfloat16 (weights stay float32) and
-in float32; the faster dtype of each is compared. Besides, both sides make two float32 steps on the same rows of
-different lengths, with KL, clipping and a temperature: losses, log-probs, every element of the gradient and the change
-of every parameter must agree, and errors planted on our side must be noticed, or the benchmark fails.
+256 samples, no KL term, the same learning rate and reward; `--model 135M`: 8 prompts. Both sides compute in bfloat16
+(weights stay float32) and in float32; the faster dtype of each is compared. Besides, both sides make two float32 steps
+on the same rows of different lengths, with KL, clipping and a temperature: losses, log-probs, every element of the
+gradient and the change of every parameter must agree, and errors planted on our side must be noticed, or the benchmark
+fails.
 """
 
 import tempfile
@@ -21,6 +22,7 @@ from support.environments import python_of
 from support.errors import BenchmarkError
 from support.grpo_files import write_task
 from support.limits import PEAK_SIZES, Peaks, generation_flops, update_flops
+from support.models import MODELS, write_model
 from support.program import run
 from support.record_comparison import Comparison, require_agreement
 from support.report import Row, figure, print_rows, print_sides, print_table
@@ -58,12 +60,16 @@ class Step:
 def main() -> None:
     parser = parser_of(__doc__, smoke={"repeats": 1, "dtypes": DTYPES[:1], "prompts_per_step": 2, "peak_sizes": (64,)})
     parser.set_defaults(dtypes=DTYPES, prompts_per_step=task.PROMPTS_PER_STEP, peak_sizes=PEAK_SIZES)
+    parser.add_argument("--model", choices=("small", "135M"), default="small", help="the measured model")
     parser.add_argument(
         "--agreement", action="store_true", help="only compare the results of both sides, not their times"
     )
     args = parser.parse_args()
     if args.smoke and args.agreement:
         parser.error("--agreement needs TRL, which --smoke leaves out; give only one of them")
+    is_large = args.model == "135M"
+    if is_large:
+        args.prompts_per_step = min(args.prompts_per_step, 8)
     systems = (OURS,) if args.smoke else (OURS, PEER)
     python_of(systems[-1], MAKE_TARGET)  # a missing environment is reported before the measurements
     threads = set_num_threads(args.threads or count_physical_cores())
@@ -72,7 +78,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         recipe = directory / "recipe.toml"
-        write_task(directory, threads, args.prompts_per_step)
+        if is_large:
+            write_model(directory / "model", "135M")
+        vocabulary = MODELS["135M"]["vocab_size"] if is_large else None
+        write_task(directory, threads, args.prompts_per_step, vocabulary=vocabulary)
         if args.agreement:
             return print_rows("grpo_step", rows_of(_compare(recipe, directory, threads)), smoke=False)
 
@@ -100,6 +109,7 @@ def main() -> None:
                         prompts=str(directory / "prompts.json"),
                         recipe=str(recipe),
                         settings=trl_settings(load_config(recipe)),
+                        sizes=task.SIZES | {"prompts_per_step": args.prompts_per_step},
                     )
                 )
                 for dtype in args.dtypes
@@ -117,7 +127,7 @@ def main() -> None:
         if args.smoke:
             ours = steps[OURS, args.dtypes[0]]
             return print_rows("grpo_step", [Row("step", "s", ours.seconds, None, ours.limit_s)], smoke=True)
-        comparisons = _compare(recipe, directory, threads)
+        comparisons = [] if is_large else _compare(recipe, directory, threads)
     return print_rows("grpo_step", [*_rows(steps, num_tokens), *rows_of(comparisons)], smoke=False)
 
 

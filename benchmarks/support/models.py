@@ -29,6 +29,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "tie_word_embeddings": True,
     },
+    "135M": {  # the sizes of SmolLM2-135M
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "tie_word_embeddings": True,
+    },
     "500M": {
         "vocab_size": 32000,
         "hidden_size": 1536,
