@@ -26,7 +26,7 @@ from hybridflow.checkpoint.state_files import read_tree, tree_text
 from hybridflow.checkpoint.stored_tensors import OFFSETS, SHARDS, StoredTensors
 from hybridflow.errors import CheckpointError
 from hybridflow.runtime import note_progress, sort_metadata
-from hybridflow.runtime.disk_space import describe_free_space
+from hybridflow.runtime.files import describe_free_space
 from hybridflow.runtime.shards import local
 
 # It logs every read.

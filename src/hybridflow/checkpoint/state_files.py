@@ -12,7 +12,7 @@ from hybridflow.checkpoint.state import join_state, split_state
 from hybridflow.checkpoint.stored_tensors import StoredTensors
 from hybridflow.errors import CheckpointError
 from hybridflow.runtime import note_progress
-from hybridflow.runtime.disk_space import describe_bytes, describe_free_space
+from hybridflow.runtime.files import describe_bytes, describe_free_space
 
 STATE_FORMAT = "hybridflow-state"
 STATE_VERSION = 1

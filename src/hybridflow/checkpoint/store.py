@@ -14,8 +14,8 @@ from hybridflow.checkpoint.partial_directory import partial_directory, remove_di
 from hybridflow.checkpoint.saved_files import SavedFile
 from hybridflow.checkpoint.state_files import load_state
 from hybridflow.errors import CheckpointConfigError, CheckpointError
-from hybridflow.runtime.disk_space import describe_bytes, describe_free_space
 from hybridflow.runtime.fault_points import fault_point
+from hybridflow.runtime.files import describe_bytes, describe_free_space
 
 logger = logging.getLogger(__name__)
 

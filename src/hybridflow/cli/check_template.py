@@ -8,7 +8,7 @@ takes no such turn. failed: episodes cannot be trained; the exit status is 1.
 import argparse
 import re
 
-from hybridflow.cli.aligned import aligned
+from hybridflow.cli.output import aligned
 from hybridflow.errors import EnvironmentConfigError
 
 

@@ -29,7 +29,7 @@ from packaging.specifiers import SpecifierSet
 from hybridflow.cli.exit_codes import ExitCode
 from hybridflow.errors import ConfigError
 from hybridflow.runtime import require_visible_devices
-from hybridflow.runtime.disk_space import describe_bytes
+from hybridflow.runtime.files import describe_bytes
 
 NVIDIA = Path("/dev/nvidiactl")
 """There is such a file if the driver of NVIDIA's GPUs is loaded."""

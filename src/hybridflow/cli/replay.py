@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridflow.cli.aligned import aligned
+from hybridflow.cli.output import aligned
 from hybridflow.config.run_paths import absolute_paths
 from hybridflow.errors import ConfigError
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridflow.cli.aligned import aligned
 from hybridflow.cli.arguments import add_steps
+from hybridflow.cli.output import aligned
 
 MIB, MB = 2**20, 1e6
 

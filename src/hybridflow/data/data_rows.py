@@ -1,7 +1,9 @@
-"""Rows of data files: parquet files in our columns as they are, all others by their form."""
+"""Rows of data files: parquet files in our columns as they are, all others by their form; and a hash of rows."""
 
+import hashlib
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -76,3 +78,12 @@ def _require_prompts(place: str, first: dict[str, Any], path: Path, prompt: str,
         fix += f" For files of GSM8K: `hybridflow prepare gsm8k --train-file TRAIN{path.suffix} --test-file TEST"
         fix += f"{path.suffix}`, which takes the number out of each answer."
     raise DataError(f"{place}: '{prompt}' is missing; the row has {shorten_text(', '.join(first)) or 'no keys'}. {fix}")
+
+
+def fingerprint(rows: Iterable[Any]) -> str:
+    """Return 32 hexadecimal digits: a hash of rows of JSON-like values, in their order."""
+    digest = hashlib.blake2b(digest_size=16)
+    for row in rows:
+        digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+        digest.update(b"\n")
+    return digest.hexdigest()

@@ -10,9 +10,8 @@ import numpy as np
 
 from hybridflow.config.sections.data import OverlongName
 from hybridflow.data.chat_prompts import PromptEncoder, read_messages
-from hybridflow.data.data_rows import PLAIN, read_data_rows
+from hybridflow.data.data_rows import PLAIN, fingerprint, read_data_rows
 from hybridflow.data.example_dataset import check_indices
-from hybridflow.data.fingerprint import fingerprint
 from hybridflow.data.layout import pad_left
 from hybridflow.data.parquet_rows import Row, shorten
 from hybridflow.data.row_forms import RowForm

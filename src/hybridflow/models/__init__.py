@@ -2,16 +2,6 @@
 
 from hybridflow.models.attention import AttentionPlan, PackedPlan, PaddedPlan, WholePlan
 from hybridflow.models.attention_backend import AttentionCase, AttentionName, attention_for
-from hybridflow.models.flops import (
-    DecoderShape,
-    decoder_shape,
-    flops_per_token,
-    forward_flops,
-    generation_flops,
-    mfu,
-    sequence_costs,
-    training_flops,
-)
 from hybridflow.models.forward import Forward, ReadLogits, max_logits_on
 from hybridflow.models.fused_forward import FusedForward, forward_of
 from hybridflow.models.loading import DTYPES, load_causal_lm, load_value_model, vocabulary_size
@@ -31,7 +21,18 @@ from hybridflow.models.memory import (
     generation_memory,
     training_memory,
 )
-from hybridflow.models.model_sizes import ModelSizes, model_sizes
+from hybridflow.models.model_sizes import (
+    DecoderShape,
+    ModelSizes,
+    decoder_shape,
+    flops_per_token,
+    forward_flops,
+    generation_flops,
+    mfu,
+    model_sizes,
+    sequence_costs,
+    training_flops,
+)
 from hybridflow.models.sequence_parallel import GatherTokens, UlyssesPlan
 from hybridflow.models.sharded_loading import (
     StoredModel,

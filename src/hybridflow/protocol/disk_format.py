@@ -17,8 +17,7 @@ from tensordict import TensorDict
 
 from hybridflow.errors import BatchError
 from hybridflow.protocol.batch import Batch, Batches, tensors_of
-from hybridflow.runtime.atomic_files import fsync_path
-from hybridflow.runtime.safetensors_header import sort_metadata
+from hybridflow.runtime.files import fsync_path, sort_metadata
 
 FORMAT, VERSION = "hybridflow.DataProto", "1"
 STRUCTURE = "structure"

@@ -6,9 +6,8 @@ from hybridflow.runtime.allocator import (
     paused_collector,
     relax_garbage_collector,
 )
-from hybridflow.runtime.atomic_files import fsync_path, write_bytes_atomically, write_text_atomically
-from hybridflow.runtime.compilations import can_compile_for_gpu, take_compilations
 from hybridflow.runtime.device import (
+    can_compile_for_gpu,
     free_cached_memory,
     free_device_memory,
     gpu_has_bfloat16,
@@ -16,14 +15,28 @@ from hybridflow.runtime.device import (
     preferred_dtype,
     require_dtype,
     require_visible_devices,
+    take_compilations,
     use_own_device,
 )
+from hybridflow.runtime.files import (
+    fsync_path,
+    open_plain_file,
+    require_plain_file,
+    require_regular_file,
+    sort_metadata,
+    write_bytes_atomically,
+    write_text_atomically,
+)
 from hybridflow.runtime.host_memory import HostMemory
-from hybridflow.runtime.interrupts import Interrupts
 from hybridflow.runtime.matmul_peak import measure_flops_now, measure_peak_flops, peak_flops
-from hybridflow.runtime.memory_limit import memory_limit, peak_memory_of
-from hybridflow.runtime.out_of_memory import describe_memory, is_out_of_memory, naming_out_of_memory, out_of_memory
-from hybridflow.runtime.plain_files import open_plain_file, require_plain_file, require_regular_file
+from hybridflow.runtime.out_of_memory import (
+    describe_memory,
+    is_out_of_memory,
+    memory_limit,
+    naming_out_of_memory,
+    out_of_memory,
+    peak_memory_of,
+)
 from hybridflow.runtime.progress import note_progress, progress
 from hybridflow.runtime.random_state import (
     capture_random_state,
@@ -33,12 +46,11 @@ from hybridflow.runtime.random_state import (
 )
 from hybridflow.runtime.random_streams import derive_seed, uniform, uniform_state
 from hybridflow.runtime.rendezvous import group_store, new_store_name, open_store, provide_stores
-from hybridflow.runtime.safetensors_header import sort_metadata
 from hybridflow.runtime.side_stream import SideStream
 from hybridflow.runtime.stop_signals import StopRequest
 from hybridflow.runtime.threads import count_physical_cores, set_deterministic, set_num_threads, use_full_float32
 from hybridflow.runtime.user_code import did_you_mean, require_arguments
-from hybridflow.runtime.user_import import load_user_function
+from hybridflow.runtime.user_import import Interrupts, load_user_function
 
 __all__ = [
     "HostMemory",
