@@ -1,4 +1,4 @@
-"""Export of trained weights as a Hugging Face model directory, or of trained adapters as a peft directory, with a card."""
+"""Export of trained weights as a Hugging Face model directory, or of trained adapters for peft, with a card."""
 
 import json
 import math

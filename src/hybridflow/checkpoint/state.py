@@ -1,4 +1,4 @@
-"""Lossless conversion of a nested state to JSON and tensors, and back; comparison of states. Nothing here can execute code.
+"""Lossless conversion of a nested state to JSON and tensors, and back, and comparison of states; without code.
 
 In the JSON tree a dictionary whose only key starts with "$" encodes a value that JSON cannot express; see `_TAGS`.
 """

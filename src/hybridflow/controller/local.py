@@ -20,12 +20,11 @@ import torch
 from tensordict import TensorDictBase
 
 from hybridflow.controller.backend import CallTerms, PerRank, WorkerRef
-from hybridflow.controller.class_with_init_args import ClassWithInitArgs
-from hybridflow.controller.one_call import NamingErrors, checked_output
+from hybridflow.controller.class_with_init_args import ClassWithInitArgs, threads_of
+from hybridflow.controller.columns import produced_columns, sources_of
 from hybridflow.controller.resource_pool import ResourcePool
-from hybridflow.controller.sources import produced_columns, sources_of
-from hybridflow.controller.threads import concurrent_calls_of
-from hybridflow.controller.worker import RANKS_TAKE_TURNS, introduce
+from hybridflow.controller.worker import RANKS_TAKE_TURNS, set_colocated
+from hybridflow.controller.worker_side import NamingErrors, checked_output
 from hybridflow.errors import BatchError, DispatchError, WorkerError
 from hybridflow.protocol import DataProto, DataProtoFuture, Handle
 from hybridflow.protocol.future import change_futures
@@ -171,10 +170,10 @@ class LocalBackend:
         self, classes: Mapping[str, ClassWithInitArgs], resource_pool: ResourcePool
     ) -> dict[str, list[LocalWorker]]:
         """Construct the workers of all classes in this process, as specified by `Backend.spawn`."""
-        concurrent_calls_of({name: cls_with_init.cls for name, cls_with_init in classes.items()})
+        threads_of(classes)
         spawned = {name: self._spawn(name, cls_with_init, resource_pool) for name, cls_with_init in classes.items()}
         for rank in range(resource_pool.world_size):
-            introduce({name: workers[rank].instance for name, workers in spawned.items()})
+            set_colocated({name: workers[rank].instance for name, workers in spawned.items()})
         return spawned
 
     def _spawn(self, name: str, cls_with_init: ClassWithInitArgs, resource_pool: ResourcePool) -> list[LocalWorker]:
@@ -218,17 +217,10 @@ class LocalBackend:
                 computed = time.time()
                 handles.append(self._keep(private_copy(result, f"the result of {where}"), where, worker.name))
                 start, end = time_of_call.start, time_of_call.end()
-            self.trace.record(
-                TraceEvent(
-                    *("call", where, worker.name, self._node, start, end),
-                    bytes_in=sum(map(batch_bytes, [*own_args, *own_kwargs.values()])),
-                    bytes_out=batch_bytes(result),
-                    transfer_s=received - start + end - computed,
-                    sources=sources,
-                    process=DRIVER,
-                    waited_s=time_of_call.waited_s,
-                )
-            )
+            event = TraceEvent("call", where, worker.name, self._node, start, end, sources=sources, process=DRIVER)
+            bytes_in = sum(map(batch_bytes, [*own_args, *own_kwargs.values()]))
+            times = {"transfer_s": received - start + end - computed, "waited_s": time_of_call.waited_s}
+            self.trace.record(event._replace(bytes_in=bytes_in, bytes_out=batch_bytes(result), **times))
             handles[-1].duration.note(start, end)
         return handles
 

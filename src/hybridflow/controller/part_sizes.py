@@ -27,8 +27,9 @@ logger = get_logger(__name__)
 PartsOf = Literal["equal", "measured", "shares"]
 PARTS = ("equal", "measured", "shares")
 
-PART_SIZES = "part_sizes"
-"""Key of `meta_info`: the rows of each part for the calls of some groups, by name of the group."""
+BALANCED_PART_SIZES = "part_sizes"
+"""Key of `meta_info`: the rows of each part for the calls of some groups, by name of the group. What orders the rows of
+a batch sets it (`trainers/balance.py`), and the split of a call reads it (`controller/call.py`)."""
 
 FEWEST, MOST = 3, 8
 """Number of measurements that a change needs, and of those that count."""

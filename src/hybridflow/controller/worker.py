@@ -24,13 +24,13 @@ class Worker:
     mostly waits for I/O (rewards from a service, a server) may set more: each call then runs in its own thread, so the
     class must be thread-safe and cannot use collectives.
 
-    `beside`: names of registered methods whose calls run in a second thread, one after another, on a backend with one
-    process per rank: they need not wait for earlier calls of other methods, which then run in one other thread. The
-    class must be thread-safe between the two; methods in `beside` cannot use collectives of the group.
+    `second_thread_methods`: names of registered methods whose calls run in a second thread, one after another, on a
+    backend with one process per rank: they need not wait for earlier calls of other methods, which then run in one
+    other thread. The class must be thread-safe between the two; these methods cannot use collectives of the group.
     """
 
     concurrent_calls: ClassVar[int] = 1
-    beside: ClassVar[frozenset[str]] = frozenset()
+    second_thread_methods: ClassVar[frozenset[str]] = frozenset()
     colocated: Mapping[str, "Worker"] = {}
     """The workers of all groups in this process by group name, itself included; known once all are constructed."""
 
@@ -102,7 +102,7 @@ class Worker:
         )
 
 
-def introduce(instances: Mapping[str, object]) -> None:
+def set_colocated(instances: Mapping[str, object]) -> None:
     """Set `colocated` of each Worker to all Workers by the names of their groups; one that is shut down leaves it."""
     workers = WeakValueDictionary({name: each for name, each in instances.items() if isinstance(each, Worker)})
     for worker in workers.values():

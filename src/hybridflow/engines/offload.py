@@ -52,7 +52,9 @@ class Offload:
 
         Raises ModelError, with everything on the host, if the device has too little memory.
         """
-        groups = [self._frozen, self._weights, *[self._optimizer] * with_optimizer]
+        groups = [self._frozen, self._weights]
+        if with_optimizer:
+            groups.append(self._optimizer)
         self._acquire(groups)
         if with_optimizer:
             self._weights.is_changed = self._optimizer.is_changed = True

@@ -199,8 +199,12 @@ class RowForward:
         results = self._model_forward.read_logits(mine.input_ids, mine.positions, read, **arguments)
         names = ["values"]
         if self.head == "policy":
-            names = ["log_probs", *["entropies"] * with_entropy, *["sum_squared_probs"] * with_sum_squared_probs]
-            names += ["candidate_log_probs"] * (mine.candidates is not None) + ["top_ids", "top_log_probs"] * (
-                top_k > 0
-            )
+            computed = {
+                "log_probs": True,
+                "entropies": with_entropy,
+                "sum_squared_probs": with_sum_squared_probs,
+                "candidate_log_probs": mine.candidates is not None,
+                **dict.fromkeys(("top_ids", "top_log_probs"), top_k > 0),
+            }  # in the order of the results of `read`
+            names = [name for name, is_computed in computed.items() if is_computed]
         return {name: to_rows(result) for name, result in zip(names, results, strict=True)}

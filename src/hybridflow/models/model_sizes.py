@@ -1,7 +1,7 @@
 """The sizes of a decoder, read without its weights, its floating-point operations, and their utilization (MFU).
 
-FLOPs are counted as in Narayanan et al. 2021 and Chowdhery et al. 2022: model FLOPs exclude padding and recomputed activations, a
-multiply-add counts as two, and a backward pass as two forward passes.
+FLOPs are counted as in Narayanan et al. 2021 and Chowdhery et al. 2022: without padding and recomputed activations, a
+multiply-add as two, and a backward pass as two forward passes.
 """
 
 from collections.abc import Iterable

@@ -22,7 +22,7 @@ from hybridflow.rollout.kept_sequences import KeptSequences
 from hybridflow.rollout.loading import Loading, require_announced
 from hybridflow.rollout.paged_decoding import PagedDecoding
 from hybridflow.rollout.requests import require_servable
-from hybridflow.rollout.stop_strings import Decoder, StopStrings
+from hybridflow.rollout.stop_strings import StopStrings, TokenDecoder
 from hybridflow.runtime import free_cached_memory, is_out_of_memory, naming_out_of_memory, note_progress
 from hybridflow.runtime.boxes import Box
 from hybridflow.runtime.fault_points import fault_point
@@ -88,7 +88,7 @@ class EmbeddedRollout:
         max_running_sequences: int = 1024,
         pack_weights: bool = True,
         shares_model: bool = True,
-        tokenizer: Decoder | None = None,
+        tokenizer: TokenDecoder | None = None,
         kv_cache_bytes: int = 0,
         memory_share: float = 0.5,
         paged: bool | None = None,

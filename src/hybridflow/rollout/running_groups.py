@@ -32,7 +32,7 @@ def generate(engine: RolloutEngine, requests: Sequence[Request]) -> list[Complet
 
 
 @dataclass
-class _Batch:
+class _RunningBatch:
     remaining: int  # groups that were not returned yet
     finished: list[Group] = field(default_factory=list)  # of these, in order
 
@@ -53,7 +53,7 @@ class RunningGroups:
 
     def __init__(self, engine: RolloutEngine, between_steps: Callable[[], None] = lambda: None) -> None:
         self._engine, self._between_steps = engine, between_steps
-        self._batches: dict[Hashable, _Batch] = {}
+        self._batches: dict[Hashable, _RunningBatch] = {}
         self._running: dict[int, _Running] = {}  # by the id of the request
 
     def __bool__(self) -> bool:
@@ -82,7 +82,7 @@ class RunningGroups:
             self._abort(submitted)
             raise
         if requests:
-            self._batches[batch] = _Batch(len(requests))
+            self._batches[batch] = _RunningBatch(len(requests))
 
     def abandon(self) -> None:
         """Abort the requests of all batches, and forget them."""
@@ -94,7 +94,7 @@ class RunningGroups:
 
         Raises RolloutError if fewer are left, and the errors of the engine; after these no batch is left.
         """
-        held = self._batches.get(batch, _Batch(0))
+        held = self._batches.get(batch, _RunningBatch(0))
         if held.remaining < count:
             raise RolloutError(f"batch {batch!r} has {held.remaining} groups left, fewer than {count}.")
         self._step_until(lambda: len(held.finished) >= count)

@@ -10,7 +10,7 @@ MARGIN = 8
 """Tokens decoded before a possible stop string: a character may be split over several tokens."""
 
 
-class Decoder(Protocol):
+class TokenDecoder(Protocol):
     """The part of a tokenizer that stop strings need."""
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> Any:
@@ -21,7 +21,7 @@ class Decoder(Protocol):
 class StopStrings:
     """The test for stop strings of requests, with the text of tokens by `tokenizer`."""
 
-    def __init__(self, tokenizer: Decoder | None) -> None:
+    def __init__(self, tokenizer: TokenDecoder | None) -> None:
         self._tokenizer = tokenizer
 
     def require_served(self, request: Request) -> None:

@@ -7,9 +7,9 @@ import numpy as np
 from hybridflow.algorithms import balanced_partition, imbalance, proportional_partition
 from hybridflow.config import Config
 from hybridflow.controller import WorkerGroup
-from hybridflow.controller.part_sizes import PART_SIZES
+from hybridflow.controller.part_sizes import BALANCED_PART_SIZES
 from hybridflow.protocol import DataProtoFuture
-from hybridflow.trainers.reading import Batch, read, row_lengths
+from hybridflow.trainers.read_columns import Batch, read, row_lengths
 from hybridflow.trainers.stages import mini_batch_rows
 
 CostsOf = Callable[[Sequence[int]], Sequence[float]]
@@ -39,7 +39,7 @@ def balanced(
     batch = batch.select_rows(order)
     if shares and all(sizes):  # otherwise there are fewer rows than parts, and the batch is padded
         names = [other.name for other in groups if other.shares.of_ranks is shares]
-        batch = batch.with_meta_info({PART_SIZES: dict.fromkeys(names, sizes)})
+        batch = batch.with_meta_info({BALANCED_PART_SIZES: dict.fromkeys(names, sizes)})
     return batch, np.argsort(order), metrics
 
 

@@ -10,12 +10,12 @@ from hybridflow.data.row_forms import RowForm
 from hybridflow.environments import EpisodeEncoder
 from hybridflow.errors import ConfigError
 from hybridflow.models import decoder_shape
-from hybridflow.trainers.build_run import OpenDataset, Program, RunParts, build_run
+from hybridflow.trainers.build_run import OpenDataset, RunParts, TrainingKind, build_run
 from hybridflow.trainers.objectives import DPO, SFT, Objective, RewardModeling
 from hybridflow.trainers.offline import OfflineTrainer
 from hybridflow.trainers.preconditions import require_room, settle_dtype, with_required_files
 from hybridflow.trainers.run_identity import Kind
-from hybridflow.trainers.speed import Learner
+from hybridflow.trainers.speed import LearnerWork
 from hybridflow.workers import OfflinePolicyWorker, PreferenceModelWorker, ReferenceWorker
 
 Examples = SFTDataset | PreferenceDataset
@@ -125,8 +125,8 @@ def _build(
         )
 
     shape = decoder_shape(config.model.path, has_lm_head=kind != "reward-model")
-    learners = {kind.replace("-", "_"): Learner(1, shape)}
-    program = Program(
+    learners = {kind.replace("-", "_"): LearnerWork(1, shape)}
+    program = TrainingKind(
         kind=kind,
         open_dataset=examples,
         batch_key="offline.batch_size",

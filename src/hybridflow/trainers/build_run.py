@@ -28,7 +28,7 @@ from hybridflow.trainers.pool_sizes import PoolSizes, pool_sizes_of
 from hybridflow.trainers.preconditions import require_one_rank, require_profile_steps, require_snapshot_dir
 from hybridflow.trainers.run_directory import RunDirectory, require_unused
 from hybridflow.trainers.run_identity import Kind
-from hybridflow.trainers.speed import Learner, Speedometer, measured_speedometer
+from hybridflow.trainers.speed import LearnerWork, Speedometer, measured_speedometer
 from hybridflow.trainers.token_budgets import TokenBudgets
 
 
@@ -66,7 +66,7 @@ class RunParts(Generic[D]):
 
 
 @dataclass(frozen=True)
-class Program(Generic[D, T]):
+class TrainingKind(Generic[D, T]):
     """The differences between the kinds of training.
 
     `batch_key` is the configuration key of `batch_size`. `classes(total_steps)` returns the worker class of each role.
@@ -77,11 +77,11 @@ class Program(Generic[D, T]):
     batch_key: str
     batch_size: int
     classes: Callable[[int], Mapping[Role, ClassWithInitArgs]]
-    learners: Mapping[str, Learner]
+    learners: Mapping[str, LearnerWork]
     trainer: Callable[[RunParts[D]], T]
 
 
-def build_run(config: Config, program: Program[D, T]) -> T:
+def build_run(config: Config, program: TrainingKind[D, T]) -> T:
     """Build the trainer of a run, cheap checks first. Seeds the process; writes no file yet.
 
     Raises ConfigError, DataError, ModelError or CheckpointError.

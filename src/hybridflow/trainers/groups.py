@@ -21,7 +21,7 @@ from hybridflow.runtime.observe import TraceEvent, get_logger, stage_seconds, tr
 
 logger = get_logger(__name__)
 
-STAGES = {
+STAGE_OF_WORKER_METHOD = {
     "generate_sequences": "gen",
     "begin_sequences": "gen",
     "next_sequences": "gen",
@@ -40,7 +40,7 @@ STAGES = {
     "generate_validation_sequences": "validation_gen",
     "score_validation": "validation_reward",
 }
-"""Stage in `timing_s/<stage>` by method; the stage of any other method is its name."""
+"""Stage in the metrics `timing_s/<stage>` by registered method of `workers`; that of any other method is its name."""
 
 MOST_NAMED = 8
 """Workers that the log of the start names."""
@@ -90,7 +90,7 @@ class BackendOwner:
         """Return times and transfers since the last call; append the trace events to `events`, for the log."""
         events = self.backend.trace.take() if self.backend else []
         self.events = [*self.events, *events]
-        return {**stage_seconds(events, STAGES), **transfer_metrics(events)}
+        return {**stage_seconds(events, STAGE_OF_WORKER_METHOD), **transfer_metrics(events)}
 
     def take_events(self) -> list[TraceEvent]:
         """Return the trace events since the last call and forget them."""

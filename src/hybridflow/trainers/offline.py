@@ -13,7 +13,7 @@ from hybridflow.trainers.groups import BackendOwner
 from hybridflow.trainers.objectives import Objective
 from hybridflow.trainers.pool_sizes import PoolSizes
 from hybridflow.trainers.rank_speeds import SlowRankWatch, measured_shares, part_metrics, watch_slow_ranks
-from hybridflow.trainers.reading import Lengths, read
+from hybridflow.trainers.read_columns import Lengths, read
 from hybridflow.trainers.recovery import Recovery, build_recovery
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.samples import NO_SAMPLES, Samples

@@ -21,7 +21,7 @@ from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, staleness_
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.samples import Samples, samples_of
 from hybridflow.trainers.sampling.ahead import Ahead, describe_pending, save_pending, wait_for
-from hybridflow.trainers.sampling.in_flight import ScheduleLog
+from hybridflow.trainers.sampling.in_flight import EngineScheduleLog
 from hybridflow.trainers.sampling.sampling import Sampling
 from hybridflow.trainers.speed import Speedometer
 from hybridflow.trainers.stages import updates_per_step
@@ -65,7 +65,7 @@ class PPOTrainer(PPO, BackendOwner):
         costs_of = partial(sequence_costs, decoder_shape(config.model.path))
         sample, self.weight_sync = connections(config, groups, total_steps)
         super().__init__(config, groups, sample=sample, sync_weights=self.weight_sync, costs_of=costs_of)
-        self.write_schedule = ScheduleLog(config, run, self.rollout)
+        self.write_schedule = EngineScheduleLog(config, run, self.rollout)
         self.backend = backend
         self.figures = RL_FIGURES
         self.validator, self.speedometer = validator, speedometer
@@ -82,7 +82,7 @@ class PPOTrainer(PPO, BackendOwner):
         """Forget all steps and what they have begun on the groups, whose own state is kept."""
         sample, self.weight_sync = connections(self.config, self.groups, self.total_steps)
         self.begin(sample, self.weight_sync)
-        self.write_schedule = ScheduleLog(self.config, self.run, self.rollout)
+        self.write_schedule = EngineScheduleLog(self.config, self.run, self.rollout)
 
     @property
     def ahead(self) -> Ahead | None:

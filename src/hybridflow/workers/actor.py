@@ -54,6 +54,12 @@ def with_selected_tokens(
     return rows.union(DataProto.from_dict({"selected_tokens": selected}))
 
 
+def log_prob_columns(config: Config) -> tuple[str, ...]:
+    """Return the columns that `compute_log_probs` writes."""
+    columns = ("old_log_probs", "entropies")
+    return (*columns, "sum_squared_probs") if reads_column(config, "sum_squared_probs") else columns
+
+
 class ActorWorker(SendsWeights, ModelWorker):
     """A worker that computes log-probs of responses and trains the policy on them. It does not generate."""
 
@@ -72,10 +78,7 @@ class ActorWorker(SendsWeights, ModelWorker):
     @register(
         TO_REPLICAS,
         reads=MODEL_COLUMNS,
-        writes=lambda config: (
-            *("old_log_probs", "entropies"),
-            *["sum_squared_probs"] * reads_column(config, "sum_squared_probs"),
-        ),
+        writes=log_prob_columns,
         parts=parts_of_replicas,
     )
     def compute_log_probs(self, batch: DataProto) -> DataProto:

@@ -14,6 +14,7 @@ from hybridflow.environments.rewards import RewardResult, RewardRunner, RewardSc
 from hybridflow.environments.rewards.journal import RewardJournal
 from hybridflow.environments.rewards.table import QUICK
 from hybridflow.protocol import DataProto
+from hybridflow.protocol.meta_info import NOISE_KEY
 from hybridflow.runtime import (
     capture_random_state,
     derive_seed,
@@ -113,7 +114,7 @@ class RewardWorker(Worker):
         columns = {name: column.tolist() for name, column in batch.non_tensor_batch.items()}
         return self.scorer.begin(
             *(columns[name] for name in SCORED_COLUMNS),
-            seed_keys=tuple(batch.meta_info.get("noise_key", (self.config.trainer.seed,))),
+            seed_keys=tuple(batch.meta_info.get(NOISE_KEY, (self.config.trainer.seed,))),
             step=step,
         )
 
@@ -157,7 +158,7 @@ class RewardWorker(Worker):
 
 def step_of(batch: DataProto) -> int | None:
     """Return the step whose journal the outcomes of a batch belong to; None without one."""
-    noise_key = batch.meta_info.get("noise_key")
+    noise_key = batch.meta_info.get(NOISE_KEY)
     return noise_key[-1] if noise_key else None
 
 

@@ -34,7 +34,7 @@ from hybridflow.runtime import group_store, new_store_name, open_store
 class Engine(Worker):
     """Loads beside its calls, and sends unusual values."""
 
-    beside = frozenset({"load"})
+    second_thread_methods = frozenset({"load"})
 
     def __init__(self):
         self.loaded, self.condition = [], threading.Condition()

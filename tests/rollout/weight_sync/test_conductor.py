@@ -164,6 +164,6 @@ class MortalInFlight(InFlightRolloutWorker):
 
 def test_the_timeline_knows_the_calls_of_a_sync():
     assert {*SENDING, *RECEIVING, "sync_weights"} == set(timeline.WEIGHT_SYNC)
-    assert InFlightRolloutWorker.beside > RECEIVING
+    assert InFlightRolloutWorker.second_thread_methods > RECEIVING
     assert all(hasattr(SendsWeights, name) for name in SENDING)
     assert all(hasattr(ReceivesWeights, name) for name in RECEIVING)

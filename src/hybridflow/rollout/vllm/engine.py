@@ -20,7 +20,7 @@ from hybridflow.models import build_without_weights
 from hybridflow.rollout.base import Completion, FinishReason, Request, SleepingPart
 from hybridflow.rollout.loading import Loading, require_announced
 from hybridflow.rollout.requests import not_finite, require_servable
-from hybridflow.rollout.stop_strings import Decoder, StopStrings
+from hybridflow.rollout.stop_strings import StopStrings, TokenDecoder
 from hybridflow.rollout.vllm.process import require_head_size
 from hybridflow.rollout.vllm.versions import (
     MAX_TEMPERATURE,
@@ -71,7 +71,7 @@ class VLLMRollout:
         path: str | Path,
         *,
         dtype: str = "float32",
-        tokenizer: Decoder | None = None,
+        tokenizer: TokenDecoder | None = None,
         max_running_sequences: int = 256,
         max_model_len: int = 0,
         tensor_parallel: int = 1,

@@ -23,7 +23,7 @@ class HostHandle(NamedTuple):
     num_bytes: int
 
 
-class HostMemory:
+class SharedHostMemory:
     """Shared memory, `tensor` (num_bytes,) uint8; others can map it by `handle` until `close` or until it is freed."""
 
     def __init__(self, num_bytes: int) -> None:
