@@ -17,9 +17,8 @@ from torch import Tensor
 
 from hybridflow.checkpoint.model_fingerprint import require_same_base
 from hybridflow.checkpoint.partial_directory import partial_directory, remove_leftovers
-from hybridflow.checkpoint.store import Checkpoint, open_checkpoint
+from hybridflow.checkpoint.store import Checkpoint, open_checkpoint, stored_weights
 from hybridflow.checkpoint.stored_tensors import StoredTensors
-from hybridflow.checkpoint.weights import stored_weights
 from hybridflow.errors import CheckpointConfigError, CheckpointError, ModelConfigError
 from hybridflow.models.hub.names import name_of
 from hybridflow.runtime import note_progress

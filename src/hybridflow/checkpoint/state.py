@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hybridflow.errors import CheckpointError
-from hybridflow.runtime.shards import local
+from hybridflow.runtime.boxes import local
 
 TENSOR_DTYPES = frozenset(
     {
@@ -203,13 +203,18 @@ def _hint(value: Any) -> str:
     return "use dict, list, tuple, int, float, str, bool, None, tensors or numpy arrays."
 
 
+def map_tensors(state: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return a state of the same structure with `change(tensor)` in place of each tensor, in their order."""
+    if isinstance(state, Mapping):
+        return {key: map_tensors(value, change) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(map_tensors(value, change) for value in state)
+    return change(state) if isinstance(state, Tensor) else state
+
+
 def zeros_like_state(state: Any) -> Any:
     """Return a state of the same structure, with zeros in place of its tensors, sharded and placed alike."""
-    if isinstance(state, dict):
-        return {key: zeros_like_state(value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return type(state)(map(zeros_like_state, state))
-    return torch.zeros_like(state) if isinstance(state, Tensor) else state
+    return map_tensors(state, torch.zeros_like)
 
 
 def first_difference(state: Any, other: Any) -> str:

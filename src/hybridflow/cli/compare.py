@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.cli.output import aligned, json_text
-from hybridflow.runtime.printable import printable
+from hybridflow.runtime.observe.run_files import printable
 
 if TYPE_CHECKING:
     from hybridflow.cli.inspect.run_comparison import Comparison, CurveDifference

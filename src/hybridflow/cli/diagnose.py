@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from hybridflow.cli.arguments import add_steps
 from hybridflow.errors import DataConfigError
-from hybridflow.runtime.printable import printable
+from hybridflow.runtime.observe.run_files import printable
 
 if TYPE_CHECKING:
     from hybridflow.runtime.observe.advice import Advice

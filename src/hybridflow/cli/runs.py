@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridflow.cli.output import aligned, json_text
 from hybridflow.errors import DataConfigError
-from hybridflow.runtime.printable import printable
+from hybridflow.runtime.observe.run_files import printable
 
 if TYPE_CHECKING:
     from hybridflow.cli.inspect.run_table import RunRow

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hybridflow.cli.arguments import add_steps
 from hybridflow.cli.output import aligned
 from hybridflow.errors import DataConfigError
-from hybridflow.runtime.printable import printable
+from hybridflow.runtime.observe.run_files import printable
 
 if TYPE_CHECKING:
     from hybridflow.runtime.observe.run_files import RunFiles

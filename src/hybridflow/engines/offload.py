@@ -17,7 +17,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.distributed.fsdp import FSDPModule
 
 from hybridflow.runtime import HostMemory, SideStream, out_of_memory
-from hybridflow.runtime.shards import local, with_local
+from hybridflow.runtime.boxes import local, with_local
 
 
 class Offload:

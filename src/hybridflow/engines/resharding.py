@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.errors import WeightSyncError
-from hybridflow.runtime.boxes import Box, box_of_shard, box_shape, intersection, num_elements, part_of
+from hybridflow.runtime.boxes import Box, box_of_shard, box_shape, intersection, local, num_elements, part_of
 from hybridflow.runtime.partial_tensor import PartialTensor
-from hybridflow.runtime.shards import local
 
 
 class Resharding:

@@ -18,9 +18,8 @@ from hybridflow.models.kv_cache import DecodePlan, KeysValues, KVCache, PrefillP
 from hybridflow.rollout.base import Completion, FinishReason, Request, SamplingParams
 from hybridflow.rollout.kept_sequences import KeptSequence, KeptSequences
 from hybridflow.rollout.parked_rows import ParkedRow, ParkedRows, in_places
-from hybridflow.rollout.requests import longest_of, not_finite
+from hybridflow.rollout.requests import StopStrings, longest_of, not_finite
 from hybridflow.rollout.sampling import sample_tokens
-from hybridflow.rollout.stop_strings import StopStrings
 from hybridflow.runtime import uniform
 
 COMPACT_BELOW = 0.9

@@ -21,8 +21,7 @@ from hybridflow.rollout.decoding_batches import DecodingBatches
 from hybridflow.rollout.kept_sequences import KeptSequences
 from hybridflow.rollout.loading import Loading, require_announced
 from hybridflow.rollout.paged_decoding import PagedDecoding
-from hybridflow.rollout.requests import require_servable
-from hybridflow.rollout.stop_strings import StopStrings, TokenDecoder
+from hybridflow.rollout.requests import StopStrings, TokenDecoder, require_servable
 from hybridflow.runtime import free_cached_memory, is_out_of_memory, naming_out_of_memory, note_progress
 from hybridflow.runtime.boxes import Box
 from hybridflow.runtime.fault_points import fault_point

@@ -23,11 +23,10 @@ from hybridflow.rollout.base import Completion, Request
 from hybridflow.rollout.decoding_batch import split_by_tokens
 from hybridflow.rollout.decoding_state import NO_TOKEN, DecodingState, StepShape, decode_step
 from hybridflow.rollout.kept_sequences import KeptSequences
-from hybridflow.rollout.requests import not_finite
+from hybridflow.rollout.requests import StopStrings, not_finite
 from hybridflow.rollout.running_row import RunningRow, final_length, first_pages, most_pages, shared_pages
 from hybridflow.rollout.sampling import SamplingKinds
 from hybridflow.rollout.step_graphs import StepGraphs
-from hybridflow.rollout.stop_strings import StopStrings
 from hybridflow.runtime import free_device_memory, uniform_state
 
 READ_EVERY = 8

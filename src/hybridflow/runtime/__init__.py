@@ -29,7 +29,7 @@ from hybridflow.runtime.files import (
 )
 from hybridflow.runtime.host_memory import HostMemory
 from hybridflow.runtime.matmul_peak import measure_flops_now, measure_peak_flops, peak_flops
-from hybridflow.runtime.out_of_memory import (
+from hybridflow.runtime.memory import (
     describe_memory,
     is_out_of_memory,
     memory_limit,

@@ -24,9 +24,9 @@ from hybridflow.runtime.observe.evidence import Evidence
 from hybridflow.runtime.observe.guarded_tracker import GuardedTracker
 from hybridflow.runtime.observe.mlflow import MLflowTracker
 from hybridflow.runtime.observe.prometheus import PrometheusTracker
+from hybridflow.runtime.observe.run_files import printable
 from hybridflow.runtime.observe.trace import CONTROLLER
 from hybridflow.runtime.observe.weights_and_biases import WandbTracker
-from hybridflow.runtime.printable import printable
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.samples import NO_SAMPLES, Samples
 

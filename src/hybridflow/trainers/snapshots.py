@@ -19,8 +19,8 @@ from hybridflow.checkpoint import CheckpointStore
 from hybridflow.config import Config
 from hybridflow.errors import CheckpointError
 from hybridflow.runtime.files import describe_bytes
+from hybridflow.runtime.memory import available_memory
 from hybridflow.runtime.observe import get_logger
-from hybridflow.runtime.out_of_memory import available_memory
 from hybridflow.trainers.training_state import TrainingSaver
 
 logger = get_logger(__name__)

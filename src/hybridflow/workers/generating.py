@@ -19,10 +19,10 @@ from hybridflow.protocol import DataProto
 from hybridflow.protocol.meta_info import NOISE_KEY
 from hybridflow.rollout import Completion, Request, RolloutEngine, SamplingParams, generate
 from hybridflow.workers.begun_batches import BegunBatches
-from hybridflow.workers.device_worker import DeviceWorker
 from hybridflow.workers.episode_batch import EPISODE_COLUMNS
 from hybridflow.workers.episodes import EPISODE_PROMPT_COLUMNS, BegunEpisodes, EpisodeWorker, PlayedBatch
 from hybridflow.workers.reward import score_columns
+from hybridflow.workers.worker_process import DeviceWorker
 
 
 def rollouts_of(

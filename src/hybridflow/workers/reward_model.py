@@ -11,7 +11,7 @@ from hybridflow.config import Config
 from hybridflow.controller import Dispatch, register
 from hybridflow.data import load_tokenizer
 from hybridflow.data.chat_prompts import PromptEncoder
-from hybridflow.data.conversations import collate_conversations, encode_conversations
+from hybridflow.data.preference_dataset import collate_conversations, encode_conversations
 from hybridflow.errors import ModelError, RewardError
 from hybridflow.models import StoredModel
 from hybridflow.protocol import DataProto

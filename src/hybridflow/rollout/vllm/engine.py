@@ -19,8 +19,7 @@ from hybridflow.errors import OutOfMemoryError, RolloutConfigError, RolloutError
 from hybridflow.models import build_without_weights
 from hybridflow.rollout.base import Completion, FinishReason, Request, SleepingPart
 from hybridflow.rollout.loading import Loading, require_announced
-from hybridflow.rollout.requests import not_finite, require_servable
-from hybridflow.rollout.stop_strings import StopStrings, TokenDecoder
+from hybridflow.rollout.requests import StopStrings, TokenDecoder, not_finite, require_servable
 from hybridflow.rollout.vllm.process import require_head_size
 from hybridflow.rollout.vllm.versions import (
     MAX_TEMPERATURE,

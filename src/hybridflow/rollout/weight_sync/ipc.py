@@ -12,8 +12,14 @@ from hybridflow.config import Config
 from hybridflow.errors import ConfigError, LostWeightSyncError, WeightSyncError
 from hybridflow.rollout.weight_sync.base import IN_FLIGHT, Sent, WeightTransport
 from hybridflow.rollout.weight_sync.buckets import Bucket, pack, packed_size, unpack
-from hybridflow.rollout.weight_sync.gpu_memory import GpuHandle, copy_gpu_memory, share_gpu_memory
-from hybridflow.rollout.weight_sync.host_memory import HostHandle, SharedHostMemory, map_host_memory
+from hybridflow.rollout.weight_sync.shared_memory import (
+    GpuHandle,
+    HostHandle,
+    SharedHostMemory,
+    copy_gpu_memory,
+    map_host_memory,
+    share_gpu_memory,
+)
 from hybridflow.runtime import own_device
 from hybridflow.runtime.process_address import ProcessAddress, own_address
 from hybridflow.runtime.process_report import has_exited
