@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hybridflow.errors import ConfigError, ModelConfigError
-from hybridflow.runtime import (
+from hybridflow.runtime.device import (
     can_compile_for_gpu,
     gpu_has_bfloat16,
     own_device,

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from hybridflow.runtime import (
+from hybridflow.runtime.files import (
     open_plain_file,
     require_plain_file,
     require_regular_file,
@@ -75,7 +75,7 @@ def test_full_disk_keeps_the_old_file_and_no_partial_one(small_disk):
 
 WRITER = """
 import itertools, sys
-from hybridflow.runtime import write_bytes_atomically
+from hybridflow.runtime.files import write_bytes_atomically
 for number in itertools.count():
     write_bytes_atomically(sys.argv[1], bytes([number % 251]) * 3_000_000)
 """

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from hybridflow.errors import ConfigError
-from hybridflow.runtime import Interrupts, load_user_function, user_import
+from hybridflow.runtime import user_import
+from hybridflow.runtime.user_import import Interrupts, load_user_function
 
 
 def load(tmp_path, code):

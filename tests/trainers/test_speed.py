@@ -5,7 +5,7 @@ import pytest
 
 from hybridflow.config import Config, load_config
 from hybridflow.controller import ClassWithInitArgs, Dispatch, ResourcePool, Role, Worker, WorkerGroup, register
-from hybridflow.models import DecoderShape, decoder_shape, forward_flops, training_flops
+from hybridflow.models.model_sizes import DecoderShape, decoder_shape, forward_flops, training_flops
 from hybridflow.trainers.read_columns import Lengths
 from hybridflow.trainers.speed import LearnerWork, Speedometer, measured_speedometer, num_devices
 

@@ -9,7 +9,7 @@ import torch
 from hybridflow.controller import Worker
 from hybridflow.engines import torch_engine
 from hybridflow.errors import ModelConfigError
-from hybridflow.runtime import peak_flops
+from hybridflow.runtime.matmul_peak import peak_flops
 from hybridflow.workers import ActorWorker, RolloutWorker, rollout, worker_process
 from hybridflow.workers.rollout import build_rollout_engine
 

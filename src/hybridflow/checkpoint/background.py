@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from hybridflow.checkpoint.state import map_tensors
-from hybridflow.runtime import HostMemory, SideStream
 from hybridflow.runtime.boxes import local, with_local
+from hybridflow.runtime.host_memory import HostMemory
+from hybridflow.runtime.side_stream import SideStream
 
 Result = TypeVar("Result")
 

@@ -21,8 +21,8 @@ from hybridflow.checkpoint.store import Checkpoint, open_checkpoint, stored_weig
 from hybridflow.checkpoint.stored_tensors import StoredTensors
 from hybridflow.errors import CheckpointConfigError, CheckpointError, ModelConfigError
 from hybridflow.models.hub.names import name_of
-from hybridflow.runtime import note_progress
 from hybridflow.runtime.files import describe_bytes
+from hybridflow.runtime.progress import note_progress
 
 EXPORT_DTYPES = {
     "float32": torch.float32,
@@ -156,9 +156,9 @@ class _Model:
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
         from transformers.initialization import no_init_weights
 
-        from hybridflow.models import parameters_on_meta
         from hybridflow.models.loading import LOADING_ERRORS, cannot_be_loaded
         from hybridflow.models.model_files import require_sound_config
+        from hybridflow.models.sharded_loading import parameters_on_meta
 
         if not (directory / "config.json").is_file():
             raise ModelConfigError(
@@ -214,7 +214,8 @@ class _Model:
         if lora is None:
             yield weights.__getitem__
             return
-        from hybridflow.models import StoredModel, merged_weight
+        from hybridflow.models.lora import merged_weight
+        from hybridflow.models.sharded_loading import StoredModel
 
         with StoredModel(self.directory) as base:
 

@@ -28,7 +28,7 @@ from packaging.specifiers import SpecifierSet
 
 from hybridflow.cli.exit_codes import ExitCode
 from hybridflow.errors import ConfigError
-from hybridflow.runtime import require_visible_devices
+from hybridflow.runtime.device import require_visible_devices
 from hybridflow.runtime.files import describe_bytes
 
 NVIDIA = Path("/dev/nvidiactl")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import DataConfigError
-from hybridflow.runtime import require_plain_file, write_text_atomically
+from hybridflow.runtime.files import require_plain_file, write_text_atomically
 from hybridflow.runtime.observe.run_files import RunFiles
 
 
@@ -55,7 +55,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 def write_output(path: Path, text: str) -> None:
     """Replace a file atomically by a text. Raises DataConfigError if it cannot be written."""
-    from hybridflow.runtime import write_text_atomically
+    from hybridflow.runtime.files import write_text_atomically
 
     try:
         write_text_atomically(path, text)

@@ -28,8 +28,7 @@ PartsOf = Literal["equal", "measured", "shares"]
 PARTS = ("equal", "measured", "shares")
 
 BALANCED_PART_SIZES = "part_sizes"
-"""Key of `meta_info`: the rows of each part for the calls of some groups, by name of the group. What orders the rows of
-a batch sets it (`trainers/balance.py`), and the split of a call reads it (`controller/call.py`)."""
+"""Key of `meta_info`: rows of each part by name of the group. `trainers/balance.py` sets it, a call reads it."""
 
 FEWEST, MOST = 3, 8
 """Number of measurements that a change needs, and of those that count."""

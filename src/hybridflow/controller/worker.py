@@ -34,10 +34,14 @@ class Worker:
     colocated: Mapping[str, "Worker"] = {}
     """The workers of all groups in this process by group name, itself included; known once all are constructed."""
 
-    _rank: int
-    _world_size: int
-    _local_rank: int
-    _local_world_size: int
+    rank: int
+    """The rank of this worker in its group, 0 to world_size - 1."""
+    world_size: int
+    """The number of workers in the group."""
+    local_rank: int
+    """The index of this worker on its node, and of the device it uses."""
+    local_world_size: int
+    """The number of workers of the group on this node."""
     _ranks_take_turns: bool
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -45,32 +49,12 @@ class Worker:
         if cls.__init__ is object.__init__ and (args or kwargs):
             raise TypeError(f"{cls.__name__}() takes no arguments")
         self = super().__new__(cls)
-        self._rank = int(os.environ.get("RANK", "0"))
-        self._world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        self._local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._ranks_take_turns = RANKS_TAKE_TURNS in os.environ
         return self
-
-    @property
-    def rank(self) -> int:
-        """The rank of this worker in its group, 0 to world_size - 1."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of workers in the group."""
-        return self._world_size
-
-    @property
-    def local_rank(self) -> int:
-        """The index of this worker on its node, and of the device it uses."""
-        return self._local_rank
-
-    @property
-    def local_world_size(self) -> int:
-        """The number of workers of the group on this node."""
-        return self._local_world_size
 
     @property
     def has_collectives(self) -> bool:

@@ -23,10 +23,11 @@ from hybridflow.engines.ranks import DATA, Ranks
 from hybridflow.engines.row_forward import RowForward
 from hybridflow.errors import BatchError, NonFiniteError, OutOfMemoryError
 from hybridflow.protocol import DataProto
-from hybridflow.runtime import naming_out_of_memory, note_progress
 from hybridflow.runtime.boxes import local
 from hybridflow.runtime.fault_points import fault_point
+from hybridflow.runtime.memory import naming_out_of_memory
 from hybridflow.runtime.observe.metrics import find_metric
+from hybridflow.runtime.progress import note_progress
 
 PARTIAL_STEP = "an optimizer step, which may be applied in part (restart from the last checkpoint)"
 """What the error calls the end of an update, after which a step is no longer applied as a whole or not at all."""

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.distributed.fsdp import FSDPModule
 
-from hybridflow.runtime import HostMemory, SideStream, out_of_memory
 from hybridflow.runtime.boxes import local, with_local
+from hybridflow.runtime.host_memory import HostMemory
+from hybridflow.runtime.memory import out_of_memory
+from hybridflow.runtime.side_stream import SideStream
 
 
 class Offload:

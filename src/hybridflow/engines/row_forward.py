@@ -24,17 +24,11 @@ from hybridflow.engines.micro_batches import agree_on_micro_batches, plan_micro_
 from hybridflow.engines.packing import ModelInput, idle_input, pack, pad, prompt_families, sequence_lengths
 from hybridflow.engines.ranks import SEQUENCE, Ranks
 from hybridflow.errors import BatchError
-from hybridflow.models import (
-    AttentionCase,
-    AttentionName,
-    Forward,
-    GatherTokens,
-    UlyssesPlan,
-    attention_for,
-    decoder_shape,
-    sequence_costs,
-)
+from hybridflow.models.attention_backend import AttentionCase, AttentionName, attention_for
+from hybridflow.models.forward import Forward
 from hybridflow.models.kernels import fused_log_probs
+from hybridflow.models.model_sizes import decoder_shape, sequence_costs
+from hybridflow.models.sequence_parallel import GatherTokens, UlyssesPlan
 from hybridflow.protocol import DataProto
 
 

@@ -81,12 +81,14 @@ class ColumnTable:
                     f"concat: one future has {tuple(first)}, another has {tuple(table.places)}; "
                     "select the same columns first."
                 )
+        # Columns that are in the same shards of every table stay together, so that a call still reads them at once.
         groups: dict[tuple[int, ...], list[str]] = {}
         for name in first:
             groups.setdefault(tuple(table.places[name].shards for table in tables), []).append(name)
         shards, places = [], {}
         for number, (of_tables, names) in enumerate((groups or {(0,) * len(tables): []}).items()):
             parts = [table.shards[index] for table, index in zip(tables, of_tables, strict=True)]
+            # A column may have another stored name in each table; then all parts are read under its present name.
             if any(table.places[name].name != first[name].name for table in tables for name in names):
                 stored = [{name: table.places[name].name for name in names} for table in tables]
                 parts = [_renamed(part, names_of_part) for part, names_of_part in zip(parts, stored, strict=True)]
@@ -94,7 +96,7 @@ class ColumnTable:
             else:
                 places |= {name: StoredColumn(number, first[name].name) for name in names}
             shards.append(Shards.concat(parts))
-        for name in first:
+        for name in first:  # rows that are copies in one of the tables stay so
             marked = next((t.places[name] for t in tables if t.places[name].copies is not None), None)
             if marked is not None:
                 masks = [t.places[name].copies for t in tables]

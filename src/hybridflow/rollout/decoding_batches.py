@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from hybridflow.errors import RolloutConfigError
-from hybridflow.models import Forward
+from hybridflow.models.forward import Forward
 from hybridflow.models.kv_cache import PrefillPlan
 from hybridflow.models.paged_kv_cache import PAGE_SIZE, PagedKVCache
 from hybridflow.rollout.base import Completion, Request, SamplingParams

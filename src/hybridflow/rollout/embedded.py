@@ -14,17 +14,20 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybridflow.errors import RolloutConfigError, RolloutError
-from hybridflow.models import forward_of, placeholder
+from hybridflow.models.fused_forward import forward_of
 from hybridflow.models.kv_cache import PrefillPlan
+from hybridflow.models.sharded_loading import placeholder
 from hybridflow.rollout.base import Completion, Request, SleepingPart
 from hybridflow.rollout.decoding_batches import DecodingBatches
 from hybridflow.rollout.kept_sequences import KeptSequences
 from hybridflow.rollout.loading import Loading, require_announced
 from hybridflow.rollout.paged_decoding import PagedDecoding
 from hybridflow.rollout.requests import StopStrings, TokenDecoder, require_servable
-from hybridflow.runtime import free_cached_memory, is_out_of_memory, naming_out_of_memory, note_progress
 from hybridflow.runtime.boxes import Box
+from hybridflow.runtime.device import free_cached_memory
 from hybridflow.runtime.fault_points import fault_point
+from hybridflow.runtime.memory import is_out_of_memory, naming_out_of_memory
+from hybridflow.runtime.progress import note_progress
 
 
 class Decoding(Protocol):

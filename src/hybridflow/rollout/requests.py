@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from hybridflow.errors import AlgorithmError, RolloutConfigError, RolloutError
 from hybridflow.rollout.base import Request
-from hybridflow.runtime import derive_seed
+from hybridflow.runtime.random_streams import derive_seed
 
 
 def require_servable(request: Request, *, max_running_sequences: int, max_len: int | None, vocabulary: int) -> None:

@@ -6,9 +6,9 @@ from hybridflow.config import Config
 from hybridflow.controller import ClassWithInitArgs, Role
 from hybridflow.data import RLHFDataset
 from hybridflow.errors import ConfigError
-from hybridflow.models import decoder_shape
+from hybridflow.models.model_sizes import decoder_shape
 from hybridflow.trainers.build_generation import build_group_validator, open_prompts
-from hybridflow.trainers.build_run import RunParts, TrainingKind, build_run
+from hybridflow.trainers.build_run import TrainingKind, build_run
 from hybridflow.trainers.ppo_trainer import PPOTrainer
 from hybridflow.trainers.preconditions import (
     require_positions,
@@ -21,6 +21,7 @@ from hybridflow.trainers.preconditions import (
 )
 from hybridflow.trainers.program import run_on_placeholders
 from hybridflow.trainers.role_classes import role_classes
+from hybridflow.trainers.run_trainer import RunParts
 from hybridflow.trainers.speed import LearnerWork
 from hybridflow.trainers.stages import updates_per_step
 from hybridflow.trainers.start_report import report_start
@@ -46,18 +47,7 @@ def build_trainer(config: Config) -> PPOTrainer:
         if parts.validation:
             rollout = groups.get(Role.Rollout, groups[Role.ActorRollout])
             validator = build_group_validator(config, parts.validation, rollout, groups[Role.Reward])
-        return PPOTrainer(
-            parts.config,
-            groups,
-            loader=parts.loader,
-            total_steps=parts.total_steps,
-            run=parts.run,
-            validator=validator,
-            speedometer=parts.speedometer,
-            backend=parts.backend,
-            token_budgets=parts.token_budgets,
-            pool_sizes=parts.pool_sizes,
-        )
+        return PPOTrainer(parts, validator)
 
     program = TrainingKind(
         kind="train",

@@ -7,28 +7,23 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from hybridflow.config import Config
-from hybridflow.controller import Backend, ClassWithInitArgs, Role, WorkerGroup
+from hybridflow.controller import ClassWithInitArgs, Role
 from hybridflow.data import BatchLoader
 from hybridflow.data.loader import Dataset
 from hybridflow.errors import ConfigError, LostWorkerError
 from hybridflow.models.kernels import use_kernels
-from hybridflow.runtime import (
-    bound_shape_caches,
-    keep_freed_memory,
-    relax_garbage_collector,
-    seed_random_state,
-    set_deterministic,
-    set_num_threads,
-    use_full_float32,
-)
+from hybridflow.runtime.allocator import bound_shape_caches, keep_freed_memory, relax_garbage_collector
 from hybridflow.runtime.observe import get_logger
+from hybridflow.runtime.random_state import seed_random_state
+from hybridflow.runtime.threads import set_deterministic, set_num_threads, use_full_float32
 from hybridflow.trainers.failures import Tries
 from hybridflow.trainers.groups import build_backend, build_groups, closing_on_error
-from hybridflow.trainers.pool_sizes import PoolSizes, pool_sizes_of
+from hybridflow.trainers.pool_sizes import pool_sizes_of
 from hybridflow.trainers.preconditions import require_one_rank, require_profile_steps, require_snapshot_dir
 from hybridflow.trainers.run_directory import RunDirectory, require_unused
 from hybridflow.trainers.run_identity import Kind
-from hybridflow.trainers.speed import LearnerWork, Speedometer, measured_speedometer
+from hybridflow.trainers.run_trainer import D, RunParts
+from hybridflow.trainers.speed import LearnerWork, measured_speedometer
 from hybridflow.trainers.token_budgets import TokenBudgets
 
 
@@ -42,27 +37,10 @@ def data_facts(**datasets: Dataset | None) -> dict[str, Any]:
     }
 
 
-D = TypeVar("D", bound=Dataset)
 T = TypeVar("T")
 
 OpenDataset = Callable[[tuple[str, ...], int, str], D]
 """A function (files, max_samples, order_by) -> dataset whose rows fit the model."""
-
-
-@dataclass(frozen=True)
-class RunParts(Generic[D]):
-    """Parts of a trainer. `config`: with the pools that fit the cluster, if their sizes may change."""
-
-    config: Config
-    groups: Mapping[Role, WorkerGroup]
-    loader: BatchLoader
-    validation: D | None
-    total_steps: int
-    run: RunDirectory
-    speedometer: Speedometer
-    backend: Backend
-    token_budgets: TokenBudgets
-    pool_sizes: PoolSizes | None = None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from hybridflow.controller import (
     spawn_colocated,
 )
 from hybridflow.controller.mesh import ROLLOUT_MESH
-from hybridflow.rollout.weight_sync import RECEIVING, SENDING
+from hybridflow.rollout.weight_sync.receiver import RECEIVING
+from hybridflow.rollout.weight_sync.sender import SENDING
 from hybridflow.runtime.observe import TraceEvent, get_logger, stage_seconds, transfer_metrics
 
 logger = get_logger(__name__)

@@ -15,7 +15,7 @@ from hybridflow.checkpoint import Checkpoint, CheckpointStore
 from hybridflow.config import Config, to_toml
 from hybridflow.errors import CheckpointConfigError, ConfigError, RunInUseError
 from hybridflow.models.hub import with_names
-from hybridflow.runtime import require_plain_file, write_text_atomically
+from hybridflow.runtime.files import require_plain_file, write_text_atomically
 from hybridflow.runtime.observe import JsonlWriter, collect_run_info, get_logger
 from hybridflow.runtime.observe.run_files import METRICS, RECOVERIES, ROLLOUTS, SAMPLES, read_starts
 from hybridflow.runtime.observe.trace import TRACE_FILE

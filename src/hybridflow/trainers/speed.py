@@ -6,7 +6,7 @@ from typing import Any
 
 from hybridflow.config import Config
 from hybridflow.controller import Role, WorkerGroup
-from hybridflow.models import DecoderShape, forward_flops, generation_flops, mfu
+from hybridflow.models.model_sizes import DecoderShape, forward_flops, generation_flops, mfu
 from hybridflow.runtime.observe import per_token_ms, tokens_per_s
 from hybridflow.trainers.groups import processes_of, traits_of
 from hybridflow.trainers.read_columns import Lengths

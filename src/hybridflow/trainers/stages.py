@@ -13,7 +13,7 @@ from torch import Tensor
 from hybridflow.algorithms import apply_kl_penalty, rollout_correction
 from hybridflow.config import ActorConfig, AlgorithmConfig, Config, CriticConfig
 from hybridflow.protocol import DataProto, DataProtoFuture
-from hybridflow.runtime import derive_seed
+from hybridflow.runtime.random_streams import derive_seed
 from hybridflow.trainers.episode_rows import EpisodeRows
 from hybridflow.trainers.read_columns import Batch, read
 from hybridflow.workers.algorithm_functions import advantage_estimator, reads_column

@@ -12,7 +12,7 @@ from typing import Any
 from hybridflow.config import Config
 from hybridflow.controller import Role, WorkerGroup
 from hybridflow.errors import CheckpointError
-from hybridflow.runtime import write_text_atomically
+from hybridflow.runtime.files import write_text_atomically
 from hybridflow.runtime.observe import get_logger
 from hybridflow.trainers.groups import pools_of, traits_of
 from hybridflow.trainers.run_directory import TOKEN_BUDGETS, RunDirectory

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 from hybridflow.config import Config, TrainerConfig
 from hybridflow.controller import Role, WorkerGroup
 from hybridflow.errors import HybridFlowError, WorkerError
-from hybridflow.runtime import StopRequest
 from hybridflow.runtime.fault_points import fault_point
 from hybridflow.runtime.observe import TraceEvent, get_logger, memory_bytes
+from hybridflow.runtime.stop_signals import StopRequest
 from hybridflow.trainers.groups import groups_of_pools
 from hybridflow.trainers.rank_speeds import RankSpeeds, SlowRankWatch
 from hybridflow.trainers.recovery import Recovery, recovering

@@ -12,8 +12,9 @@ from hybridflow.controller import Dispatch, register
 from hybridflow.data import load_tokenizer, stop_token_ids
 from hybridflow.engines import TrainEngine
 from hybridflow.protocol import DataProto
-from hybridflow.rollout.weight_sync import SendsWeights, WeightSender, build_sending_transport
-from hybridflow.runtime import derive_seed
+from hybridflow.rollout.weight_sync.sender import SendsWeights, WeightSender
+from hybridflow.rollout.weight_sync.transports import build_sending_transport
+from hybridflow.runtime.random_streams import derive_seed
 from hybridflow.workers.algorithm_functions import reads_column, token_selection
 from hybridflow.workers.log_prob_mismatch import KL, MEAN, SHARE, log_prob_mismatch_of
 from hybridflow.workers.losses import actor_columns, actor_loss

@@ -9,7 +9,9 @@ from hybridflow.config import Config, RolloutConfig, ValidationConfig
 from hybridflow.controller import Dispatch, register
 from hybridflow.environments.processes.closure import Closure
 from hybridflow.protocol import DataProto
-from hybridflow.rollout.weight_sync import RECEIVING, Announcement, Probe
+from hybridflow.rollout.weight_sync.base import Announcement
+from hybridflow.rollout.weight_sync.probe import Probe
+from hybridflow.rollout.weight_sync.receiver import RECEIVING
 from hybridflow.workers.engine_schedule import EngineSchedule, read_schedule
 from hybridflow.workers.generating import BEGUN_COLUMNS, TO_ENGINES, noise_key
 from hybridflow.workers.rollout import RolloutWorker

@@ -15,14 +15,14 @@ from hybridflow.environments.rewards.journal import RewardJournal
 from hybridflow.environments.rewards.table import QUICK
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.meta_info import NOISE_KEY
-from hybridflow.runtime import (
+from hybridflow.runtime.fault_points import fault_point
+from hybridflow.runtime.random_state import (
     capture_random_state,
-    derive_seed,
     restore_random_state,
     seed_random_state,
     unchanged_random_state,
 )
-from hybridflow.runtime.fault_points import fault_point
+from hybridflow.runtime.random_streams import derive_seed
 
 SCORED_COLUMNS = ("solution_texts", "data_sources", "ground_truths", "extra_infos", "raw_prompts")
 SCORE_COLUMNS = ("scores", "reward_failed", "reward_timed_out", "reward_extras")

@@ -8,22 +8,14 @@ from torch.profiler import ProfilerActivity, profile
 from hybridflow.config import Config
 from hybridflow.controller import Dispatch, Worker, register
 from hybridflow.engines import join_process_group
-from hybridflow.models import DTYPES
 from hybridflow.models.kernels import use_kernels
-from hybridflow.runtime import (
-    bound_shape_caches,
-    count_physical_cores,
-    group_store,
-    keep_freed_memory,
-    measure_flops_now,
-    peak_flops,
-    preferred_dtype,
-    set_deterministic,
-    set_num_threads,
-    use_full_float32,
-    use_own_device,
-)
+from hybridflow.models.loading import DTYPES
+from hybridflow.runtime.allocator import bound_shape_caches, keep_freed_memory
+from hybridflow.runtime.device import preferred_dtype, use_own_device
 from hybridflow.runtime.fault_points import fault_point
+from hybridflow.runtime.matmul_peak import measure_flops_now, peak_flops
+from hybridflow.runtime.rendezvous import group_store
+from hybridflow.runtime.threads import count_physical_cores, set_deterministic, set_num_threads, use_full_float32
 
 
 def prepare_worker_process(worker: Worker, config: Config) -> Config:

@@ -11,8 +11,10 @@ from hybridflow.config import load_config
 from hybridflow.controller import ClassWithInitArgs, Dispatch, ResourcePool, WorkerGroup, register
 from hybridflow.errors import RolloutError, WeightSyncError, WorkerDiedError
 from hybridflow.protocol import DataProto
-from hybridflow.rollout.weight_sync import RECEIVING, SENDING, Disk, ReceivesWeights, SendsWeights
 from hybridflow.rollout.weight_sync.conductor import BetweenPools
+from hybridflow.rollout.weight_sync.disk import Disk
+from hybridflow.rollout.weight_sync.receiver import RECEIVING, ReceivesWeights
+from hybridflow.rollout.weight_sync.sender import SENDING, SendsWeights
 from hybridflow.workers import ActorWorker, InFlightRolloutWorker, RolloutWorker
 
 LONG_S = 240

@@ -17,15 +17,19 @@ import torch
 from hybridflow.cli.exit_codes import ExitCode, exit_code
 from hybridflow.config import load_config
 from hybridflow.errors import ConfigError, LostWeightSyncError, WeightSyncError
-from hybridflow.rollout.weight_sync import IN_FLIGHT, Bucket, Ipc, Sent, fingerprint, shared_memory
-from hybridflow.rollout.weight_sync.ipc import Shared
+from hybridflow.rollout.weight_sync import shared_memory
+from hybridflow.rollout.weight_sync.base import IN_FLIGHT, Sent
+from hybridflow.rollout.weight_sync.buckets import Bucket
+from hybridflow.rollout.weight_sync.fingerprint import fingerprint
+from hybridflow.rollout.weight_sync.ipc import Ipc, Shared
 from hybridflow.rollout.weight_sync.shared_memory import GpuHandle
 
 SENDER = """
 import os, pickle, sys
 import torch
 from hybridflow.config import load_config
-from hybridflow.rollout.weight_sync import Bucket, Ipc
+from hybridflow.rollout.weight_sync.buckets import Bucket
+from hybridflow.rollout.weight_sync.ipc import Ipc
 end = Ipc(load_config(None, []))
 end.join("", 0, 3)
 weights = {"a": torch.arange(6000.0), "b": torch.arange(7).to(torch.bfloat16)}

@@ -34,11 +34,13 @@ from hybridflow.controller.worker import set_colocated
 from hybridflow.controller.worker_side import NamingErrors, checked_output
 from hybridflow.errors import ConfigError
 from hybridflow.protocol.packed_batch import batch_bytes
-from hybridflow.runtime import count_physical_cores, keep_freed_memory, paused_collector, provide_stores
+from hybridflow.runtime.allocator import keep_freed_memory, paused_collector
 from hybridflow.runtime.observe import TraceEvent, memory_bytes
 from hybridflow.runtime.observe.waits import CallTime, Waits
 from hybridflow.runtime.process_address import ProcessAddress, allow_observers, own_address
 from hybridflow.runtime.process_report import has_exited
+from hybridflow.runtime.rendezvous import provide_stores
+from hybridflow.runtime.threads import count_physical_cores
 
 MEMORY_EVERY_S = 0.1
 """Minimum seconds between reads of the memory in use; a read takes longer than a small call."""

@@ -20,7 +20,7 @@ from hybridflow.rollout.weight_sync.shared_memory import (
     map_host_memory,
     share_gpu_memory,
 )
-from hybridflow.runtime import own_device
+from hybridflow.runtime.device import own_device
 from hybridflow.runtime.process_address import ProcessAddress, own_address
 from hybridflow.runtime.process_report import has_exited
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import CheckpointError, DataConfigError, DataError
-from hybridflow.runtime import require_plain_file
+from hybridflow.runtime.files import require_plain_file
 from hybridflow.runtime.observe.jsonl import read_jsonl
 from hybridflow.runtime.observe.trace import TRACE_FILE, TraceEvent, trace_event, transfer_report
 

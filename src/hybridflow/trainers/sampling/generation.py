@@ -130,6 +130,7 @@ def streamed_part_sizes(num_groups: int) -> list[int]:
     train on the last part, so that it should be small.
     """
     num_parts = min(MOST_STREAMED_PARTS, num_groups)
+    # Sizes that fall linearly to 0 add up to x * (2 - x) at the share x of the parts; each part has one group more.
     ends = np.arange(num_parts + 1) / num_parts
     more = np.diff(np.rint((num_groups - num_parts) * ends * (2 - ends))).astype(int)
     return [1 + size for size in sorted(more.tolist(), reverse=True)]
