@@ -25,14 +25,13 @@ REQUIRED = {
 Files = str | Path | Sequence[str | Path]
 
 
-def read_data_rows(
-    files: Files, kind: Kind, form: RowForm = PLAIN, optional: Sequence[str] = (), max_rows: int = 0
-) -> list[Row]:
+def read_data_rows(files: Files, kind: Kind, form: RowForm = PLAIN, order_by: str = "", max_rows: int = 0) -> list[Row]:
     """Return the rows of .parquet, .jsonl, .json or .csv files, or of folders of `datasets`, in order.
 
-    `max_rows` 0: all of them. An optional column that a row lacks is None. Raises DataError, naming file, row and
-    column, for a malformed row.
+    `max_rows` 0: all of them. If a row lacks the column `extra_info` or `order_by`, it is None. Raises DataError,
+    naming file, row and column, for a malformed row.
     """
+    optional = ("extra_info", order_by) if order_by else ("extra_info",)
     paths = [Path(files)] if isinstance(files, str | Path) else [Path(file) for file in files]
     if form.is_plain and all(_is_plain(path) for path in paths):
         required = REQUIRED[kind]

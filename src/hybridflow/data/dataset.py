@@ -58,8 +58,7 @@ class RLHFDataset:
                 f"max_prompt_length={max_prompt_length} must be at least 1 and max_samples={max_samples} at least 0."
             )
         self._pad_id = pad_token_id(tokenizer)
-        optional = ("extra_info", order_by) if order_by else ("extra_info",)
-        rows = read_data_rows(files, "prompts", form, optional, max_samples)
+        rows = read_data_rows(files, "prompts", form, order_by, max_samples)
         self._records = [_read_record(row) for row in rows]
         self.numbers = [row.number(order_by) for row in rows] if order_by else None
         """Number of each prompt in the column `order_by`; None without `order_by`."""

@@ -82,8 +82,7 @@ class PreferenceDataset(ExampleDataset[Pair]):
     ) -> None:
         require_limits(max_prompt_length, max_response_length, max_samples)
         self._layout, self._pad_id = layout, pad_token_id(tokenizer)
-        optional = ("extra_info", order_by) if order_by else ("extra_info",)
-        rows = read_data_rows(files, "pairs", form, optional, max_samples)
+        rows = read_data_rows(files, "pairs", form, order_by, max_samples)
         texts = {side: [row.text(side) for row in rows] for side in SIDES}
         for row, chosen, rejected in zip(rows, texts["chosen"], texts["rejected"], strict=True):
             if chosen == rejected:

@@ -22,7 +22,7 @@ class OfflineTrainer(RunTrainer):
     def __init__(self, parts: RunParts[Any], objective: Objective) -> None:
         self.metrics: dict[str, Any] = {}
         self.objective, self.figures = objective, objective.figures
-        self.validation, self.global_step = parts.validation, 0
+        self.validation, self.global_step, self.metrics = parts.validation, 0, {}
         super().__init__(parts, [parts.groups[Role.Actor]])
 
     def restore(self, checkpoint: Checkpoint, *, verify: bool = False) -> None:

@@ -48,12 +48,15 @@ class RunTrainer(BackendOwner):
     A subclass sets what `restore` needs before it calls this constructor, which continues from the run's checkpoint.
     """
 
+    figures: Mapping[str, str]
     global_step: int
+    metrics: dict[str, Any]
     recovery: Recovery | None = None
     slow_ranks: SlowRankWatch | None = None
 
     def __init__(self, parts: RunParts[Any], stateful_groups: Sequence[WorkerGroup]) -> None:
-        self.config, self.groups, self.backend = parts.config, parts.groups, parts.backend
+        self.config, self.groups = parts.config, parts.groups
+        self.backend: Backend | None = parts.backend
         self.loader, self.total_steps, self.run = parts.loader, parts.total_steps, parts.run
         self.speedometer, self.stateful_groups = parts.speedometer, stateful_groups
         self.rank_speeds = measured_shares(self.config, self.groups)
@@ -61,8 +64,8 @@ class RunTrainer(BackendOwner):
         if self.run.checkpoint:
             self.restore(self.run.checkpoint)
         if parts.token_budgets:
-            self.recovery = build_recovery(self, self.groups, self.backend, parts.token_budgets, parts.pool_sizes)
-            self.slow_ranks = watch_slow_ranks(self, self.groups, self.backend)
+            self.recovery = build_recovery(self, parts.groups, parts.backend, parts.token_budgets, parts.pool_sizes)
+            self.slow_ranks = watch_slow_ranks(self, parts.groups, parts.backend)
 
     def train_step(self) -> Samples:
         """Train on the next batch, count the step and replace `metrics`; return samples to log."""
