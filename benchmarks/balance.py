@@ -32,7 +32,7 @@ from support.side import Side
 
 from hybridflow.algorithms import imbalance
 from hybridflow.engines.micro_batches import plan_micro_batches
-from hybridflow.models import DecoderShape, sequence_costs
+from hybridflow.models.model_sizes import DecoderShape, sequence_costs
 
 OURS, PEER = "hybridflow", "verl"
 MAKE_TARGET = "bench-balance"

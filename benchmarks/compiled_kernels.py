@@ -28,7 +28,8 @@ from hybridflow.engines import TorchEngine
 from hybridflow.models.attention import run_attention
 from hybridflow.models.kernels import PackedLinear, causal_attention
 from hybridflow.protocol import DataProto
-from hybridflow.runtime import count_physical_cores, keep_freed_memory, set_num_threads
+from hybridflow.runtime.allocator import keep_freed_memory
+from hybridflow.runtime.threads import count_physical_cores, set_num_threads
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 ROWS = (1, 4, 26, 64, 256)

@@ -19,7 +19,7 @@ from hybridflow.config import load_config
 from hybridflow.controller import ClassWithInitArgs, ResourcePool, WorkerGroup
 from hybridflow.controller.placeholder import PlaceholderBackend, synthetic_batch
 from hybridflow.protocol import DataProto
-from hybridflow.runtime import relax_garbage_collector
+from hybridflow.runtime.allocator import relax_garbage_collector
 from hybridflow.workers import ActorRolloutWorker, RewardWorker
 from hybridflow.workers.generating import DATASET_COLUMNS
 

@@ -38,7 +38,7 @@ from hybridflow.environments import (
 )
 from hybridflow.models.kernels import use_kernels
 from hybridflow.rollout import Completion, EmbeddedRollout, Request, SamplingParams, generate
-from hybridflow.runtime import count_physical_cores, set_num_threads
+from hybridflow.runtime.threads import count_physical_cores, set_num_threads
 
 SMOKE = {"episodes": 4, "turns": 2, "tokens": 4, "repeats": 1, "tool_ms": 1, "width": 32}
 PROMPT = "what is the way to the sea and how long does it take on foot "

@@ -33,7 +33,8 @@ from support.side import Side
 from support.trl_settings import trl_settings
 
 from hybridflow.config import load_config
-from hybridflow.runtime import count_physical_cores, own_device
+from hybridflow.runtime.device import own_device
+from hybridflow.runtime.threads import count_physical_cores
 
 PARTS = ("mfu", "generation", "step")
 GOALS = {"0.5B": 0.45, "1.5B": 0.5}

@@ -31,8 +31,8 @@ from support.side import Side
 from support.trl_settings import trl_settings
 
 from hybridflow.config import load_config
-from hybridflow.models import decoder_shape
-from hybridflow.runtime import count_physical_cores, set_num_threads
+from hybridflow.models.model_sizes import decoder_shape
+from hybridflow.runtime.threads import count_physical_cores, set_num_threads
 
 OURS, PEER = "hybridflow", "trl"
 DTYPES = ("bfloat16", "float32")

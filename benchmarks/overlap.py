@@ -50,6 +50,7 @@ from hybridflow.trainers.groups import build_backend, meshes_of
 from hybridflow.trainers.ppo_trainer import PPOTrainer
 from hybridflow.trainers.role_classes import reward_class
 from hybridflow.trainers.run_directory import RunDirectory
+from hybridflow.trainers.run_trainer import RunParts
 from hybridflow.trainers.speed import Speedometer
 
 SCHEDULES = {
@@ -171,14 +172,12 @@ def measure(directory: Path, devices: int, args: argparse.Namespace, steps: Sequ
         for name, number in names:
             config = configs[f"{name}_{number}"]
             dataset = open_prompts(config, config.data.train_files, 0, "")
+            loader = BatchLoader(dataset, config.data.train_batch_size)
+            run = RunDirectory(config, "train")
             trainer = PPOTrainer(
-                config,
-                groups[f"{name}_{number}"],
-                loader=BatchLoader(dataset, config.data.train_batch_size),
-                total_steps=args.steps,
-                run=RunDirectory(config, "train"),
-                speedometer=Speedometer({}),
-                backend=backend,
+                RunParts(
+                    config, groups[f"{name}_{number}"], loader, None, args.steps, run, Speedometer({}), backend=backend
+                )
             )
             trainer.fit()
             found = figures(config, steps)

@@ -24,8 +24,8 @@ from support.rounds import Measurements, alternate
 from support.side import Side
 from support.workloads import MEASURED, PROMPT_LEN, WORKLOADS, Workload, build_workload
 
-from hybridflow.models import decoder_shape
-from hybridflow.runtime import count_physical_cores, set_num_threads
+from hybridflow.models.model_sizes import decoder_shape
+from hybridflow.runtime.threads import count_physical_cores, set_num_threads
 
 OURS, BACKEND = "hybridflow", "hybridflow_vllm"
 PEERS = ("transformers", "vllm")

@@ -22,7 +22,7 @@ from support.report import Row, figure, print_rows, print_sides, print_table
 from support.rounds import alternate
 from support.side import Side
 
-from hybridflow.runtime import count_physical_cores, set_num_threads
+from hybridflow.runtime.threads import count_physical_cores, set_num_threads
 
 MAKE_TARGET = "bench-train_engine"
 MIB = 2**20

@@ -37,7 +37,7 @@ from support.rounds import MUCH_OTHER_WORK, SETTLING_S
 from support.side import Side
 
 from hybridflow.protocol import DataProto
-from hybridflow.runtime import count_physical_cores, set_num_threads
+from hybridflow.runtime.threads import count_physical_cores, set_num_threads
 
 OURS, PEER = "hybridflow", "verl"
 MAKE_TARGET = "bench-transport"

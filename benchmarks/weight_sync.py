@@ -31,7 +31,8 @@ from hybridflow.config import load_config
 from hybridflow.controller import ClassWithInitArgs, WorkerGroup
 from hybridflow.controller.ray import RayBackend, RayResourcePool
 from hybridflow.rollout.weight_sync.conductor import BetweenPools
-from hybridflow.runtime import count_physical_cores, keep_freed_memory, set_num_threads
+from hybridflow.runtime.allocator import keep_freed_memory
+from hybridflow.runtime.threads import count_physical_cores, set_num_threads
 
 MODELS = ("small", "100M", "500M")
 TRANSPORTS = ("object_store", "ipc", "broadcast", "disk")

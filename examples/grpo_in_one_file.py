@@ -31,7 +31,7 @@ from hybridflow.config import MemoryConfig, ModelConfig, OptimizerConfig
 from hybridflow.engines import LossFunction, Outputs, TorchEngine
 from hybridflow.protocol import DataProto
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate, load_weights
-from hybridflow.runtime import set_deterministic, set_num_threads
+from hybridflow.runtime.threads import set_deterministic, set_num_threads
 
 SEED = 1
 WARM_START_STEPS = 700

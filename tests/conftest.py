@@ -221,7 +221,7 @@ def gpu(pytestconfig: pytest.Config) -> "torch.device":
     """Return the device of a test that needs a GPU: the current CUDA device, or the CPU in a rehearsal."""
     import torch
 
-    from hybridflow.runtime import own_device
+    from hybridflow.runtime.device import own_device
 
     if pytestconfig.getoption("--rehearse"):
         return torch.device("cpu")
@@ -268,7 +268,7 @@ def restores_the_process() -> Iterator[None]:
     """Restore the threads, the determinism and the random state, which a run in this process sets."""
     import torch
 
-    from hybridflow.runtime import capture_random_state, restore_random_state
+    from hybridflow.runtime.random_state import capture_random_state, restore_random_state
 
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     state = capture_random_state()

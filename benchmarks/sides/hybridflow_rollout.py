@@ -7,9 +7,10 @@ from support.counting import require_lengths
 from support.serve import Channel
 
 import hybridflow
-from hybridflow.models import DTYPES, load_causal_lm
+from hybridflow.models.loading import DTYPES, load_causal_lm
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate
-from hybridflow.runtime import bound_shape_caches, keep_freed_memory, set_num_threads
+from hybridflow.runtime.allocator import bound_shape_caches, keep_freed_memory
+from hybridflow.runtime.threads import set_num_threads
 
 
 def main() -> None:

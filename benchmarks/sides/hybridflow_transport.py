@@ -8,7 +8,8 @@ import hybridflow
 from hybridflow.controller import Dispatch, Worker, register
 from hybridflow.controller.ray import RayBackend, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from hybridflow.protocol import DataProto
-from hybridflow.runtime import keep_freed_memory, set_num_threads
+from hybridflow.runtime.allocator import keep_freed_memory
+from hybridflow.runtime.threads import set_num_threads
 from sides.transport_batch import COLUMNS, checksum
 from sides.transport_rows import (
     OBJECT_STORE_BYTES,

@@ -8,10 +8,11 @@ import vllm
 from support.serve import Channel
 
 import hybridflow
-from hybridflow.models import DTYPES, load_causal_lm
+from hybridflow.models.loading import DTYPES, load_causal_lm
 from hybridflow.rollout import load_weights
 from hybridflow.rollout.vllm import VLLMRollout
-from hybridflow.runtime import bound_shape_caches, keep_freed_memory, set_num_threads
+from hybridflow.runtime.allocator import bound_shape_caches, keep_freed_memory
+from hybridflow.runtime.threads import set_num_threads
 from sides import hybridflow_rollout, vllm_rollout
 
 

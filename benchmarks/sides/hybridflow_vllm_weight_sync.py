@@ -13,8 +13,9 @@ from support.weight_workers import PeakMemory, random_weights
 
 import hybridflow
 from hybridflow.rollout.vllm import VLLMRollout
-from hybridflow.rollout.weight_sync import probe_sequences
-from hybridflow.runtime import keep_freed_memory, set_num_threads
+from hybridflow.rollout.weight_sync.probe import probe_sequences
+from hybridflow.runtime.allocator import keep_freed_memory
+from hybridflow.runtime.threads import set_num_threads
 from sides.weight_sync_rounds import copy_once, our_part
 
 

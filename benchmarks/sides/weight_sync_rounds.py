@@ -6,7 +6,9 @@ from support.weight_workers import GivenWeights, NoEngine
 from torch import Tensor
 
 from hybridflow.config import Config, RolloutConfig
-from hybridflow.rollout.weight_sync import InProcess, WeightReceiver, WeightSender, hand_over
+from hybridflow.rollout.weight_sync.in_process import InProcess, hand_over
+from hybridflow.rollout.weight_sync.receiver import WeightReceiver
+from hybridflow.rollout.weight_sync.sender import WeightSender
 
 BUCKET_BYTES = 256 * 2**20
 

@@ -29,7 +29,7 @@ from hybridflow.algorithms.declarations import ESTIMATORS
 from hybridflow.config import Config, RoleName
 from hybridflow.config.roles import ranks_of
 from hybridflow.rollout.weight_sync.buckets import Bucket
-from hybridflow.runtime import write_text_atomically
+from hybridflow.runtime.files import write_text_atomically
 from hybridflow.runtime.observe import get_logger, read_jsonl
 from hybridflow.runtime.partial_tensor import PartialTensor, contents_of
 

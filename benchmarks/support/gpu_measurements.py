@@ -10,20 +10,13 @@ import torch
 
 from hybridflow.config import MemoryConfig, ModelConfig, OptimizerConfig
 from hybridflow.engines import TorchEngine
-from hybridflow.models import (
-    MemoryLayout,
-    decoder_shape,
-    generation_memory,
-    load_causal_lm,
-    max_logits_on,
-    mfu,
-    model_sizes,
-    training_flops,
-    training_memory,
-)
+from hybridflow.models.forward import max_logits_on
+from hybridflow.models.loading import load_causal_lm
+from hybridflow.models.memory import MemoryLayout, generation_memory, training_memory
+from hybridflow.models.model_sizes import decoder_shape, mfu, model_sizes, training_flops
 from hybridflow.protocol import DataProto
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate
-from hybridflow.runtime import own_device
+from hybridflow.runtime.device import own_device
 
 GIB = 2**30
 Figures = dict[str, float | None]

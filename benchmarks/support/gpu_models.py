@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from hybridflow.runtime import own_device
+from hybridflow.runtime.device import own_device
 
 _QWEN2 = {"vocab_size": 151936, "max_position_embeddings": 8192, "tie_word_embeddings": True, "num_key_value_heads": 2}
 MODELS: dict[str, dict[str, Any]] = {

@@ -6,8 +6,9 @@ The peak is that of torch's matrix product; a side whose kernels are faster than
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from hybridflow.models import DTYPES, DecoderShape, forward_flops
-from hybridflow.runtime import measure_peak_flops
+from hybridflow.models.loading import DTYPES
+from hybridflow.models.model_sizes import DecoderShape, forward_flops
+from hybridflow.runtime.matmul_peak import measure_peak_flops
 
 PEAK_SIZES = (1024, 2048)
 """Rows of the square matrices that are tried; which one is faster depends on the machine and the dtype."""

@@ -8,7 +8,7 @@ from math import ceil
 import numpy as np
 
 from hybridflow.algorithms import balanced_partition
-from hybridflow.trainers.sampling.generation import part_sizes
+from hybridflow.trainers.sampling.generation import streamed_part_sizes
 from hybridflow.trainers.sampling.sampling import TRAINING_STREAM
 from support.waiting_workers import STEP_S, TOKEN_S, response_length
 
@@ -88,7 +88,7 @@ def _tokens(groups: Groups) -> list[int]:
 def _parts(groups: Groups) -> list[Groups]:
     """Return the groups of each part of an engine: those that finish next."""
     finishing, parts = sorted(groups, key=max), []
-    for size in part_sizes(len(groups)):
+    for size in streamed_part_sizes(len(groups)):
         parts.append(finishing[:size])
         finishing = finishing[size:]
     return parts

@@ -17,8 +17,10 @@ from hybridflow.engines import LossFunction, Outputs, UpdateResult
 from hybridflow.environments.processes.closure import Closure
 from hybridflow.protocol import DataProto
 from hybridflow.rollout import Completion, Request
-from hybridflow.rollout.weight_sync import WeightReceiver, WeightSender, build_sending_transport, build_transport
-from hybridflow.runtime import uniform
+from hybridflow.rollout.weight_sync.receiver import WeightReceiver
+from hybridflow.rollout.weight_sync.sender import WeightSender
+from hybridflow.rollout.weight_sync.transports import build_sending_transport, build_transport
+from hybridflow.runtime.random_streams import uniform
 from hybridflow.workers import ActorWorker, InFlightRolloutWorker, RolloutWorker
 from hybridflow.workers.worker_process import prepare_worker_process
 

@@ -10,18 +10,14 @@ from torch import Tensor
 
 from hybridflow.config import Config
 from hybridflow.controller import Dispatch, Worker, register
-from hybridflow.models import build_without_weights
+from hybridflow.models.sharded_loading import build_without_weights
 from hybridflow.protocol import DataProto
-from hybridflow.rollout.weight_sync import (
-    Announcement,
-    ReceivesWeights,
-    SendsWeights,
-    WeightReceiver,
-    WeightSender,
-    build_sending_transport,
-    build_transport,
-)
-from hybridflow.runtime import keep_freed_memory, set_num_threads
+from hybridflow.rollout.weight_sync.base import Announcement
+from hybridflow.rollout.weight_sync.receiver import ReceivesWeights, WeightReceiver
+from hybridflow.rollout.weight_sync.sender import SendsWeights, WeightSender
+from hybridflow.rollout.weight_sync.transports import build_sending_transport, build_transport
+from hybridflow.runtime.allocator import keep_freed_memory
+from hybridflow.runtime.threads import set_num_threads
 
 
 def random_weights(path: str | Path) -> dict[str, Tensor]:

@@ -31,8 +31,8 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "hybridflow"
 DOCS = {word for page in ROOT.glob("docs/*.md") for word in re.findall(r"\w+", page.read_text("utf-8"))}
 PACKAGES = ["hybridflow", *(f"hybridflow.{each.name}" for each in pkgutil.iter_modules([str(SOURCE)]) if each.ispkg)]
-INTERNAL = {f"hybridflow.{name}" for name in ("cli", "runtime")}
-"""Packages whose names are for hybridflow itself."""
+INTERNAL = {f"hybridflow.{name}" for name in ("cli", "models", "runtime")}
+"""Packages without names of their own: their modules are imported from."""
 NAMES_OF_ALGORITHMS = {*ESTIMATORS, *LOSSES} - {"none"}
 FAMILIES = sorted({name.partition("/")[0] for name in METRICS})
 METRIC_NAME = re.compile(rf'"((?:{"|".join(FAMILIES)})/[^"\s{{}}]+)"')

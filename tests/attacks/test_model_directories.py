@@ -13,7 +13,7 @@ from hybridflow.config import load_config
 from hybridflow.data import load_tokenizer
 from hybridflow.data.chat_prompts import PromptEncoder
 from hybridflow.errors import DataError, HybridFlowError, ModelError
-from hybridflow.models import load_causal_lm, load_value_model
+from hybridflow.models.loading import load_causal_lm, load_value_model
 from hybridflow.models.parameters import replace_parameters
 from hybridflow.models.sharded_loading import StoredModel, build_with_placeholders, load_shards
 from hybridflow.trainers.preconditions import with_required_files

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridflow.checkpoint import join_state, split_state
+from hybridflow.checkpoint import first_difference, join_state, split_state, zeros_like_state
 from hybridflow.checkpoint.state import TENSOR_DTYPES
 from hybridflow.errors import CheckpointError
 
@@ -181,3 +181,32 @@ def test_unsupported_value_error_names_its_path(value, message):
 def test_tree_not_made_by_split_state_is_an_error(tree, message):
     with pytest.raises(CheckpointError, match=message):
         join_state({"a": [tree]}, {})
+
+
+def state(**changes):
+    return {"model": {"a": torch.tensor([1.0, math.nan]), "b": torch.tensor(2.0)}, "num_updates": 3, **changes}
+
+
+A, B = torch.tensor([1.0, math.nan]), torch.tensor(2.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({}, ""),  # although a NaN is not equal to itself
+        ({"model": {"a": A, "b": torch.tensor(2.5)}}, "tensor 'model/b'"),
+        ({"model": {"a": A.double(), "b": B}}, "tensor 'model/a'"),
+        ({"model": {"a": A}}, "its structure"),
+        ({"num_updates": 4}, "its structure"),
+        ({"model": {"a": A, "b": B, "c": torch.tensor(-0.0)}}, "tensor 'model/c'"),
+    ],
+)
+def test_the_first_difference_is_named(changes, difference):
+    zero = {"model": {"a": A, "b": B, "c": torch.tensor(0.0)}} if difference.endswith("c'") else {}
+    assert first_difference(state(**zero), state(**changes)) == difference
+
+
+def test_zeros_have_the_shapes_and_other_values_are_kept():
+    zeros = zeros_like_state(state())
+    assert zeros["num_updates"] == 3
+    assert zeros["model"]["a"].tolist() == [0.0, 0.0]

@@ -15,7 +15,7 @@ from hybridflow.checkpoint import load_state, save_state
 from hybridflow.checkpoint.saved_files import saved_files
 from hybridflow.checkpoint.state import TENSOR_DTYPES
 from hybridflow.errors import CheckpointError
-from hybridflow.runtime import progress
+from hybridflow.runtime.progress import progress
 
 STATE = {"model": {"w": torch.arange(4.0), "b": torch.zeros(0)}, "step": 3, "betas": (0.9, 0.999)}
 

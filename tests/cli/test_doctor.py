@@ -9,8 +9,8 @@ import pytest
 from hybridflow.cli import doctor
 from hybridflow.cli.doctor import (
     INTERFACE,
-    Finding,
-    Program,
+    CheckProgram,
+    CheckResult,
     all_reduce_program,
     check_devices,
     check_host_name,
@@ -35,8 +35,11 @@ def test_this_machine_has_no_error():
 
 
 def test_an_error_sets_the_exit_status(monkeypatch, capsys, tmp_path):
-    fine, slow = Finding("devices", "ok", "no GPU"), Finding("open files", "warning", "5 files", "raise the limit")
-    wrong = Finding("versions", "error", "torch is missing", "install it")
+    fine, slow = (
+        CheckResult("devices", "ok", "no GPU"),
+        CheckResult("open files", "warning", "5 files", "raise the limit"),
+    )
+    wrong = CheckResult("versions", "error", "torch is missing", "install it")
     for findings, status in (([fine], 0), ([fine, slow], 0), ([fine, wrong, slow], 1)):
         monkeypatch.setattr(doctor, "run_checks", lambda _, found=findings: iter(found))
         assert main(["doctor", "--dir", str(tmp_path)]) == status
@@ -133,7 +136,7 @@ def test_a_library_that_fails_or_hangs_is_an_error_of_its_check(tmp_path, monkey
 
 
 def program(tmp_path, name, text, limit_s=60.0):
-    return Program(name, ["-c", text], tmp_path, "mend it", "done", limit_s)
+    return CheckProgram(name, ["-c", text], tmp_path, "mend it", "done", limit_s)
 
 
 @pytest.mark.runs

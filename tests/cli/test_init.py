@@ -2,8 +2,9 @@ import pytest
 
 from hybridflow.cli.main import main
 from hybridflow.config import load_config
-from hybridflow.runtime import capture_random_state, load_user_function, restore_random_state
 from hybridflow.runtime.observe import read_jsonl
+from hybridflow.runtime.random_state import capture_random_state, restore_random_state
+from hybridflow.runtime.user_import import load_user_function
 
 
 @pytest.fixture

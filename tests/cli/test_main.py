@@ -15,7 +15,7 @@ from hybridflow.cli.arguments import add_recipe_arguments, add_stop_after, confi
 from hybridflow.cli.checkpoint_arguments import add_checkpoint_arguments, chosen_checkpoint, recipe_of_run
 from hybridflow.cli.exit_codes import exit_codes_text
 from hybridflow.cli.main import COMMANDS, Command, main
-from hybridflow.cli.output_file import write_rows
+from hybridflow.cli.output import write_rows
 from hybridflow.config import leaf_keys, load_config, reference_markdown, reference_text, to_toml
 from hybridflow.config.render import toml_value
 from hybridflow.errors import ConfigError, DataError, LostWeightSyncError, WorkerDiedError, WorkerError

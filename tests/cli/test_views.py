@@ -7,7 +7,7 @@ import re
 import pytest
 
 from fixtures.report_runs import write_run
-from hybridflow.cli.inspect.timeline import coverage
+from fixtures.trace_coverage import coverage
 from hybridflow.cli.main import main
 from hybridflow.errors import DataError
 from hybridflow.runtime.observe import (

@@ -173,7 +173,7 @@ def test_the_same_records_as_json_or_csv_are_the_same_data(tmp_path, char_tokeni
 
 def test_a_file_with_our_columns_is_read_as_it_is_beside_others(tmp_path, prompt_file):
     plain = prompt_file(["a"])
-    (alone,) = read_data_rows(plain, "prompts", optional=("extra_info",))
+    (alone,) = read_data_rows(plain, "prompts")
     first, second = read_data_rows([plain, write_rows(tmp_path / "b.jsonl", [{"prompt": "w4"}])], "prompts")
     assert alone.values.items() <= first.values.items()
     assert (second.place, second.values["reward_model"]["ground_truth"]) == (f"{tmp_path}/b.jsonl: line 1", "")

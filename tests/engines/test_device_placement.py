@@ -11,7 +11,7 @@ import torch
 from fixtures.simulated_device import META
 from hybridflow.checkpoint import StateCopy, describe_state, load_state, read_state_into, save_state
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate, load_weights
-from hybridflow.rollout.weight_sync import fill_buckets, plan_buckets, spec_of
+from hybridflow.rollout.weight_sync.buckets import fill_buckets, plan_buckets, spec_of
 
 
 @pytest.fixture

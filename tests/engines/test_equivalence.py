@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from fixtures.layout_program import KL_COEF, OPTIMIZER, largest_errors, loss_of, rows_for_losses
 from hybridflow.engines import TorchEngine
 from hybridflow.protocol import DataProto
-from hybridflow.runtime import take_compilations
+from hybridflow.runtime.device import take_compilations
 
 TOLERANCE = 1e-10
 STEPS = 3

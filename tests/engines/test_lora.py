@@ -5,7 +5,8 @@ import torch
 
 from hybridflow.config import LoRAConfig
 from hybridflow.errors import CheckpointError, ModelError
-from hybridflow.models import add_adapters, load_causal_lm
+from hybridflow.models.loading import load_causal_lm
+from hybridflow.models.lora import add_adapters
 
 LORA = {"rank": 3, "alpha": 6.0}
 

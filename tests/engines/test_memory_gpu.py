@@ -7,7 +7,9 @@ import torch
 
 from fixtures.peak_memory import peak_bytes, resident_bytes
 from hybridflow.engines import token_budget
-from hybridflow.models import MemoryLayout, forward_memory, max_logits_on, model_sizes, training_memory
+from hybridflow.models.forward import max_logits_on
+from hybridflow.models.memory import MemoryLayout, forward_memory, training_memory
+from hybridflow.models.model_sizes import model_sizes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu"), pytest.mark.filterwarnings("ignore")]  # torch.compile's
 

@@ -3,7 +3,8 @@ import torch
 
 from hybridflow.engines.packing import pack, pad, prompt_families, sequence_lengths
 from hybridflow.errors import BatchError
-from hybridflow.models import PackedPlan, PaddedPlan, SharedPromptPlan, sharing_pays
+from hybridflow.models.attention import PackedPlan, PaddedPlan
+from hybridflow.models.shared_prompts import SharedPromptPlan, sharing_pays
 from hybridflow.protocol import DataProto
 
 # Prompts 11 12 | 13 14 15 | 16, responses 21 22 | 23 | none.

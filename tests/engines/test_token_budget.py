@@ -62,7 +62,7 @@ def test_real_trial_gives_a_budget(tiny_model, build_engine, learns):
 
 def test_measured_memory_grows_with_tokens(tiny_model, build_engine):
     """Measure the memory of a larger micro-batch, on a model that is large enough for the measurement."""
-    from hybridflow.runtime import peak_memory_of
+    from hybridflow.runtime.memory import peak_memory_of
 
     engine = build_engine(tiny_model("qwen2", vocab_size=4000, max_position_embeddings=1024), max_tokens=100_000)
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from hybridflow.engines import TorchEngine
 from hybridflow.errors import CheckpointError, ModelError, NonFiniteError
 from hybridflow.protocol import DataProto
-from hybridflow.runtime import progress
+from hybridflow.runtime.progress import progress
 
 PROMPT_LENS, RESPONSE_LENS = [3, 1, 4, 2], [2, 5, 0, 4]
 

@@ -13,8 +13,9 @@ from hybridflow.config import Config
 from hybridflow.engines import token_budget, torch_engine
 from hybridflow.engines.process_group import join_alone
 from hybridflow.engines.ranks import Ranks
-from hybridflow.models import mfu, training_flops
-from hybridflow.runtime import measure_peak_flops, peak_flops, take_compilations
+from hybridflow.models.model_sizes import mfu, training_flops
+from hybridflow.runtime.device import take_compilations
+from hybridflow.runtime.matmul_peak import measure_peak_flops, peak_flops
 from hybridflow.workers.losses import actor_loss
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu"), pytest.mark.filterwarnings("ignore")]

@@ -148,7 +148,7 @@ class Held(role_classes.InFlightRolloutWorker):
         steps, version, deadline = max(began.values())
         released = self.config.rollout.replay or self.config.trainer.run_dir + "/released"
         while len(self._begun._prompts) == 1 and self._schedule.num_steps > steps + 2 and not os.path.exists(released):
-            if self.rollout.version != version or self._turn._num_asking or time.time() > deadline:
+            if self.rollout.version != version or self._engine_lock._num_asking or time.time() > deadline:
                 break
             time.sleep(0.005)
         super().between_steps()

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from fixtures.tiny_run import FROM_RAY, GRPO, PPO, differing, metrics_differ
-from hybridflow.cli.inspect.timeline import coverage
+from fixtures.trace_coverage import coverage
 from hybridflow.config import load_config
 from hybridflow.runtime.observe import TraceEvent, dataflow_edges, read_jsonl
 from hybridflow.runtime.observe.run_files import RunFiles

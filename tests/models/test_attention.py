@@ -3,7 +3,9 @@ import torch
 
 from fixtures.dense_attention import dense_results, random_layer, results
 from hybridflow.errors import ModelError
-from hybridflow.models import PackedPlan, PaddedPlan, SharedPromptPlan, load_causal_lm
+from hybridflow.models.attention import PackedPlan, PaddedPlan
+from hybridflow.models.loading import load_causal_lm
+from hybridflow.models.shared_prompts import SharedPromptPlan
 
 CPU, SCALING = torch.device("cpu"), 0.3
 TOLERANCES = {torch.float64: {"rtol": 1e-12, "atol": 1e-14}, torch.float32: {"rtol": 1e-5, "atol": 1e-6}}

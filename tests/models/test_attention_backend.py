@@ -8,8 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig
 
-from hybridflow.models import AttentionCase, attention_for
-from hybridflow.models.attention_backend import has_triton
+from hybridflow.models.attention_backend import AttentionCase, attention_for, has_triton
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 CPU, H100 = AttentionCase(FP32, 64, 64, True, has_kernel=True), AttentionCase(BF16, 128, 128, True, False, (9, 0), True)

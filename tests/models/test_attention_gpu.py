@@ -12,8 +12,10 @@ from torch._dynamo.utils import counters
 from fixtures.dense_attention import dense_results, errors, random_layer, results
 from hybridflow.config import MemoryConfig, ModelConfig, OptimizerConfig
 from hybridflow.engines import TorchEngine
-from hybridflow.models import AttentionCase, PackedPlan, SharedPromptPlan, attention_for
-from hybridflow.runtime import set_deterministic
+from hybridflow.models.attention import PackedPlan
+from hybridflow.models.attention_backend import AttentionCase, attention_for
+from hybridflow.models.shared_prompts import SharedPromptPlan
+from hybridflow.runtime.threads import set_deterministic
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,8 +8,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 from fixtures.dense_attention import dense_results, errors, random_layer, results, seen_keys
 from fixtures.flex_on_cpu import share_prompts_by_flex
 from fixtures.peak_memory import peak_bytes
-from hybridflow.models import SharedPromptPlan
 from hybridflow.models.block_mask import MAX_VARIANTS, _compiled, block_mask_of
+from hybridflow.models.shared_prompts import SharedPromptPlan
 
 CPU = torch.device("cpu")
 FIXED = [

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybridflow.models import PackedPlan
+from hybridflow.models.attention import PackedPlan
 from hybridflow.models.continued_prefill import ContinuedPlan
 from hybridflow.models.kv_cache import KeysValues, KVCache
 

@@ -5,11 +5,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridflow.algorithms import log_probs_and_entropy_from_logits
-from hybridflow.models import PackedPlan, PaddedPlan, forward_of, load_causal_lm, load_value_model
+from hybridflow.models.attention import PackedPlan, PaddedPlan
 from hybridflow.models.forward import MAX_LOGITS, MOST_INDEXED, OwnForward, max_logits_on
-from hybridflow.models.fused_forward import FusedForward
+from hybridflow.models.fused_forward import FusedForward, forward_of
 from hybridflow.models.kernels import use_kernels
 from hybridflow.models.kv_cache import DecodePlan, KVCache, PrefillPlan
+from hybridflow.models.loading import load_causal_lm, load_value_model
 
 LENGTHS = [5, 9, 9, 2]
 VARIANTS = {

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from hybridflow.errors import ModelError
-from hybridflow.models import PackedPlan, load_causal_lm, load_value_model
+from hybridflow.models.attention import PackedPlan
+from hybridflow.models.loading import load_causal_lm, load_value_model
 
 
 @pytest.fixture

@@ -7,15 +7,8 @@ import pytest
 import torch
 
 from hybridflow.config import LoRAConfig, MemoryConfig, ModelConfig, OptimizerConfig
-from hybridflow.models import (
-    DecoderShape,
-    MemoryLayout,
-    ModelSizes,
-    forward_memory,
-    generation_memory,
-    model_sizes,
-    training_memory,
-)
+from hybridflow.models.memory import MemoryLayout, forward_memory, generation_memory, training_memory
+from hybridflow.models.model_sizes import DecoderShape, ModelSizes, model_sizes
 
 TOKENS, PROMPT_LEN = 1024, 8
 SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 8}
@@ -191,7 +184,7 @@ def test_memory_of_sharded_ranks_is_within_15_percent(directory_of, run_world, t
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_generation_memory_is_within_15_percent(directory_of, dtype):
     from fixtures.peak_memory import peak_bytes
-    from hybridflow.models import load_causal_lm
+    from hybridflow.models.loading import load_causal_lm
     from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate
 
     engine = EmbeddedRollout(load_causal_lm(directory_of(), dtype))
@@ -254,7 +247,7 @@ def test_keys_and_values_of_a_token_are_counted_by_hand():
 
 
 def test_sizes_equal_those_of_the_model(directory_of):
-    from hybridflow.models import load_causal_lm
+    from hybridflow.models.loading import load_causal_lm
 
     for family in ("qwen2", "qwen3"):
         sizes = model_sizes(directory_of(family))

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hybridflow.errors import ModelError
-from hybridflow.models import build_with_placeholders, build_without_weights, load_causal_lm, load_shards
-from hybridflow.models.sharded_loading import StoredModel
+from hybridflow.models.loading import load_causal_lm
+from hybridflow.models.sharded_loading import StoredModel, build_with_placeholders, build_without_weights, load_shards
 
 
 def load(path, head="policy", dtype=torch.float32):

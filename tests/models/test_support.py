@@ -4,7 +4,8 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from hybridflow.errors import ModelError
-from hybridflow.models import PackedPlan, load_causal_lm
+from hybridflow.models.attention import PackedPlan
+from hybridflow.models.loading import load_causal_lm
 
 SMALL = {
     "vocab_size": 40,

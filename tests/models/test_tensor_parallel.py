@@ -6,8 +6,7 @@ import pytest
 from torch.distributed.tensor import Replicate, Shard
 
 from hybridflow.errors import ModelError
-from hybridflow.models import require_tensor_parallel
-from hybridflow.models.tensor_parallel import placement_of
+from hybridflow.models.tensor_parallel import placement_of, require_tensor_parallel
 
 CONFIG = {"model_type": "qwen2", "num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 96}
 CONFIG["vocab_size"] = 40

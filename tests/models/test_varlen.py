@@ -8,8 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fixtures.dense_attention import dense_results, errors, random_layer, results
-from hybridflow.models import PackedPlan
-from hybridflow.models.attention import pytorch_attention
+from hybridflow.models.attention import PackedPlan, pytorch_attention
 from hybridflow.models.varlen import TAKES_GROUPS, PackedLayout, padded_attention, padding_pays
 
 CPU = torch.device("cpu")

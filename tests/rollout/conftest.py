@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def build_embedded(directory: Path, dtype: str = "float64", **options) -> "RolloutEngine":
-    from hybridflow.models import DTYPES, load_causal_lm
+    from hybridflow.models.loading import DTYPES, load_causal_lm
     from hybridflow.rollout import EmbeddedRollout
 
     return EmbeddedRollout(load_causal_lm(directory, DTYPES[dtype]), **options)

@@ -26,10 +26,10 @@ from fixtures.rollouts import (
 from hybridflow.errors import OutOfMemoryError, RolloutError
 from hybridflow.rollout import Completion, EmbeddedRollout, Request, SamplingParams, generate, load_weights
 from hybridflow.rollout.loading import Loading, require_announced
-from hybridflow.rollout.requests import require_servable
-from hybridflow.rollout.stop_strings import StopStrings
-from hybridflow.runtime import capture_random_state, progress
+from hybridflow.rollout.requests import StopStrings, require_servable
 from hybridflow.runtime.fault_points import FAULTS_VARIABLE, current_worker, fault_point
+from hybridflow.runtime.progress import progress
+from hybridflow.runtime.random_state import capture_random_state
 
 
 def by_name(completions: list[Completion]) -> dict[tuple[int, int], Completion]:

@@ -7,7 +7,8 @@ from fixtures.rollouts import Broken, breaks_at, requests, serve
 from hybridflow.config import MemoryConfig, ModelConfig, OptimizerConfig
 from hybridflow.engines import TorchEngine
 from hybridflow.errors import RolloutConfigError, RolloutError
-from hybridflow.models import FusedForward, load_causal_lm
+from hybridflow.models.fused_forward import FusedForward
+from hybridflow.models.loading import load_causal_lm
 from hybridflow.protocol import DataProto
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate, load_weights
 from hybridflow.rollout.decoding_batch import DecodingBatch

@@ -9,11 +9,13 @@ import torch
 
 from fixtures.rollouts import serve
 from hybridflow.errors import RolloutConfigError
-from hybridflow.models import PackedPlan, load_causal_lm
+from hybridflow.models.attention import PackedPlan
 from hybridflow.models.fused_forward import FusedForward
+from hybridflow.models.loading import load_causal_lm
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate, load_weights
 from hybridflow.rollout.decoding_state import uniform_after
-from hybridflow.runtime import set_deterministic, uniform, uniform_state
+from hybridflow.runtime.random_streams import uniform, uniform_state
+from hybridflow.runtime.threads import set_deterministic
 
 pytestmark = pytest.mark.gpu
 

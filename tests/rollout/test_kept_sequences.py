@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fixtures.rollouts import Letters, require_equal, serve, weights_of
-from hybridflow.models import load_causal_lm
+from hybridflow.models.loading import load_causal_lm
 from hybridflow.models.paged_kv_cache import PAGE_SIZE
 from hybridflow.rollout import Completion, EmbeddedRollout, Request, SamplingParams, generate, load_weights
 from hybridflow.rollout.kept_sequences import KeptSequences

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fixtures.rollouts import Broken, breaks_at, require_as_computed, stock_model, weights_of
-from hybridflow.models import load_causal_lm
 from hybridflow.models.kv_cache import KVCache
+from hybridflow.models.loading import load_causal_lm
 from hybridflow.models.paged_kv_cache import PAGE_SIZE, PageTable
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, load_weights
 from hybridflow.rollout.decoding_batch import DecodingBatch

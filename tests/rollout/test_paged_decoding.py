@@ -11,8 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fixtures.rollouts import require_equal, serve, tokens_of
 from hybridflow.errors import RolloutConfigError, RolloutError
-from hybridflow.models import forward_of, load_causal_lm
+from hybridflow.models.fused_forward import forward_of
 from hybridflow.models.kv_cache import PrefillPlan
+from hybridflow.models.loading import load_causal_lm
 from hybridflow.models.paged_kv_cache import PAGE_SIZE, PagedKVCache
 from hybridflow.rollout import Completion, EmbeddedRollout, Request, SamplingParams, generate, load_weights
 from hybridflow.rollout.decoding_state import DecodingState, StepShape, decode_step

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fixtures.rollouts import distribution, draw
 from hybridflow.rollout import SamplingParams
 from hybridflow.rollout.sampling import RowRules, SamplingKinds, sample_rows, sample_tokens
-from hybridflow.runtime import uniform
+from hybridflow.runtime.random_streams import uniform
 
 LOGITS = torch.tensor([0.0, math.log(2), math.log(5), -math.inf, math.log(2)])  # probabilities .1 .2 .5 0 .2
 ALMOST_ONE = 1 - 2.0**-53

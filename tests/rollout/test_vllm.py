@@ -11,7 +11,7 @@ import torch
 
 from fixtures.rollouts import PROMPTS, Letters, requests, serve, tokens_of
 from hybridflow.errors import OutOfMemoryError, RolloutError
-from hybridflow.models import load_causal_lm
+from hybridflow.models.loading import load_causal_lm
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate, load_weights
 
 pytestmark = pytest.mark.vllm
@@ -152,7 +152,7 @@ def test_program_of_the_documentation_runs(tmp_path, monkeypatch, capsys):
 def test_process_keeps_its_threads_and_joins_no_training_group(tiny_model):
     from hybridflow.engines.process_group import num_ranks
     from hybridflow.rollout.vllm import VLLMRollout
-    from hybridflow.runtime import set_num_threads
+    from hybridflow.runtime.threads import set_num_threads
 
     def start():
         engine = VLLMRollout(tiny_model(), enforce_eager=True, kv_cache_bytes=2**26)

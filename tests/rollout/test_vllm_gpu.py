@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybridflow.models import load_causal_lm
+from hybridflow.models.loading import load_causal_lm
 from hybridflow.rollout import Request, SamplingParams, generate, load_weights
 
 pytestmark = pytest.mark.gpu

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybridflow.errors import RolloutError
-from hybridflow.models import load_causal_lm
+from hybridflow.models.loading import load_causal_lm
 from hybridflow.rollout import Request, SamplingParams, generate, load_weights
 
 pytestmark = pytest.mark.vllm

@@ -24,10 +24,12 @@ from torch._C._distributed_c10d import FileStore  # noqa: E402
 from hybridflow.config import ParallelConfig, load_config  # noqa: E402
 from hybridflow.engines import TorchEngine, join_process_group  # noqa: E402
 from hybridflow.errors import HybridFlowError  # noqa: E402
-from hybridflow.models import load_causal_lm  # noqa: E402
+from hybridflow.models.loading import load_causal_lm  # noqa: E402
 from hybridflow.rollout import Request, SamplingParams, generate, load_weights  # noqa: E402
 from hybridflow.rollout.vllm import VLLMRollout  # noqa: E402
-from hybridflow.rollout.weight_sync import InProcess, WeightReceiver, WeightSender, hand_over  # noqa: E402
+from hybridflow.rollout.weight_sync.in_process import InProcess, hand_over  # noqa: E402
+from hybridflow.rollout.weight_sync.receiver import WeightReceiver  # noqa: E402
+from hybridflow.rollout.weight_sync.sender import WeightSender  # noqa: E402
 from hybridflow.runtime.boxes import Box  # noqa: E402
 
 SHARED_MEMORY = Path("/dev/shm")

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from hybridflow.runtime import bound_shape_caches
+from hybridflow.runtime.allocator import bound_shape_caches
 
 IN_USE_AND_FREE = """
 import ctypes, os, sys, torch
-from hybridflow.runtime import bound_shape_caches, keep_freed_memory
+from hybridflow.runtime.allocator import bound_shape_caches, keep_freed_memory
 class Mallinfo2(ctypes.Structure):  # of glibc's malloc.h
     names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
     _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
@@ -77,7 +77,8 @@ def test_environment_variables_take_precedence(monkeypatch):
 @OWN_RUN
 def test_loaded_objects_are_exempt_from_collection_once():
     program = (
-        "import gc; from hybridflow.runtime import relax_garbage_collector as e; e(); first = gc.get_freeze_count(); "
+        "import gc; from hybridflow.runtime.allocator import relax_garbage_collector as e; e(); "
+        "first = gc.get_freeze_count(); "
         "kept = [[] for _ in range(1000)]; e(); print(first > 10_000, gc.get_freeze_count() <= first)"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "True True\n"

@@ -1,10 +1,20 @@
 """The device of a process, with PyTorch's answers for a machine with GPUs."""
 
+import importlib.util
+import shutil
+
 import pytest
 import torch
 
 from hybridflow.errors import ConfigError, ModelConfigError
-from hybridflow.runtime import gpu_has_bfloat16, own_device, preferred_dtype, require_dtype, use_own_device
+from hybridflow.runtime.device import (
+    can_compile_for_gpu,
+    gpu_has_bfloat16,
+    own_device,
+    preferred_dtype,
+    require_dtype,
+    use_own_device,
+)
 
 
 @pytest.fixture
@@ -77,3 +87,13 @@ def test_the_preferred_dtype_is_bfloat16_where_the_gpu_has_it(gpus, monkeypatch,
     gpus(1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert (gpu_has_bfloat16(), preferred_dtype()) == (dtype == "bfloat16", dtype)
+
+
+@pytest.mark.parametrize(
+    ("triton", "compilers", "answer"), [(True, {"gcc"}, True), (True, set(), False), (False, {"gcc"}, False)]
+)
+def test_a_gpu_needs_triton_and_a_c_compiler(monkeypatch, triton, compilers, answer):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if triton else None)
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in compilers else None)
+    assert can_compile_for_gpu() is answer

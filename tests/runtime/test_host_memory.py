@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from hybridflow.errors import ModelError
-from hybridflow.runtime import HostMemory
-from hybridflow.runtime.host_memory import PAGE
+from hybridflow.runtime.host_memory import PAGE, HostMemory
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

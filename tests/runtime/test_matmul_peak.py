@@ -3,7 +3,8 @@ from itertools import accumulate
 import pytest
 import torch
 
-from hybridflow.runtime import matmul_peak, measure_flops_now, measure_peak_flops, peak_flops
+from hybridflow.runtime import matmul_peak
+from hybridflow.runtime.matmul_peak import measure_flops_now, measure_peak_flops, peak_flops
 
 
 def test_peak_is_a_plausible_rate_measured_once():

@@ -5,7 +5,12 @@ import numpy as np
 import pytest
 import torch
 
-from hybridflow.runtime import capture_random_state, restore_random_state, seed_random_state, unchanged_random_state
+from hybridflow.runtime.random_state import (
+    capture_random_state,
+    restore_random_state,
+    seed_random_state,
+    unchanged_random_state,
+)
 
 
 def seed_all(seed: int) -> None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from hybridflow.errors import AlgorithmError
 from hybridflow.rollout.decoding_state import uniform_after
-from hybridflow.runtime import derive_seed, uniform, uniform_state
+from hybridflow.runtime.random_streams import derive_seed, uniform, uniform_state
 
 MASK = 2**64 - 1
 KEY = st.one_of(st.integers(-5, 5), st.integers(-(2**63), 2**64 - 1))

@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from hybridflow.controller.one_call import NamingErrors
+from hybridflow.controller.worker_side import NamingErrors
 from hybridflow.errors import LostWorkerError, WorkerError
 from hybridflow.runtime.rendezvous import is_lost_peer
 

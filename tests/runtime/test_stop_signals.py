@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.runtime import StopRequest
+from hybridflow.runtime.stop_signals import StopRequest
 
 OWN_RUN = pytest.mark.own_run("resumed: sends signals at chosen moments")
 # A training loop that prints when it is ready and how it ended.
 LOOP = """
 import hashlib, signal, sys, time
-from hybridflow.runtime import StopRequest
+from hybridflow.runtime.stop_signals import StopRequest
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 with StopRequest() as stop:
@@ -76,7 +76,7 @@ def test_second_signal_ends_a_process_inside_a_long_kernel():
 
 FORKS = """
 import os, signal, time
-from hybridflow.runtime import StopRequest
+from hybridflow.runtime.stop_signals import StopRequest
 
 read_end, write_end = os.pipe()
 with StopRequest() as stop:

@@ -6,7 +6,7 @@ import torch
 import torch.utils.deterministic
 
 from hybridflow.errors import ConfigError
-from hybridflow.runtime import count_physical_cores, set_deterministic, set_num_threads, use_full_float32
+from hybridflow.runtime.threads import count_physical_cores, set_deterministic, set_num_threads, use_full_float32
 
 
 def fills_memory() -> bool:

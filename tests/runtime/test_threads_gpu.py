@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hybridflow.runtime import use_full_float32
+from hybridflow.runtime.threads import use_full_float32
 
 pytestmark = pytest.mark.gpu
 

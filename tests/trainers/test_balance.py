@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridflow.models import DecoderShape, sequence_costs
+from hybridflow.models.model_sizes import DecoderShape, sequence_costs
 from hybridflow.protocol import DataProto
 from hybridflow.trainers.balance import balanced_order
 

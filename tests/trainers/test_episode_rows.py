@@ -9,7 +9,7 @@ from hybridflow.config import AlgorithmConfig, Config, DataConfig, RewardConfig
 from hybridflow.environments.episodes.environment import EndReason
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers.episode_rows import EpisodeRows
-from hybridflow.trainers.reading import read
+from hybridflow.trainers.read_columns import read
 from hybridflow.trainers.rl_metrics import ENDS, batch_metrics, episode_metrics
 from hybridflow.trainers.stages import add_advantages, token_level_rewards, with_overlong_penalty
 

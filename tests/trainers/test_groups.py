@@ -1,9 +1,11 @@
 import pytest
 
+from hybridflow import workers
 from hybridflow.config import load_config
 from hybridflow.controller import Role
+from hybridflow.controller.register import registered_methods
 from hybridflow.errors import ModelConfigError
-from hybridflow.trainers.groups import build_pool
+from hybridflow.trainers.groups import STAGE_OF_WORKER_METHOD, build_pool
 from hybridflow.trainers.preconditions import require_model_directory
 
 
@@ -25,3 +27,9 @@ def test_a_model_directory_has_a_configuration(path, tmp_path, monkeypatch, mode
         require_model_directory("model.path", path)
     assert f"a relative path starts at '{tmp_path}'" in str(error.value)
     require_model_directory("model.path", str(model_dir))
+
+
+def test_methods_with_a_stage_are_registered_methods_of_workers():
+    classes = [getattr(workers, name) for name in workers.__all__ if isinstance(getattr(workers, name), type)]
+    methods = {name for cls in classes for name in registered_methods(cls)}
+    assert sorted(STAGE_OF_WORKER_METHOD.keys() - methods) == []

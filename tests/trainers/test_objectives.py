@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from hybridflow.checkpoint.weights import stored_weights
+from hybridflow.checkpoint.store import stored_weights
 from hybridflow.config import Config, load_config
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers import build_dpo_trainer, build_reward_model_trainer

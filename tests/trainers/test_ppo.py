@@ -7,7 +7,7 @@ import torch
 
 from hybridflow.config import load_config
 from hybridflow.controller import Role
-from hybridflow.controller.part_sizes import PART_SIZES, even_sizes
+from hybridflow.controller.part_sizes import BALANCED_PART_SIZES, even_sizes
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers.ppo import PPO
 from hybridflow.trainers.sampling.sampled import Sampled
@@ -43,7 +43,7 @@ def step(*changes, shares=None):
         def remote(batch):
             rows = batch.get()
             lengths = rows.batch["response_mask"].sum(-1)
-            sizes = batch.meta_info.get(PART_SIZES, {}).get("learner") or even_sizes(len(rows), 2)
+            sizes = batch.meta_info.get(BALANCED_PART_SIZES, {}).get("learner") or even_sizes(len(rows), 2)
             calls.setdefault(name, []).append([rank.tolist() for rank in lengths.split(sizes)])
             return DataProtoFuture.of(DataProto.from_dict(columns(rows), meta_info={"metrics": {}}))
 

@@ -15,7 +15,7 @@ from hybridflow.runtime.observe import JsonlWriter, read_jsonl
 from hybridflow.trainers import RunDirectory
 from hybridflow.trainers.run_directory import RECOVERIES, TOKEN_BUDGETS, WRITTEN, require_unused
 from hybridflow.trainers.run_log import RunLog
-from hybridflow.workers.schedule import SCHEDULE
+from hybridflow.workers.engine_schedule import SCHEDULE
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import pytest
 from fixtures import tiny_run
 from hybridflow.config import TrainerConfig, load_config
 from hybridflow.trainers import build_trainer
-from hybridflow.trainers.training_loop import SaveSchedule
+from hybridflow.trainers.training_loop import SaveTimes
 
 
 class Clock:
@@ -17,19 +17,19 @@ class Clock:
 
 def test_a_save_is_due_when_the_seconds_passed_since_the_last_one():
     clock, found = Clock(), []
-    schedule = SaveSchedule(TrainerConfig(save_every_s=60), clock)
+    schedule = SaveTimes(TrainerConfig(save_every_s=60), clock)
     for clock.seconds in (159.0, 160.0, 170.0, 229.0, 230.0):
         found.append(schedule.is_due(1, has_validated=False))
         if clock.seconds == 170.0:
             schedule.restart()
     assert found == [False, True, True, False, True]
-    assert SaveSchedule(TrainerConfig(), Clock()).is_due(1, has_validated=True)
-    assert not SaveSchedule(TrainerConfig(), Clock()).is_due(1, has_validated=False)
+    assert SaveTimes(TrainerConfig(), Clock()).is_due(1, has_validated=True)
+    assert not SaveTimes(TrainerConfig(), Clock()).is_due(1, has_validated=False)
 
 
 def test_zero_seconds_leave_only_saves_by_steps():
     clock = Clock()
-    schedule = SaveSchedule(TrainerConfig(save_every=3, save_every_s=0), clock)
+    schedule = SaveTimes(TrainerConfig(save_every=3, save_every_s=0), clock)
     clock.seconds = 1e9
     assert [step for step in range(1, 8) if schedule.is_due(step, has_validated=True)] == [3, 6]
 

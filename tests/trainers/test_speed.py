@@ -5,9 +5,9 @@ import pytest
 
 from hybridflow.config import Config, load_config
 from hybridflow.controller import ClassWithInitArgs, Dispatch, ResourcePool, Role, Worker, WorkerGroup, register
-from hybridflow.models import DecoderShape, decoder_shape, forward_flops, training_flops
-from hybridflow.trainers.reading import Lengths
-from hybridflow.trainers.speed import Learner, Speedometer, measured_speedometer, num_devices
+from hybridflow.models.model_sizes import DecoderShape, decoder_shape, forward_flops, training_flops
+from hybridflow.trainers.read_columns import Lengths
+from hybridflow.trainers.speed import LearnerWork, Speedometer, measured_speedometer, num_devices
 
 SHAPE = DecoderShape(
     num_layers=2, hidden_size=8, intermediate_size=16, num_heads=2, num_key_value_heads=1, vocab_size=10, head_dim=6
@@ -17,7 +17,7 @@ LENGTHS = Lengths(prompt_lens=[2, 1], response_lens=[2, 1], group_ids=[0, 1])
 
 def test_speed_is_computed_from_seconds_and_tokens():
     times = {"timing_s/step": 2.0, "timing_s/gen": 0.5, "timing_s/update_actor": 0.25}
-    assert Speedometer({"actor": Learner(3, SHAPE, 1e6), "critic": Learner(1, SHAPE)}, 2e6, 4).read(
+    assert Speedometer({"actor": LearnerWork(3, SHAPE, 1e6), "critic": LearnerWork(1, SHAPE)}, 2e6, 4).read(
         times, LENGTHS
     ) == pytest.approx(
         {
@@ -37,9 +37,9 @@ def test_speed_is_computed_from_seconds_and_tokens():
 
 def test_utilization_of_an_unknown_shape_or_above_the_peak_is_unknown():
     times = {"timing_s/step": 2.0, "timing_s/gen": 0.5, "timing_s/update_actor": 0.25}
-    assert "mfu/actor" not in Speedometer({"actor": Learner(1, None, 1e6)}).read(times, LENGTHS)
+    assert "mfu/actor" not in Speedometer({"actor": LearnerWork(1, None, 1e6)}).read(times, LENGTHS)
     of_generation = forward_flops(SHAPE, [4, 2]) / 0.5
-    speed = Speedometer({"actor": Learner(3, SHAPE, of_generation)}, of_generation).read(times, LENGTHS)
+    speed = Speedometer({"actor": LearnerWork(3, SHAPE, of_generation)}, of_generation).read(times, LENGTHS)
     assert (speed["mfu/gen"], speed["mfu/actor"]) == (1.0, None)
 
 
@@ -102,7 +102,7 @@ def test_the_peak_of_a_role_is_the_sum_over_its_unequal_ranks(generating):
     groups = {actor: ranks_with_peaks(3e12, 1e12, 5e12), Role.Critic: ranks_with_peaks(2e12, 4e12)}
     if generating is Role.Rollout:
         groups[generating] = ranks_with_peaks(7e12, 2e12)
-    learners = {"actor": Learner(1, None), "critic": Learner(2, None)}
+    learners = {"actor": LearnerWork(1, None), "critic": LearnerWork(2, None)}
     speedometer = measured_speedometer(Config(model={"dtype": "bfloat16"}), learners, groups)
     peaks = {name: learner.peak_flops for name, learner in speedometer.learners.items()}
     assert peaks == {"actor": 9e12, "critic": 6e12}
@@ -112,14 +112,14 @@ def test_the_peak_of_a_role_is_the_sum_over_its_unequal_ranks(generating):
 def test_a_prompt_is_computed_once_for_its_group():
     lengths = Lengths(prompt_lens=[3, 3, 3], response_lens=[2, 2, 2], group_ids=[0, 0, 0])
     times = {"timing_s/step": 1.0, "timing_s/gen": 1.0, "timing_s/update_actor": 1.0}
-    speed = Speedometer({"actor": Learner(1, SHAPE, 1e6)}, 1e6).read(times, lengths)
+    speed = Speedometer({"actor": LearnerWork(1, SHAPE, 1e6)}, 1e6).read(times, lengths)
     flops = forward_flops(SHAPE, [5]) * 3 - forward_flops(SHAPE, [3]) * 2
     assert speed["mfu/gen"] == pytest.approx(flops / 1e6)
     assert speed["mfu/actor"] == pytest.approx(3 * flops / 1e6)
 
 
 def test_sft_has_a_speed_without_generation():
-    speed = Speedometer({"sft": Learner(1, SHAPE, 1e6)}).read(
+    speed = Speedometer({"sft": LearnerWork(1, SHAPE, 1e6)}).read(
         {"timing_s/step": 2.0, "timing_s/update_sft": 1.0}, Lengths([2, 1], [2, 1])
     )
     assert speed["perf/update_sft_tokens_per_s"] == 6.0

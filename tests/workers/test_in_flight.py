@@ -67,7 +67,7 @@ class Pair:
         """Call a function in another thread while the engine holds before a step; let that step run first."""
         assert self.reached.acquire(timeout=LONG_S)
         result = in_thread(function, *args)
-        while not self.worker._turn._num_asking:
+        while not self.worker._engine_lock._num_asking:
             threading.Event().wait(0.001)
         self.go.release()
         return result
@@ -210,7 +210,7 @@ def test_two_loads_before_the_same_step_give_tokens_of_the_second(pair):
     both.holds = {2}
     rows = in_thread(both.worker.finish_sequences, both.begin(prompts_of(1)))
 
-    turn = both.worker._turn
+    turn = both.worker._engine_lock
 
     def sync_twice():
         turn._num_asking += 1  # the second sync asks before the first one ends

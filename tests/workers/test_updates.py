@@ -6,7 +6,7 @@ import torch
 from hybridflow.engines import UpdateResult
 from hybridflow.errors import BatchError
 from hybridflow.protocol import DataProto
-from hybridflow.runtime import take_compilations
+from hybridflow.runtime.device import take_compilations
 from hybridflow.workers.updates import FIGURES_WITHOUT_LOSS, mini_batches_of, run_updates
 
 

@@ -9,8 +9,8 @@ import torch
 from hybridflow.controller import Worker
 from hybridflow.engines import torch_engine
 from hybridflow.errors import ModelConfigError
-from hybridflow.runtime import peak_flops
-from hybridflow.workers import ActorWorker, RolloutWorker, device_worker, rollout, worker_process
+from hybridflow.runtime.matmul_peak import peak_flops
+from hybridflow.workers import ActorWorker, RolloutWorker, rollout, worker_process
 from hybridflow.workers.rollout import build_rollout_engine
 
 
@@ -36,7 +36,7 @@ def test_a_rank_without_memory_for_the_measurement_has_no_speed(group, monkeypat
     def raise_out_of_memory(dtype, **periods):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(device_worker, "measure_flops_now", raise_out_of_memory)
+    monkeypatch.setattr(worker_process, "measure_flops_now", raise_out_of_memory)
     assert actors.measure_speed("float32") == [0.0]
 
 

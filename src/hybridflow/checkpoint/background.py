@@ -1,16 +1,17 @@
 """A background save: the state is copied at once, and a thread writes the copy while training continues."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextvars import copy_context
-from itertools import chain
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from hybridflow.runtime import HostMemory, SideStream
-from hybridflow.runtime.shards import local, with_local
+from hybridflow.checkpoint.state import map_tensors
+from hybridflow.runtime.boxes import local, with_local
+from hybridflow.runtime.host_memory import HostMemory
+from hybridflow.runtime.side_stream import SideStream
 
 Result = TypeVar("Result")
 
@@ -56,7 +57,10 @@ class StateCopy:
 
         Raises ModelError if the host has too little memory.
         """
-        return _replaced(state, self._copies_of(list(_tensors_of(state))))
+        tensors: list[Tensor] = []
+        map_tensors(state, tensors.append)
+        copies = self._copies_of(tensors)
+        return map_tensors(state, lambda tensor: copies[id(tensor)])
 
     def _copies_of(self, tensors: list[Tensor]) -> dict[int, Tensor]:
         """Return the copies of tensors by the tensors' ids; all are copied at the same time."""
@@ -80,21 +84,3 @@ class StateCopy:
 def copy_state(state: Any) -> Any:
     """Copy a state to the host, so that later updates do not change it; see `StateCopy`."""
     return StateCopy()(state)
-
-
-def _tensors_of(state: Any) -> Iterator[Tensor]:
-    if isinstance(state, Tensor):
-        yield state
-    elif isinstance(state, Mapping):
-        yield from chain.from_iterable(map(_tensors_of, state.values()))
-    elif isinstance(state, (list, tuple)):
-        yield from chain.from_iterable(map(_tensors_of, state))
-
-
-def _replaced(state: Any, copies: Mapping[int, Tensor]) -> Any:
-    """Return the state with copies in place of its tensors."""
-    if isinstance(state, Mapping):
-        return {key: _replaced(value, copies) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return type(state)(_replaced(value, copies) for value in state)
-    return copies[id(state)] if isinstance(state, Tensor) else state

@@ -1,4 +1,4 @@
-"""Export of trained weights as a Hugging Face model directory, or of trained adapters as a peft directory."""
+"""Export of trained weights as a Hugging Face model directory, or of trained adapters for peft, with a card."""
 
 import json
 import math
@@ -15,16 +15,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hybridflow.checkpoint.model_card import model_card
 from hybridflow.checkpoint.model_fingerprint import require_same_base
 from hybridflow.checkpoint.partial_directory import partial_directory, remove_leftovers
-from hybridflow.checkpoint.store import Checkpoint, open_checkpoint
+from hybridflow.checkpoint.store import Checkpoint, open_checkpoint, stored_weights
 from hybridflow.checkpoint.stored_tensors import StoredTensors
-from hybridflow.checkpoint.weights import stored_weights
 from hybridflow.errors import CheckpointConfigError, CheckpointError, ModelConfigError
 from hybridflow.models.hub.names import name_of
-from hybridflow.runtime import note_progress
-from hybridflow.runtime.disk_space import describe_bytes
+from hybridflow.runtime.files import describe_bytes
+from hybridflow.runtime.progress import note_progress
 
 EXPORT_DTYPES = {
     "float32": torch.float32,
@@ -158,9 +156,9 @@ class _Model:
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
         from transformers.initialization import no_init_weights
 
-        from hybridflow.models import parameters_on_meta
         from hybridflow.models.loading import LOADING_ERRORS, cannot_be_loaded
         from hybridflow.models.model_files import require_sound_config
+        from hybridflow.models.sharded_loading import parameters_on_meta
 
         if not (directory / "config.json").is_file():
             raise ModelConfigError(
@@ -216,7 +214,8 @@ class _Model:
         if lora is None:
             yield weights.__getitem__
             return
-        from hybridflow.models import StoredModel, merged_weight
+        from hybridflow.models.lora import merged_weight
+        from hybridflow.models.sharded_loading import StoredModel
 
         with StoredModel(self.directory) as base:
 
@@ -303,3 +302,55 @@ def _copy_tokenizer(model_dir: Path, out_dir: Path) -> None:
                 shutil.copyfile(path, out_dir / path.name)
             elif path.is_dir():
                 shutil.copytree(path, out_dir / path.name)
+
+
+_ALWAYS = ("data.train_files", "lora.rank", "trainer.seed", "model.dtype")
+_OFFLINE = ("offline.batch_size", "offline.optimizer.lr")
+_DPO = ("offline.preference_loss", "offline.beta", "offline.average_log_probs", "reference.model_path")
+SHOWN = {
+    "train": ("algorithm.advantage", "actor.policy_loss", "rollout.group_size", "teacher.loss", *_ALWAYS),
+    "sft": (*_OFFLINE, *_ALWAYS),
+    "dpo": (*_DPO, *_OFFLINE, *_ALWAYS),
+    "reward-model": (*_OFFLINE, *_ALWAYS),
+}
+"""Configuration keys that the card lists, by the kind of run."""
+
+KINDS = {
+    "train": "reinforcement learning",
+    "sft": "supervised training",
+    "dpo": "preference optimization",
+    "reward-model": "learning from preferences",
+}
+"""Names of the kinds of runs in the card's text."""
+
+
+def model_card(model_dir: Path, checkpoint: Checkpoint | None, lora: Any = None) -> str:
+    """Return the card as Markdown, with the front matter that model hubs read.
+
+    A model from the hub is named as there, and directories by their last part only. `lora` is the adapters' entry if
+    adapters are exported alone.
+    """
+    name = name_of(model_dir)
+    repository, _, revision = name.partition("@")
+    base = repository if revision else model_dir.resolve().name
+    lines = ["---", "library_name: " + ("peft" if lora else "transformers")]
+    if revision:  # a hub refuses other values
+        lines.append(f"base_model: {repository}")
+    lines += ["tags:", "- reinforcement-learning", "- hybridflow", "---", "", f"# {base}, trained with hybridflow", ""]
+    what = f"Adapters of rank {lora['rank']} for `{base}`" if lora else f"`{base}` with trained weights"
+    if checkpoint is not None and checkpoint.info.get("kind") == "reward-model":
+        what = f"A reward model on the body of `{base}`: one score for a whole conversation"
+    if checkpoint is None:
+        return "\n".join([*lines, f"{what}.", ""])
+    info = checkpoint.info
+    kind = KINDS.get(str(info.get("kind")), "training")
+    lines.append(f"{what}, after step {checkpoint.step} of {kind}.")
+    config = info.get("config")
+    if isinstance(config, dict):
+        shown = SHOWN.get(str(info.get("kind")), SHOWN["train"])
+        rows = [f"| `{key}` | `{config[key]}` |" for key in shown if key in config]
+        lines += ["", "| key | value |", "|---|---|", *rows]
+    models = info.get("models")
+    if isinstance(models, dict) and "model.path" in models:
+        lines += ["", f"Fingerprint of the weights that training started from: `{models['model.path']}`."]
+    return "\n".join([*lines, ""])

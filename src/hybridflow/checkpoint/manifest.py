@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridflow.checkpoint.json_document import read_document, unreadable
-from hybridflow.checkpoint.saved_files import SHARE_IT, SavedFile, saved_files
+from hybridflow.checkpoint.saved_files import SHARE_IT, SavedFile, read_document, saved_files, unreadable
 from hybridflow.errors import CheckpointError
-from hybridflow.runtime import fsync_path, open_plain_file
+from hybridflow.runtime.files import fsync_path, open_plain_file
 
 MANIFEST_NAME = "checkpoint.json"
 CHECKPOINT_FORMAT = "hybridflow-checkpoint"

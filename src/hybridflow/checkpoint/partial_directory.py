@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hybridflow.runtime import fsync_path
+from hybridflow.runtime.files import fsync_path
 
 logger = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ from hybridflow.checkpoint.state import join_state, split_state, tensors_to_fill
 from hybridflow.checkpoint.state_files import read_tree, tree_text
 from hybridflow.checkpoint.stored_tensors import OFFSETS, SHARDS, StoredTensors
 from hybridflow.errors import CheckpointError
-from hybridflow.runtime import note_progress, sort_metadata
-from hybridflow.runtime.disk_space import describe_free_space
-from hybridflow.runtime.shards import local
+from hybridflow.runtime.boxes import local
+from hybridflow.runtime.files import describe_free_space, sort_metadata
+from hybridflow.runtime.progress import note_progress
 
 # It logs every read.
 logging.getLogger("torch.distributed.checkpoint").setLevel(logging.WARNING)

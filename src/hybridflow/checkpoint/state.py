@@ -1,4 +1,4 @@
-"""Lossless conversion of a nested state to JSON and tensors, and back. Nothing here can execute code.
+"""Lossless conversion of a nested state to JSON and tensors, and back, and comparison of states; without code.
 
 In the JSON tree a dictionary whose only key starts with "$" encodes a value that JSON cannot express; see `_TAGS`.
 """
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hybridflow.errors import CheckpointError
+from hybridflow.runtime.boxes import local
 
 TENSOR_DTYPES = frozenset(
     {
@@ -200,3 +201,37 @@ def _hint(value: Any) -> str:
         if isinstance(value, plain):
             return f"convert it with {plain.__name__}()."
     return "use dict, list, tuple, int, float, str, bool, None, tensors or numpy arrays."
+
+
+def map_tensors(state: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return a state of the same structure with `change(tensor)` in place of each tensor, in their order."""
+    if isinstance(state, Mapping):
+        return {key: map_tensors(value, change) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(map_tensors(value, change) for value in state)
+    return change(state) if isinstance(state, Tensor) else state
+
+
+def zeros_like_state(state: Any) -> Any:
+    """Return a state of the same structure, with zeros in place of its tensors, sharded and placed alike."""
+    return map_tensors(state, torch.zeros_like)
+
+
+def first_difference(state: Any, other: Any) -> str:
+    """Return the name of the first tensor whose bits differ, "its structure" for another difference, "" if none.
+
+    Of sharded tensors, the shards of this rank are compared.
+    """
+    tensors, others = tensors_to_fill(state), tensors_to_fill(other)
+    if tensors.keys() != others.keys() or split_state(state)[0] != split_state(other)[0]:
+        return "its structure"
+    for name, tensor in tensors.items():
+        shard, stored = local(tensor), local(others[name]).to(local(tensor).device)
+        if shard.dtype != stored.dtype or not torch.equal(_bits(shard), _bits(stored)):
+            return f"tensor '{name}'"
+    return ""
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor, which are equal for equal NaNs, and differ for 0 and -0."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

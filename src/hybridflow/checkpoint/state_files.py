@@ -7,12 +7,12 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from hybridflow.checkpoint.json_document import read_document
+from hybridflow.checkpoint.saved_files import read_document
 from hybridflow.checkpoint.state import join_state, split_state
 from hybridflow.checkpoint.stored_tensors import StoredTensors
 from hybridflow.errors import CheckpointError
-from hybridflow.runtime import note_progress
-from hybridflow.runtime.disk_space import describe_bytes, describe_free_space
+from hybridflow.runtime.files import describe_bytes, describe_free_space
+from hybridflow.runtime.progress import note_progress
 
 STATE_FORMAT = "hybridflow-state"
 STATE_VERSION = 1

@@ -12,10 +12,11 @@ from typing import Any
 from hybridflow.checkpoint.manifest import check_info, read_manifest, write_manifest
 from hybridflow.checkpoint.partial_directory import partial_directory, remove_directory, remove_leftovers
 from hybridflow.checkpoint.saved_files import SavedFile
-from hybridflow.checkpoint.state_files import load_state
+from hybridflow.checkpoint.state_files import load_state, read_tree
+from hybridflow.checkpoint.stored_tensors import StoredTensors
 from hybridflow.errors import CheckpointConfigError, CheckpointError
-from hybridflow.runtime.disk_space import describe_bytes, describe_free_space
 from hybridflow.runtime.fault_points import fault_point
+from hybridflow.runtime.files import describe_bytes, describe_free_space
 
 logger = logging.getLogger(__name__)
 
@@ -218,3 +219,28 @@ class CheckpointStore:
 def _describe_space(partial: Path) -> str:
     written = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
     return f"{describe_bytes(written)} were written, {describe_free_space(partial)}"
+
+
+@contextmanager
+def stored_weights(source: str | Path | Checkpoint, component: str = "actor") -> Iterator[tuple[StoredTensors, Any]]:
+    """Yield the weights of a checkpoint's component, and its `lora` entry; None: the weights are complete.
+
+    Raises CheckpointError if the component does not exist or holds no weights, or if one is not stored as a float.
+    """
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+    path = checkpoint.path_of(component)
+    tree = read_tree(path.with_name(path.name + ".json"))
+    weights = tree.get("model") if isinstance(tree, dict) else None
+    if not isinstance(weights, dict) or not all(isinstance(w, dict) and "$tensor" in w for w in weights.values()):
+        raise CheckpointError(f"'{path}.json' has no weights under 'model'; hybridflow's training writes them there.")
+    with StoredTensors(path) as tensors:
+        names = {name: entry["$tensor"] for name, entry in weights.items()}
+        if missing := [name for name, stored in names.items() if stored not in tensors]:
+            raise CheckpointError(f"the tensors of '{path}' lack {missing[0]}.")
+        for name, stored in names.items():
+            if not (dtype := tensors.dtype(stored)).is_floating_point:
+                raise CheckpointError(
+                    f"the weight '{name}' of '{path}' is stored as {dtype}, but training saves floats; "
+                    "hybridflow's training did not write it."
+                )
+        yield tensors.renamed(names), tree.get("lora")

@@ -14,9 +14,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hybridflow.checkpoint.json_document import unreadable
+from hybridflow.checkpoint.saved_files import unreadable
 from hybridflow.errors import CheckpointError
-from hybridflow.runtime import require_plain_file
+from hybridflow.runtime.files import require_plain_file
 
 SHARDS = "DCP_SHARDING_INFO"
 """Metadata key under which torch stores, as JSON, the offsets of each shard in its tensor."""

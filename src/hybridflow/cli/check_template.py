@@ -8,7 +8,7 @@ takes no such turn. failed: episodes cannot be trained; the exit status is 1.
 import argparse
 import re
 
-from hybridflow.cli.aligned import aligned
+from hybridflow.cli.output import aligned
 from hybridflow.errors import EnvironmentConfigError
 
 
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     from hybridflow.data import load_tokenizer, stop_token_ids
     from hybridflow.environments import check_template, tools_of
     from hybridflow.models.hub import local_model
-    from hybridflow.runtime import load_user_function
+    from hybridflow.runtime.user_import import load_user_function
 
     directory = local_model("MODEL", args.model)
     tokenizer = load_tokenizer(directory)

@@ -11,9 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.cli.aligned import aligned
-from hybridflow.cli.json_text import json_text
-from hybridflow.runtime.printable import printable
+from hybridflow.cli.output import aligned, json_text
+from hybridflow.runtime.observe.run_files import printable
 
 if TYPE_CHECKING:
     from hybridflow.cli.inspect.run_comparison import Comparison, CurveDifference

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the recipe, and print what was not carried over."""
-    from hybridflow.cli.output_file import write_output
+    from hybridflow.cli.output import write_output
     from hybridflow.config import load_config
     from hybridflow.config.render import toml_value
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from hybridflow.cli.arguments import add_steps
 from hybridflow.errors import DataConfigError
-from hybridflow.runtime.printable import printable
+from hybridflow.runtime.observe.run_files import printable
 
 if TYPE_CHECKING:
     from hybridflow.runtime.observe.advice import Advice
@@ -56,8 +56,9 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(map(printable, _lines(each))), end="\n\n")
     first, last = evidence.steps
     steps = f"steps {first} to {last}" if evidence.recent else "no step yet"
+    findings = "finding" if len(advice) == 1 else "findings"
     print(
-        f"{len(advice) or 'no'} finding{'s' * (len(advice) != 1)}; looked for {len(FINDINGS)}, in the metrics of "
+        f"{len(advice) or 'no'} {findings}; looked for {len(FINDINGS)}, in the metrics of "
         f"{steps} and {len(evidence.samples)} samples"
     )
     if earlier:
@@ -77,5 +78,5 @@ def _lines(advice: "Advice") -> list[str]:
         f"{advice.name} ({advice.where})",
         f"  seen  {advice.seen}",
         f"  why   {advice.why}",
-        *(f"  {'do' * (i == 0):<4}  {change}" for i, change in enumerate(advice.changes)),
+        *(f"  {'' if i else 'do':<4}  {change}" for i, change in enumerate(advice.changes)),
     ]

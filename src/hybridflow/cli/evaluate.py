@@ -13,7 +13,7 @@ from hybridflow.cli.checkpoint_arguments import (
     paths_of_run,
     recipe_of_run,
 )
-from hybridflow.cli.output_file import add_output, write_rows
+from hybridflow.cli.output import add_output, write_rows
 from hybridflow.errors import ConfigError
 
 KEYS = (

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from hybridflow.cli.arguments import add_recipe_arguments, config_of
-from hybridflow.cli.output_file import write_output
+from hybridflow.cli.output import write_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

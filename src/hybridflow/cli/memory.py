@@ -9,8 +9,8 @@ sequence. docs/gpu.md describes the formula.
 import argparse
 from dataclasses import asdict
 
-from hybridflow.cli.aligned import aligned
 from hybridflow.cli.arguments import add_recipe_arguments, config_of
+from hybridflow.cli.output import aligned
 
 GIB = 2**30
 

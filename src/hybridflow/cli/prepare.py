@@ -108,7 +108,7 @@ def _report(files: PreparedFiles) -> None:
         num_dropped = source.num_read - source.num_kept
         print(f"{source.path}: read {source.num_read} rows, kept {source.num_kept}, dropped {num_dropped}")
         for reason, count in source.dropped.items():
-            print(f"  dropped {count} row{'s' * (count != 1)}: {reason}")
+            print(f"  dropped {count} {'row' if count == 1 else 'rows'}: {reason}")
     print(f"wrote {files.num_train} rows to {files.train_file}")
     print(f"wrote {files.num_test} rows to {files.test_file}")
     row = files.first_row

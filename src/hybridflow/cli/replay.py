@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridflow.cli.aligned import aligned
+from hybridflow.cli.output import aligned
 from hybridflow.config.run_paths import absolute_paths
 from hybridflow.errors import ConfigError
 
@@ -78,10 +78,13 @@ def _samples(replayed: "Replay", count: int) -> list[str]:
         return -abs(pair[1].moved - pair[0].moved if replayed.changed else pair[0].moved)
 
     heads = ["row", "score", "advantage", "weight", "log-prob before", "after"]
-    rows = [[*heads, *["after, changed"] * bool(replayed.changed), "response"]]
+    if replayed.changed:
+        heads.append("after, changed")
+    rows = [[*heads, "response"]]
     for one, other in sorted(pairs, key=moved)[:count]:
         numbers = [one.advantage, one.weight, one.log_prob_before, one.log_prob_after]
-        numbers += [other.log_prob_after] * bool(replayed.changed)
+        if replayed.changed:
+            numbers.append(other.log_prob_after)
         text = repr(one.response)[1:-1]
         text = text if len(text) <= MAX_RESPONSE_CHARS else f"{text[:MAX_RESPONSE_CHARS]}..."
         rows.append([str(one.row), f"{one.score:g}", *(f"{number:.4f}" for number in numbers), text])

@@ -17,8 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the page."""
     from hybridflow.cli.inspect.report import write_report
-    from hybridflow.runtime.observe.run_files import RunFiles
-    from hybridflow.runtime.printable import printable
+    from hybridflow.runtime.observe.run_files import RunFiles, printable
 
     output = args.output or args.runs[0] / "report.html"
     size = write_report([RunFiles(path) for path in args.runs], output)

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridflow.cli.aligned import aligned
 from hybridflow.cli.arguments import add_steps
+from hybridflow.cli.output import aligned
 
 MIB, MB = 2**20, 1e6
 
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the report."""
     from hybridflow.runtime.observe import performance_report
-    from hybridflow.runtime.observe.performance import ALL_STEPS
+    from hybridflow.runtime.observe.run_files import ALL_STEPS
 
     report = performance_report(args.run, args.steps or ALL_STEPS)
     print(json.dumps(report, indent=1) if args.json else "\n".join(_lines(report)))

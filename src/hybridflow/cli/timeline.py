@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.cli.aligned import aligned
 from hybridflow.cli.arguments import add_steps
+from hybridflow.cli.output import aligned
 from hybridflow.errors import DataConfigError
-from hybridflow.runtime.printable import printable
+from hybridflow.runtime.observe.run_files import printable
 
 if TYPE_CHECKING:
     from hybridflow.runtime.observe.run_files import RunFiles
@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print critical paths and waits; write the Chrome trace."""
-    from hybridflow.cli.inspect.derived_file import write_derived_file
     from hybridflow.cli.inspect.timeline import chrome_trace
+    from hybridflow.cli.output import write_derived_file
     from hybridflow.runtime.observe.run_files import RunFiles
 
     files = RunFiles(args.run)

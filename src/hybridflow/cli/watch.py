@@ -25,8 +25,7 @@ def _port(text: str) -> int:
 def run(args: argparse.Namespace) -> int:
     """Serve the page until Ctrl-C or SIGTERM."""
     from hybridflow.cli.inspect.report.live import LiveServer
-    from hybridflow.runtime.observe.run_files import RunFiles
-    from hybridflow.runtime.printable import printable
+    from hybridflow.runtime.observe.run_files import RunFiles, printable
 
     for path in args.runs:
         RunFiles(path)  # a directory that is not a run is an error now, not in the browser

@@ -25,10 +25,9 @@ import torch
 from hybridflow.controller.backend import Backend, CallTerms, WorkerRef
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs
 from hybridflow.controller.columns import MethodColumns
-from hybridflow.controller.dispatch_functions import Group as DispatchGroup
-from hybridflow.controller.dispatch_functions import collect_dp_compute_data_proto
+from hybridflow.controller.dispatch_functions import Group, collect_dp_compute_data_proto
 from hybridflow.controller.part_sizes import (
-    PART_SIZES,
+    BALANCED_PART_SIZES,
     GroupShares,
     Parts,
     even_sizes,
@@ -81,7 +80,7 @@ class RowSplit:
         return any(0 < own < size for own, size in zip(self.own_sizes, self.part_sizes, strict=True))
 
 
-class Group(DispatchGroup, Protocol):
+class CalledGroup(Group, Protocol):
     """The part of a worker group that a call uses."""
 
     name: str
@@ -105,7 +104,7 @@ class BoundMethod:
     declaration (reads, writes, rows), `registration` holds the arguments of `@register`.
     """
 
-    def __init__(self, group: Group, name: str, registration: Registration, columns: MethodColumns) -> None:
+    def __init__(self, group: CalledGroup, name: str, registration: Registration, columns: MethodColumns) -> None:
         self.group, self.mode = group, registration.dispatch_mode
         self.registration, self.columns = registration, columns
         self.__name__, self.__qualname__ = name, columns.where
@@ -211,7 +210,7 @@ def split(
 
 
 def send(
-    group: Group, name: str, per_rank: Sequence[Arguments], terms: Sequence[CallTerms], mode: Execute
+    group: CalledGroup, name: str, per_rank: Sequence[Arguments], terms: Sequence[CallTerms], mode: Execute
 ) -> list[Handle]:
     """Call the named method on the ranks that `mode` selects; return a handle for each rank."""
     backend, count = group.backend, 1 if mode is Execute.RANK_ZERO else group.world_size
@@ -335,7 +334,7 @@ def _split_of_rows(method: BoundMethod, batches: Sequence[DataProto | DataProtoF
     if registration.keep_groups is not None:
         unit = response_group_size(batches, registration.keep_groups, where)
     num_units = lengths[0] // unit
-    of_groups = next((sizes for batch in batches if (sizes := batch.meta_info.get(PART_SIZES))), {})
+    of_groups = next((sizes for batch in batches if (sizes := batch.meta_info.get(BALANCED_PART_SIZES))), {})
     given = of_groups.get(method.group.name, ())
     if len(given) == num_parts and sum(given) == lengths[0]:
         return RowSplit(lengths[0], 0, tuple(given))
@@ -370,7 +369,7 @@ def _rows_of(arguments: Arguments) -> int | None:
     return next((len(value) for value in (*args, *kwargs.values()) if isinstance(value, _BATCHES)), None)
 
 
-def _put_shared(group: Group, per_rank: Sequence[Arguments]) -> list[Arguments]:
+def _put_shared(group: CalledGroup, per_rank: Sequence[Arguments]) -> list[Arguments]:
     """Put each batch, tensor or array that several ranks receive into the backend once; pass its handle instead."""
     values = [value for args, kwargs in per_rank for value in (*args, *kwargs.values())]
     seen = Counter(id(value) for value in values if isinstance(value, _SHARED_TYPES))

@@ -4,13 +4,14 @@ The declaration is resolved with the configuration when the method is bound. It 
 are read, and to check the columns that are returned.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal
 
 from hybridflow.errors import DispatchError, FieldError
 from hybridflow.protocol import FIELDS, DataProto, DataProtoFuture
+from hybridflow.runtime.observe.trace import CONTROLLER, Sources
 
 ColumnsOf = tuple[str, ...] | Callable[[Any], tuple[str, ...]] | None
 _BATCHES = (DataProto, DataProtoFuture)
@@ -168,3 +169,34 @@ def _batches_of_each_rank(values: Sequence[Any]) -> list[list[Any]]:
 
 def _listed(columns: Iterable[str]) -> str:
     return ", ".join(sorted(columns)) or "nothing"
+
+
+def sources_of(values: Iterable[Any]) -> Sources:
+    """Return (producer, columns) pairs of the arguments, in order of first occurrence.
+
+    An argument is a batch of the controller, a narrowed future, a handle, a list of these, or another value (ignored).
+    """
+    found: dict[str, dict[str, None]] = {}
+    for value in values:
+        for producer, columns in _producers(value):
+            if columns:
+                found.setdefault(producer or CONTROLLER, {}).update(dict.fromkeys(columns))
+    return tuple((producer, tuple(columns)) for producer, columns in found.items())
+
+
+def _producers(value: Any) -> Iterator[tuple[str, Iterable[str]]]:
+    if isinstance(value, DataProto):
+        yield CONTROLLER, columns_of(value)
+    elif isinstance(value, DataProtoFuture):
+        for handle, columns in value.sources():
+            yield handle.where, columns
+    elif isinstance(value, list | tuple):
+        for element in value:
+            yield from _producers(element)
+    elif hasattr(value, "produced"):
+        yield value.where, value.produced
+
+
+def produced_columns(value: Any) -> tuple[str, ...]:
+    """Return the columns of a value; empty if it is not a batch."""
+    return tuple(columns_of(value)) if isinstance(value, DataProto) else ()

@@ -4,6 +4,8 @@ Dispatch, padding and collect are the same as on other backends, and a breakpoin
 code. A call runs at once and raises its error itself.
 """
 
+import copy
+import dataclasses
 import os
 import socket
 import threading
@@ -13,23 +15,77 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
 from hybridflow.controller.backend import CallTerms, PerRank, WorkerRef
-from hybridflow.controller.class_with_init_args import ClassWithInitArgs
-from hybridflow.controller.one_call import NamingErrors, checked_output
-from hybridflow.controller.private_copy import copy_of_objects, private_copy
+from hybridflow.controller.class_with_init_args import ClassWithInitArgs, threads_of
+from hybridflow.controller.columns import produced_columns, sources_of
 from hybridflow.controller.resource_pool import ResourcePool
-from hybridflow.controller.sources import produced_columns, sources_of
-from hybridflow.controller.threads import concurrent_calls_of
-from hybridflow.controller.worker import RANKS_TAKE_TURNS, introduce
-from hybridflow.errors import BatchError, WorkerError
+from hybridflow.controller.worker import RANKS_TAKE_TURNS, set_colocated
+from hybridflow.controller.worker_side import NamingErrors, checked_output
+from hybridflow.errors import BatchError, DispatchError, WorkerError
 from hybridflow.protocol import DataProto, DataProtoFuture, Handle
 from hybridflow.protocol.future import change_futures
-from hybridflow.protocol.handle import Duration, take
+from hybridflow.protocol.handle import Duration, HeldBatch, take
 from hybridflow.protocol.packed_batch import batch_bytes
 from hybridflow.protocol.rows import RowIndex
 from hybridflow.runtime.observe import Trace, TraceEvent
 from hybridflow.runtime.observe.trace import DRIVER, Sources
 from hybridflow.runtime.observe.waits import Waits
+
+
+def private_copy(value: Any, what: str) -> Any:
+    """Return a copy of `value` with its own memory; tensors are detached, and a view is copied without its base.
+
+    Functions and classes are shared; the contents of a future are copied when they are read. `what` names the value in
+    the DispatchError raised for an object that cannot be copied, such as a lock or an open file.
+    """
+    if isinstance(value, DataProto):
+        batch = None if value.batch is None else value.batch.detach().clone()
+        columns = {key: private_copy(column, f"{what}[{key!r}]") for key, column in value.non_tensor_batch.items()}
+        meta_info = private_copy(value.meta_info, what)
+        return dataclasses.replace(value, batch=batch, non_tensor_batch=columns, meta_info=meta_info)
+    if isinstance(value, (torch.Tensor, TensorDictBase)):
+        return value.detach().clone()
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        copied = np.empty(value.shape, dtype=object)
+        for index, element in np.ndenumerate(value):
+            copied[index] = private_copy(element, what)
+        return copied
+    if isinstance(value, DataProtoFuture):
+        own = value.with_handles(lambda handle: _own_held(handle, what))
+        own.meta_info = private_copy(value.meta_info, what)
+        return own
+    if type(value) is dict:
+        return {key: private_copy(element, what) for key, element in value.items()}
+    if type(value) is list:
+        return [private_copy(element, what) for element in value]
+    if type(value) is tuple:
+        return tuple(private_copy(element, what) for element in value)
+    try:
+        return copy.deepcopy(value)
+    except (TypeError, RuntimeError, copy.Error) as error:
+        raise DispatchError(
+            f"{what} is a {type(value).__name__}, which cannot be copied ({error}); pass data, and build the object "
+            f"inside the worker."
+        ) from error
+
+
+def copy_of_objects(batch: DataProto) -> DataProto:
+    """Return the batch with copied objects and meta_info; tensors and arrays of numbers are shared."""
+    arrays = {
+        name: private_copy(array, name) if array.dtype.hasobject else array
+        for name, array in batch.non_tensor_batch.items()
+    }
+    return batch._unchecked(batch.batch, arrays, private_copy(batch.meta_info, "meta_info"), batch.auto_padding)
+
+
+def _own_held(handle: Any, what: str) -> Any:
+    """Return a handle whose contents belong to the reader; handles other than HeldBatch copy when they are read."""
+    return HeldBatch(private_copy(handle.batch, what)) if isinstance(handle, HeldBatch) else handle
+
 
 # Environment variables belong to the process, so ranks called from different threads also run one after another.
 _rank_lock = threading.RLock()
@@ -114,10 +170,10 @@ class LocalBackend:
         self, classes: Mapping[str, ClassWithInitArgs], resource_pool: ResourcePool
     ) -> dict[str, list[LocalWorker]]:
         """Construct the workers of all classes in this process, as specified by `Backend.spawn`."""
-        concurrent_calls_of({name: cls_with_init.cls for name, cls_with_init in classes.items()})
+        threads_of(classes)
         spawned = {name: self._spawn(name, cls_with_init, resource_pool) for name, cls_with_init in classes.items()}
         for rank in range(resource_pool.world_size):
-            introduce({name: workers[rank].instance for name, workers in spawned.items()})
+            set_colocated({name: workers[rank].instance for name, workers in spawned.items()})
         return spawned
 
     def _spawn(self, name: str, cls_with_init: ClassWithInitArgs, resource_pool: ResourcePool) -> list[LocalWorker]:
@@ -161,17 +217,10 @@ class LocalBackend:
                 computed = time.time()
                 handles.append(self._keep(private_copy(result, f"the result of {where}"), where, worker.name))
                 start, end = time_of_call.start, time_of_call.end()
-            self.trace.record(
-                TraceEvent(
-                    *("call", where, worker.name, self._node, start, end),
-                    bytes_in=sum(map(batch_bytes, [*own_args, *own_kwargs.values()])),
-                    bytes_out=batch_bytes(result),
-                    transfer_s=received - start + end - computed,
-                    sources=sources,
-                    process=DRIVER,
-                    waited_s=time_of_call.waited_s,
-                )
-            )
+            event = TraceEvent("call", where, worker.name, self._node, start, end, sources=sources, process=DRIVER)
+            bytes_in = sum(map(batch_bytes, [*own_args, *own_kwargs.values()]))
+            times = {"transfer_s": received - start + end - computed, "waited_s": time_of_call.waited_s}
+            self.trace.record(event._replace(bytes_in=bytes_in, bytes_out=batch_bytes(result), **times))
             handles[-1].duration.note(start, end)
         return handles
 

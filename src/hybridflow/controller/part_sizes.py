@@ -27,8 +27,8 @@ logger = get_logger(__name__)
 PartsOf = Literal["equal", "measured", "shares"]
 PARTS = ("equal", "measured", "shares")
 
-PART_SIZES = "part_sizes"
-"""Key of `meta_info`: the rows of each part for the calls of some groups, by name of the group."""
+BALANCED_PART_SIZES = "part_sizes"
+"""Key of `meta_info`: rows of each part by name of the group. `trainers/balance.py` sets it, a call reads it."""
 
 FEWEST, MOST = 3, 8
 """Number of measurements that a change needs, and of those that count."""

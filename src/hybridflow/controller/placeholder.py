@@ -13,10 +13,10 @@ import torch
 
 from hybridflow.controller.backend import CallTerms, PerRank, WorkerRef
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs
+from hybridflow.controller.columns import sources_of
 from hybridflow.controller.local import LocalHandle
-from hybridflow.controller.one_call import checked_output
 from hybridflow.controller.resource_pool import ResourcePool
-from hybridflow.controller.sources import sources_of
+from hybridflow.controller.worker_side import checked_output
 from hybridflow.errors import FieldError
 from hybridflow.protocol import FIELDS, DataProto, DataProtoFuture, Handle
 from hybridflow.protocol.future import change_futures

@@ -24,20 +24,24 @@ class Worker:
     mostly waits for I/O (rewards from a service, a server) may set more: each call then runs in its own thread, so the
     class must be thread-safe and cannot use collectives.
 
-    `beside`: names of registered methods whose calls run in a second thread, one after another, on a backend with one
-    process per rank: they need not wait for earlier calls of other methods, which then run in one other thread. The
-    class must be thread-safe between the two; methods in `beside` cannot use collectives of the group.
+    `second_thread_methods`: names of registered methods whose calls run in a second thread, one after another, on a
+    backend with one process per rank: they need not wait for earlier calls of other methods, which then run in one
+    other thread. The class must be thread-safe between the two; these methods cannot use collectives of the group.
     """
 
     concurrent_calls: ClassVar[int] = 1
-    beside: ClassVar[frozenset[str]] = frozenset()
+    second_thread_methods: ClassVar[frozenset[str]] = frozenset()
     colocated: Mapping[str, "Worker"] = {}
     """The workers of all groups in this process by group name, itself included; known once all are constructed."""
 
-    _rank: int
-    _world_size: int
-    _local_rank: int
-    _local_world_size: int
+    rank: int
+    """The rank of this worker in its group, 0 to world_size - 1."""
+    world_size: int
+    """The number of workers in the group."""
+    local_rank: int
+    """The index of this worker on its node, and of the device it uses."""
+    local_world_size: int
+    """The number of workers of the group on this node."""
     _ranks_take_turns: bool
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -45,32 +49,12 @@ class Worker:
         if cls.__init__ is object.__init__ and (args or kwargs):
             raise TypeError(f"{cls.__name__}() takes no arguments")
         self = super().__new__(cls)
-        self._rank = int(os.environ.get("RANK", "0"))
-        self._world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        self._local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._ranks_take_turns = RANKS_TAKE_TURNS in os.environ
         return self
-
-    @property
-    def rank(self) -> int:
-        """The rank of this worker in its group, 0 to world_size - 1."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of workers in the group."""
-        return self._world_size
-
-    @property
-    def local_rank(self) -> int:
-        """The index of this worker on its node, and of the device it uses."""
-        return self._local_rank
-
-    @property
-    def local_world_size(self) -> int:
-        """The number of workers of the group on this node."""
-        return self._local_world_size
 
     @property
     def has_collectives(self) -> bool:
@@ -102,7 +86,7 @@ class Worker:
         )
 
 
-def introduce(instances: Mapping[str, object]) -> None:
+def set_colocated(instances: Mapping[str, object]) -> None:
     """Set `colocated` of each Worker to all Workers by the names of their groups; one that is shut down leaves it."""
     workers = WeakValueDictionary({name: each for name, each in instances.items() if isinstance(each, Worker)})
     for worker in workers.values():

@@ -1,7 +1,9 @@
-"""Rows of data files: parquet files in our columns as they are, all others by their form."""
+"""Rows of data files: parquet files in our columns as they are, all others by their form; and a hash of rows."""
 
+import hashlib
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,14 +25,13 @@ REQUIRED = {
 Files = str | Path | Sequence[str | Path]
 
 
-def read_data_rows(
-    files: Files, kind: Kind, form: RowForm = PLAIN, optional: Sequence[str] = (), max_rows: int = 0
-) -> list[Row]:
+def read_data_rows(files: Files, kind: Kind, form: RowForm = PLAIN, order_by: str = "", max_rows: int = 0) -> list[Row]:
     """Return the rows of .parquet, .jsonl, .json or .csv files, or of folders of `datasets`, in order.
 
-    `max_rows` 0: all of them. An optional column that a row lacks is None. Raises DataError, naming file, row and
-    column, for a malformed row.
+    `max_rows` 0: all of them. If a row lacks the column `extra_info` or `order_by`, it is None. Raises DataError,
+    naming file, row and column, for a malformed row.
     """
+    optional = ("extra_info", order_by) if order_by else ("extra_info",)
     paths = [Path(files)] if isinstance(files, str | Path) else [Path(file) for file in files]
     if form.is_plain and all(_is_plain(path) for path in paths):
         required = REQUIRED[kind]
@@ -76,3 +77,12 @@ def _require_prompts(place: str, first: dict[str, Any], path: Path, prompt: str,
         fix += f" For files of GSM8K: `hybridflow prepare gsm8k --train-file TRAIN{path.suffix} --test-file TEST"
         fix += f"{path.suffix}`, which takes the number out of each answer."
     raise DataError(f"{place}: '{prompt}' is missing; the row has {shorten_text(', '.join(first)) or 'no keys'}. {fix}")
+
+
+def fingerprint(rows: Iterable[Any]) -> str:
+    """Return 32 hexadecimal digits: a hash of rows of JSON-like values, in their order."""
+    digest = hashlib.blake2b(digest_size=16)
+    for row in rows:
+        digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+        digest.update(b"\n")
+    return digest.hexdigest()

@@ -10,9 +10,8 @@ import numpy as np
 
 from hybridflow.config.sections.data import OverlongName
 from hybridflow.data.chat_prompts import PromptEncoder, read_messages
-from hybridflow.data.data_rows import PLAIN, read_data_rows
+from hybridflow.data.data_rows import PLAIN, fingerprint, read_data_rows
 from hybridflow.data.example_dataset import check_indices
-from hybridflow.data.fingerprint import fingerprint
 from hybridflow.data.layout import pad_left
 from hybridflow.data.parquet_rows import Row, shorten
 from hybridflow.data.row_forms import RowForm
@@ -59,8 +58,7 @@ class RLHFDataset:
                 f"max_prompt_length={max_prompt_length} must be at least 1 and max_samples={max_samples} at least 0."
             )
         self._pad_id = pad_token_id(tokenizer)
-        optional = ("extra_info", *[order_by] * bool(order_by))
-        rows = read_data_rows(files, "prompts", form, optional, max_samples)
+        rows = read_data_rows(files, "prompts", form, order_by, max_samples)
         self._records = [_read_record(row) for row in rows]
         self.numbers = [row.number(order_by) for row in rows] if order_by else None
         """Number of each prompt in the column `order_by`; None without `order_by`."""

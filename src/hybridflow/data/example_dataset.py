@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
-from hybridflow.data.fingerprint import fingerprint
+from hybridflow.data.data_rows import fingerprint
 from hybridflow.data.parquet_rows import Row
 from hybridflow.errors import DataConfigError, DataError
 from hybridflow.runtime.observe import get_logger

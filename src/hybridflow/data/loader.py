@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from hybridflow.data.fingerprint import fingerprint
+from hybridflow.data.data_rows import fingerprint
 from hybridflow.data.sampler import EpochSampler
 from hybridflow.errors import DataConfigError, DataError
 from hybridflow.protocol import DataProto

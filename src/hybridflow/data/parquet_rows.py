@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from hybridflow.errors import DataConfigError, DataError
-from hybridflow.runtime import require_regular_file
+from hybridflow.runtime.files import require_regular_file
 
 WRITERS = {
     "response": "write_sft_file",

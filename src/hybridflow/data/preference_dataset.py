@@ -1,16 +1,16 @@
-"""The preference dataset: prompts with a chosen and a rejected response, for DPO or for a reward model."""
+"""The preference dataset, for DPO or for a reward model, and conversations as a reward model reads them."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.nn.functional import pad
 
 from hybridflow.data.chat_prompts import PromptEncoder, encode_responses, read_messages
-from hybridflow.data.conversations import collate_conversations, encode_conversations
 from hybridflow.data.data_rows import PLAIN, read_data_rows
 from hybridflow.data.example_dataset import ExampleDataset, require_limits
-from hybridflow.data.layout import collate_rows
+from hybridflow.data.layout import collate_rows, pad_left
 from hybridflow.data.row_forms import RowForm
 from hybridflow.data.tokenizer import eos_token_id, pad_token_id
 from hybridflow.errors import DataError
@@ -18,6 +18,38 @@ from hybridflow.protocol import DataProto
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+def encode_conversations(
+    encoder: PromptEncoder, prompts: Sequence[Any], responses: Sequence[str], places: Sequence[str]
+) -> list[list[int]]:
+    """Return the token ids of each prompt (chat messages, or a user's text) with its response, by the chat template.
+
+    Raises DataError, naming its place, for a conversation without tokens.
+    """
+    texts = []
+    for prompt, response, place in zip(prompts, responses, places, strict=True):
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        messages.append({"role": "assistant", "content": response})
+        texts.append(encoder.text(messages, place, add_generation_prompt=False))
+    ids = encoder.encode(texts)
+    for conversation, place in zip(ids, places, strict=True):
+        if not conversation:
+            raise DataError(f"{place} and its prompt have no tokens to score.")
+    return ids
+
+
+def collate_conversations(ids: Sequence[Sequence[int]]) -> DataProto:
+    """Return one row for each conversation, with a dummy response token after it.
+
+    A value is read one position before its response token, so the value of the dummy is that of the conversation's
+    last token. Columns: `input_ids`, `attention_mask` (rows, longest + 1), `response_mask` (rows, 1).
+    """
+    tokens, is_real = pad_left(ids, 0)
+    mask = torch.ones(len(ids), 1, dtype=torch.bool)
+    tensors = {"input_ids": pad(tokens, (0, 1)), "attention_mask": pad(is_real, (0, 1), value=1), "response_mask": mask}
+    return DataProto.from_dict(tensors)
+
 
 SIDES = ("chosen", "rejected")
 
@@ -50,7 +82,7 @@ class PreferenceDataset(ExampleDataset[Pair]):
     ) -> None:
         require_limits(max_prompt_length, max_response_length, max_samples)
         self._layout, self._pad_id = layout, pad_token_id(tokenizer)
-        rows = read_data_rows(files, "pairs", form, ("extra_info", *[order_by] * bool(order_by)), max_samples)
+        rows = read_data_rows(files, "pairs", form, order_by, max_samples)
         texts = {side: [row.text(side) for row in rows] for side in SIDES}
         for row, chosen, rejected in zip(rows, texts["chosen"], texts["rejected"], strict=True):
             if chosen == rejected:

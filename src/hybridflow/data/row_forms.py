@@ -8,7 +8,7 @@ from hybridflow.data.prepare.prompt_file import prompt_row
 from hybridflow.data.prepare.records import is_empty, messages_of, value_of
 from hybridflow.data.tool_messages import stored_conversation
 from hybridflow.errors import DataError
-from hybridflow.runtime import load_user_function
+from hybridflow.runtime.user_import import load_user_function
 
 Kind = Literal["prompts", "examples", "pairs"]
 COLUMNS = {

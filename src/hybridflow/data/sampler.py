@@ -6,7 +6,9 @@ from typing import Any
 import torch
 
 from hybridflow.errors import DataConfigError, DataError
-from hybridflow.runtime import derive_seed, load_user_function, require_arguments
+from hybridflow.runtime.random_streams import derive_seed
+from hybridflow.runtime.user_code import require_arguments
+from hybridflow.runtime.user_import import load_user_function
 
 Order = Callable[[Sequence[float], torch.Generator], Sequence[int]]
 """(number of each row, random generator of the epoch) -> row indices."""

@@ -56,8 +56,7 @@ class SFTDataset(ExampleDataset[Turns]):
         encoder = PromptEncoder(tokenizer, chat_template)
         if {"messages", "response"} <= set(columns_of(files)):
             logger.warning("the files have the columns `messages` and `response`; `response` is ignored")
-        optional = ("extra_info", *[order_by] * bool(order_by))
-        rows = read_data_rows(files, "examples", form, optional, max_samples)
+        rows = read_data_rows(files, "examples", form, order_by, max_samples)
         if "messages" in rows[0].values:
             found = [_of_conversation(row, tokenizer, encoder, eos_id, encode_episode) for row in rows]
             rows = [row for row, turns in zip(rows, found, strict=True) for _ in turns]

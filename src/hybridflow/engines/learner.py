@@ -17,15 +17,17 @@ from hybridflow.engines.base import LossFunction, UpdateResult
 from hybridflow.engines.device_copy import rows_to_device
 from hybridflow.engines.gradient_reduction import GradientReduction
 from hybridflow.engines.lost_step import StepGuard
-from hybridflow.engines.non_finite_rows import find_non_finite_rows
 from hybridflow.engines.optimizer import MasterParameters, build_adamw, clip_gradients, learning_rate
 from hybridflow.engines.packing import ModelInput
+from hybridflow.engines.ranks import DATA, Ranks
 from hybridflow.engines.row_forward import RowForward
 from hybridflow.errors import BatchError, NonFiniteError, OutOfMemoryError
 from hybridflow.protocol import DataProto
-from hybridflow.runtime import naming_out_of_memory, note_progress
+from hybridflow.runtime.boxes import local
 from hybridflow.runtime.fault_points import fault_point
+from hybridflow.runtime.memory import naming_out_of_memory
 from hybridflow.runtime.observe.metrics import find_metric
+from hybridflow.runtime.progress import note_progress
 
 PARTIAL_STEP = "an optimizer step, which may be applied in part (restart from the last checkpoint)"
 """What the error calls the end of an update, after which a step is no longer applied as a whole or not at all."""
@@ -255,3 +257,38 @@ def read_numbers(values: Sequence[Tensor | float]) -> list[float]:
 def _join(name: str, one: float, other: float) -> float:
     metric = find_metric(name)
     return max(one, other) if metric and metric.reduction == "max" else one + other
+
+
+def find_non_finite_rows(
+    rows: DataProto, learn: Callable[[DataProto | None], float], optimizer: torch.optim.Optimizer, ranks: Ranks
+) -> list[str]:
+    """Describe the rows, on all ranks, whose loss or gradient is not finite.
+
+    `learn` adds the gradient of one row, or of none, and returns its loss. All ranks compute one row each at the same
+    time, and their gradients are summed. If the sum is not finite although all losses are, the ranks take turns.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    found = []
+
+    def try_row(index: int | None) -> tuple[float, bool]:
+        """Return the loss of a row, and whether the gradient, summed over the ranks' rows, is finite."""
+        loss = learn(None if index is None else rows.select_idxs(torch.tensor([index])))
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        finite = all(bool(local(gradient).isfinite().all()) for gradient in gradients)
+        optimizer.zero_grad(set_to_none=True)
+        return loss, ranks.count_all(not finite) == 0
+
+    for index in range(max(ranks.gather(len(rows)))):
+        mine = index if index < len(rows) else None
+        loss, finite = try_row(mine)
+        losses = ranks.gather(loss)
+        if not finite and ranks.data > 1 and all(map(math.isfinite, losses)):
+            turns = [try_row(mine if turn == ranks.place(DATA) else None)[1] for turn in range(ranks.data)]
+            finite = turns[ranks.place(DATA)]
+        elif ranks.data > 1:
+            finite = finite or math.isfinite(loss)
+        if mine is not None and not (finite and math.isfinite(loss)):
+            row = rows.batch[index]
+            row_id = int(row["row_ids"]) if "row_ids" in row.keys() else index  # noqa: SIM118
+            found.append(f"row {row_id}: loss {loss}, gradient {'finite' if finite else 'not finite'}")
+    return [text for of_rank in ranks.gather(found) for text in of_rank]

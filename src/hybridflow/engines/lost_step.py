@@ -7,7 +7,7 @@ import torch
 
 from hybridflow.engines.ranks import Ranks
 from hybridflow.errors import BatchError, HybridFlowError, LostWorkerError, OutOfMemoryError, WorkerError
-from hybridflow.runtime import is_out_of_memory, out_of_memory
+from hybridflow.runtime.memory import is_out_of_memory, out_of_memory
 from hybridflow.runtime.rendezvous import is_lost_peer
 
 

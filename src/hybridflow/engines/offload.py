@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.distributed.fsdp import FSDPModule
 
-from hybridflow.runtime import HostMemory, SideStream, out_of_memory
-from hybridflow.runtime.shards import local, with_local
+from hybridflow.runtime.boxes import local, with_local
+from hybridflow.runtime.host_memory import HostMemory
+from hybridflow.runtime.memory import out_of_memory
+from hybridflow.runtime.side_stream import SideStream
 
 
 class Offload:
@@ -52,7 +54,9 @@ class Offload:
 
         Raises ModelError, with everything on the host, if the device has too little memory.
         """
-        groups = [self._frozen, self._weights, *[self._optimizer] * with_optimizer]
+        groups = [self._frozen, self._weights]
+        if with_optimizer:
+            groups.append(self._optimizer)
         self._acquire(groups)
         if with_optimizer:
             self._weights.is_changed = self._optimizer.is_changed = True

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from hybridflow.engines.device_copy import to_device
 from hybridflow.errors import BatchError
-from hybridflow.models import AttentionName, PackedPlan, PaddedPlan, SharedPromptPlan, WholePlan, sharing_pays
+from hybridflow.models.attention import PackedPlan, PaddedPlan, WholePlan
+from hybridflow.models.attention_backend import AttentionName
+from hybridflow.models.shared_prompts import SharedPromptPlan, sharing_pays
 from hybridflow.protocol import DataProto
 
 

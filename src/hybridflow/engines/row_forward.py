@@ -1,11 +1,13 @@
 """The forward pass of rows: how they become micro-batches and model inputs, and what the model computes of them."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from hybridflow.algorithms import (
@@ -17,14 +19,58 @@ from hybridflow.algorithms import (
 )
 from hybridflow.config import MemoryConfig
 from hybridflow.engines.base import Outputs
+from hybridflow.engines.device_copy import to_device
 from hybridflow.engines.micro_batches import agree_on_micro_batches, plan_micro_batches, spread_micro_batches
 from hybridflow.engines.packing import ModelInput, idle_input, pack, pad, prompt_families, sequence_lengths
 from hybridflow.engines.ranks import SEQUENCE, Ranks
-from hybridflow.engines.sequence_shard import sequence_shard_of
 from hybridflow.errors import BatchError
-from hybridflow.models import AttentionCase, AttentionName, Forward, attention_for, decoder_shape, sequence_costs
+from hybridflow.models.attention_backend import AttentionCase, AttentionName, attention_for
+from hybridflow.models.forward import Forward
 from hybridflow.models.kernels import fused_log_probs
+from hybridflow.models.model_sizes import decoder_shape, sequence_costs
+from hybridflow.models.sequence_parallel import GatherTokens, UlyssesPlan
 from hybridflow.protocol import DataProto
+
+
+@dataclass(frozen=True)
+class SequenceShard:
+    """A rank's shard: `input` of its model, and `mine`, the indices of the response tokens that it predicts."""
+
+    whole: ModelInput
+    input: ModelInput
+    mine: Tensor
+    group: dist.ProcessGroup
+
+    def to_rows(self, values: Tensor) -> Tensor:
+        """Gather values of the response tokens of all ranks to (rows, response_len), equal on all ranks."""
+        return self.whole.to_rows(GatherTokens.apply(values, self.mine, len(self.whole.labels), self.group))
+
+    def to(self, device: torch.device) -> "SequenceShard":
+        """Return the shard with its tensors on the device; the host does not wait for the copies."""
+        whole, mine = self.whole.to(device), to_device(self.mine, device)
+        return replace(self, whole=whole, input=self.input.to(device), mine=mine)
+
+
+def sequence_shard_of(whole: ModelInput, group: dist.ProcessGroup) -> SequenceShard:
+    """Take the columns of this rank, after padding the tokens so that each rank has equally many."""
+    size, rank = group.size(), group.rank()
+    padding = -whole.input_ids.shape[1] % size
+    width = (whole.input_ids.shape[1] + padding) // size
+    columns = slice(rank * width, (rank + 1) * width)
+    tokens = whole.input_ids.shape[1]
+    row, column = whole.positions // tokens, whole.positions % tokens
+    is_mine = column // width == rank
+    mine = replace(
+        whole,
+        input_ids=F.pad(whole.input_ids, (0, padding))[:, columns],
+        position_ids=F.pad(whole.position_ids.expand(len(whole.input_ids), -1), (0, padding))[:, columns],
+        plan=UlyssesPlan(whole.plan.with_filling(padding), group),  # pyright: ignore
+        positions=(row * width + column - rank * width)[is_mine],
+        labels=whole.labels[is_mine],
+        candidates=None if whole.candidates is None else whole.candidates[is_mine],
+    )
+    return SequenceShard(whole, mine, is_mine.nonzero().flatten(), group)
+
 
 Head = Literal["policy", "value"]
 
@@ -147,8 +193,12 @@ class RowForward:
         results = self._model_forward.read_logits(mine.input_ids, mine.positions, read, **arguments)
         names = ["values"]
         if self.head == "policy":
-            names = ["log_probs", *["entropies"] * with_entropy, *["sum_squared_probs"] * with_sum_squared_probs]
-            names += ["candidate_log_probs"] * (mine.candidates is not None) + ["top_ids", "top_log_probs"] * (
-                top_k > 0
-            )
+            computed = {
+                "log_probs": True,
+                "entropies": with_entropy,
+                "sum_squared_probs": with_sum_squared_probs,
+                "candidate_log_probs": mine.candidates is not None,
+                **dict.fromkeys(("top_ids", "top_log_probs"), top_k > 0),
+            }  # in the order of the results of `read`
+            names = [name for name, is_computed in computed.items() if is_computed]
         return {name: to_rows(result) for name, result in zip(names, results, strict=True)}

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import (
 from transformers import PreTrainedModel
 
 from hybridflow.engines.ranks import SHARD, TENSOR, Ranks
-from hybridflow.models import distribute_parameters
+from hybridflow.models.tensor_parallel import distribute_parameters
 
 # It warns that weights under both FSDP and tensor parallel are gathered along one axis after the other.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)

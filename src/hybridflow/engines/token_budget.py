@@ -9,8 +9,8 @@ from hybridflow.engines.learner import Learner
 from hybridflow.engines.row_forward import RowForward
 from hybridflow.errors import ModelError
 from hybridflow.protocol import DataProto
-from hybridflow.runtime import describe_memory, memory_limit, naming_out_of_memory, peak_memory_of
-from hybridflow.runtime.shards import local
+from hybridflow.runtime.boxes import local
+from hybridflow.runtime.memory import describe_memory, memory_limit, naming_out_of_memory, peak_memory_of
 
 SEQUENCES_TRIED = (1, 2, 8)
 """Numbers of sequences, of the longest length, in the trial micro-batches; the first trial is a warm-up."""

@@ -26,20 +26,15 @@ from hybridflow.engines.resharding import Resharding
 from hybridflow.engines.row_forward import Head, RowForward
 from hybridflow.engines.token_budget import find_token_budget
 from hybridflow.errors import ModelError
-from hybridflow.models import (
-    DTYPES,
-    FusedForward,
-    build_with_placeholders,
-    fill_adapters,
-    is_adapter,
-    merged_weights,
-    plain_name,
-    without_adapters,
-)
+from hybridflow.models.fused_forward import FusedForward
+from hybridflow.models.loading import DTYPES
+from hybridflow.models.lora import fill_adapters, is_adapter, merged_weights, plain_name, without_adapters
+from hybridflow.models.sharded_loading import build_with_placeholders
 from hybridflow.protocol import DataProto
-from hybridflow.runtime import can_compile_for_gpu, note_progress, own_device, preferred_dtype, require_dtype
 from hybridflow.runtime.boxes import Box
+from hybridflow.runtime.device import can_compile_for_gpu, own_device, preferred_dtype, require_dtype
 from hybridflow.runtime.fault_points import fault_point
+from hybridflow.runtime.progress import note_progress
 
 
 class TorchEngine:

@@ -40,7 +40,7 @@ class ContinuedPlan:
         self._positions = self._new.positions + torch.tensor(starts, device=device)[source][self._new.rows - first_row]
         own_row = first_row + torch.searchsorted(source, torch.arange(len(counts), device=device))
         self._batches = [
-            _Batch.of(own_row[part], lengths[part], counts[part], device) for part in _parts(lengths, counts)
+            _PrefillBatch.of(own_row[part], lengths[part], counts[part], device) for part in _parts(lengths, counts)
         ]
         # Attention reads them with a weight of 0, so they must not be NaN.
         self._unwritten = [torch.cat(x) for x in zip(*(batch.unwritten for batch in self._batches), strict=True)]
@@ -62,7 +62,7 @@ class ContinuedPlan:
 
 
 @dataclass(frozen=True)
-class _Batch:
+class _PrefillBatch:
     """Sequences that are computed as a padded batch: their rows and new tokens, and which keys these see.
 
     `unwritten`: rows and places after the ends of sequences, up to the longest one.
@@ -75,7 +75,7 @@ class _Batch:
     unwritten: tuple[Tensor, Tensor]
 
     @classmethod
-    def of(cls, rows: Tensor, lengths: Sequence[int], counts: Sequence[int], device: torch.device) -> "_Batch":
+    def of(cls, rows: Tensor, lengths: Sequence[int], counts: Sequence[int], device: torch.device) -> "_PrefillBatch":
         first, end = int(rows[0]), int(rows[-1]) + 1
         one_each = end - first == len(rows)
         new, seen = PackedLayout.of(counts, device), _seen(lengths, counts, device)

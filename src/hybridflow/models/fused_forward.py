@@ -25,7 +25,7 @@ from hybridflow.models.kv_cache import DecodePlan
 from hybridflow.models.paged_kv_cache import PagedDecodePlan
 from hybridflow.models.support import FUSED_FAMILIES, has_angles_of_length
 from hybridflow.models.tensor_parallel import TensorRanks, VocabularyRanks
-from hybridflow.runtime.shards import local
+from hybridflow.runtime.boxes import local
 
 COMPILATIONS = 64
 """Largest number of compilations of a layer by torch.compile in a process; beyond it, layers run uncompiled."""

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hybridflow.config import LoRAConfig
 from hybridflow.errors import ModelConfigError
 from hybridflow.models.parameters import part_like
-from hybridflow.runtime import derive_seed
+from hybridflow.runtime.random_streams import derive_seed
 
 ADAPTER, BASE = ".lora_", ".base_layer"
 FIRST, SECOND = ".lora_A.default.weight", ".lora_B.default.weight"

@@ -1,14 +1,106 @@
-"""The sizes of a model directory, read without its weights."""
+"""The sizes of a decoder, read without its weights, its floating-point operations, and their utilization (MFU).
 
+FLOPs are counted as in Narayanan et al. 2021 and Chowdhery et al. 2022: without padding and recomputed activations, a
+multiply-add as two, and a backward pass as two forward passes.
+"""
+
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from hybridflow.models.flops import DecoderShape, decoder_shape
 from hybridflow.models.sharded_loading import build_without_weights
 from hybridflow.models.support import FUSED_FAMILIES
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """The sizes of a dense decoder-only transformer. `head_dim` 0 means hidden_size / num_heads."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+    head_dim: int = 0
+    gated_mlp: bool = True
+
+    @property
+    def attention_size(self) -> int:
+        """Total width of all query heads."""
+        return self.num_heads * (self.head_dim or self.hidden_size // self.num_heads)
+
+    @property
+    def num_matrix_weights(self) -> int:
+        """Number of weights in matrix products: projections, MLP and lm head, but not embeddings and norms."""
+        kv_size = self.attention_size * self.num_key_value_heads // self.num_heads
+        attention = 2 * self.hidden_size * (self.attention_size + kv_size)
+        mlp = (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
+        return self.num_layers * (attention + mlp) + self.hidden_size * self.vocab_size
+
+
+def decoder_shape(model_path: str | Path, *, has_lm_head: bool = True) -> DecoderShape | None:
+    """Read the sizes from a model directory; None if its configuration lacks them.
+
+    Raises ModelError if the configuration cannot be read or is unsupported.
+    """
+    from hybridflow.models.loading import model_config
+
+    config = model_config(model_path)
+    try:
+        return DecoderShape(
+            num_layers=config.num_hidden_layers,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_heads=config.num_attention_heads,
+            num_key_value_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+            vocab_size=config.vocab_size if has_lm_head else 1,
+            head_dim=getattr(config, "head_dim", None) or 0,
+        )
+    except AttributeError:
+        return None
+
+
+def flops_per_token(shape: DecoderShape, context_len: float) -> float:
+    """Return the forward FLOPs of one token that attends to `context_len` tokens, itself included."""
+    return 2.0 * shape.num_matrix_weights + 4.0 * shape.num_layers * shape.attention_size * context_len
+
+
+def forward_flops(shape: DecoderShape, sequence_lens: Iterable[int]) -> float:
+    """Return the forward FLOPs of whole sequences under causal attention: token i attends to i tokens."""
+    return sum(length * flops_per_token(shape, (length + 1) / 2) for length in sequence_lens)
+
+
+def sequence_costs(shape: DecoderShape | None, sequence_lens: Iterable[int]) -> list[float]:
+    """Return the relative cost of each sequence: its forward FLOPs, or its length if the shape is unknown."""
+    return [float(length) if shape is None else forward_flops(shape, [length]) for length in sequence_lens]
+
+
+def generation_flops(
+    shape: DecoderShape,
+    prompt_lens: Iterable[int],
+    sequence_lens: Iterable[int],
+    prompt_lens_of_sequences: Iterable[int],
+) -> float:
+    """Return the FLOPs of generation: each prompt is computed once, and each sequence continues from its prompt.
+
+    `prompt_lens` has one entry per prompt; `sequence_lens` and `prompt_lens_of_sequences` have one per sequence.
+    """
+    repeated = forward_flops(shape, sequence_lens) - forward_flops(shape, prompt_lens_of_sequences)
+    return forward_flops(shape, prompt_lens) + repeated
+
+
+def training_flops(shape: DecoderShape, sequence_lens: Iterable[int]) -> float:
+    """Return the FLOPs of a forward and a backward pass."""
+    return 3.0 * forward_flops(shape, sequence_lens)
+
+
+def mfu(flops: float, seconds: float, peak_flops: float) -> float:
+    """Return the model FLOPs utilization, a share of `peak_flops` (per second); 0 if nothing was measured."""
+    return flops / (seconds * peak_flops) if seconds > 0 and peak_flops > 0 else 0.0
 
 
 @dataclass(frozen=True)

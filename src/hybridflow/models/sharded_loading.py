@@ -33,7 +33,7 @@ from hybridflow.models.loading import (
 from hybridflow.models.lora import is_adapter, plain_name
 from hybridflow.models.model_files import INDEX, SINGLE, require_finite, require_sound_weights, weight_files
 from hybridflow.models.parameters import part_like, replace_parameters
-from hybridflow.runtime.shards import local
+from hybridflow.runtime.boxes import local
 
 Head = Literal["policy", "value"]
 

@@ -20,7 +20,7 @@ from torch.nn.functional import embedding, linear
 from hybridflow.errors import ModelConfigError
 from hybridflow.models.parameters import replace_parameters
 from hybridflow.models.support import FUSED_FAMILIES
-from hybridflow.runtime.shards import local
+from hybridflow.runtime.boxes import local
 
 BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 """Modules whose outputs are sharded: weight and bias are sharded along their first axis."""

@@ -17,8 +17,7 @@ from tensordict import TensorDict
 
 from hybridflow.errors import BatchError
 from hybridflow.protocol.batch import Batch, Batches, tensors_of
-from hybridflow.runtime.atomic_files import fsync_path
-from hybridflow.runtime.safetensors_header import sort_metadata
+from hybridflow.runtime.files import fsync_path, sort_metadata
 
 FORMAT, VERSION = "hybridflow.DataProto", "1"
 STRUCTURE = "structure"
@@ -45,17 +44,17 @@ def save_batch(data: Batch, filepath: str | os.PathLike) -> None:
     text = bytearray(json.dumps(structure).encode())
     writer.tensors[STRUCTURE] = torch.frombuffer(text, dtype=torch.uint8)
     path = Path(filepath)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        save_file(writer.tensors, beside, metadata={"format": FORMAT, "version": VERSION})
-        sort_metadata(beside)
-        fsync_path(beside)
-        os.replace(beside, path)
+        save_file(writer.tensors, temporary, metadata={"format": FORMAT, "version": VERSION})
+        sort_metadata(temporary)
+        fsync_path(temporary)
+        os.replace(temporary, path)
         fsync_path(path.parent)
     except (OSError, SafetensorError) as error:
         raise BatchError(f"{path}: the batch could not be written: {error}") from error
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def load_batch(cls: type[Batches], filepath: str | os.PathLike) -> Batches:

@@ -16,7 +16,7 @@ from hybridflow.protocol.data_proto import DataProto
 from hybridflow.protocol.handle import Columns, Handle, HeldBatch, names_of, take, wait_for
 from hybridflow.protocol.meta_info import concat_meta_info, copy_structure, union_meta_info
 from hybridflow.protocol.rows import RowIndex, as_count, count_rows_of, row_indices
-from hybridflow.protocol.table import Table
+from hybridflow.protocol.table import ColumnTable
 
 
 class DataProtoFuture:
@@ -45,13 +45,13 @@ class DataProtoFuture:
         self.has_whole_shards = is_concat if has_whole_shards is None else has_whole_shards
         self.num_rows, self.meta_info = num_rows, {}
         self._handles, self._declared = list(futures), columns
-        self._table: Table | None = None
+        self._table: ColumnTable | None = None
         self._contents: Any = None
         if columns is not None and part_rows is not None and is_concat:
-            self._table = Table.of(self._handles, part_rows, columns)
+            self._table = ColumnTable.of(self._handles, part_rows, columns)
 
     @classmethod
-    def _of(cls, table: Table, num_rows: int, meta_info: dict[str, Any]) -> "DataProtoFuture":
+    def _of(cls, table: ColumnTable, num_rows: int, meta_info: dict[str, Any]) -> "DataProtoFuture":
         made = cls.__new__(cls)
         made.collect_fn, made.dispatch_fn, made.has_whole_shards = DataProto.concat, None, True
         made.num_rows, made.meta_info = num_rows, copy_structure(meta_info)
@@ -65,7 +65,7 @@ class DataProtoFuture:
         if isinstance(batch, DataProtoFuture):
             return batch
         held, rows = HeldBatch(batch.select(meta_info_keys=())), len(batch)
-        table = Table.of([held], [rows], tuple(names_of(batch)))
+        table = ColumnTable.of([held], [rows], tuple(names_of(batch)))
         return DataProtoFuture._of(table, rows, batch.meta_info)
 
     @property
@@ -123,7 +123,7 @@ class DataProtoFuture:
         if len(parts) < len(data) or not all(part.is_table for part in parts):
             return _concat_shards(data)
         lengths = [len(part) for part in parts]
-        table = Table.concat([part._require_table("concat") for part in parts], lengths)
+        table = ColumnTable.concat([part._require_table("concat") for part in parts], lengths)
         return DataProtoFuture._of(table, sum(lengths), concat_meta_info([part.meta_info for part in parts]))
 
     def chunk(self, chunks: int) -> "list[DataProtoFuture]":
@@ -306,7 +306,7 @@ class DataProtoFuture:
     def _choose(self, rows: RowIndex, num_rows: int) -> "DataProtoFuture":
         return DataProtoFuture._of(self._require_table("choosing rows").choose(rows), num_rows, self.meta_info)
 
-    def _require_table(self, what: str) -> Table:
+    def _require_table(self, what: str) -> ColumnTable:
         if self._table is None:
             raise BatchError(
                 f"{what} needs a result whose columns and number of rows are known before it is read; declare "

@@ -9,6 +9,10 @@ from hybridflow.protocol.equality import is_equal
 
 METRICS = "metrics"
 
+NOISE_KEY = "noise_key"
+"""Key of `meta_info`: seed, stream and step of the prompts. Those that sample (trainers) set it; workers that generate
+draw `Request.noise_key` from it, and workers that score seed rewards with it and name the step by it."""
+
 
 def copy_structure(value: Any) -> Any:
     """Copy dicts, lists, tuples and sets at any depth; their other contents (arrays, objects) are shared."""

@@ -49,25 +49,24 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """A request for `group_size` responses to one prompt.
-
-    `noise_key` (seed, step, prompt), the index in the group and the token's position determine the noise of each token.
-    `resume_offset` is the number of tokens of a continued response that were made before: positions are counted from
-    its first token. `first_index` is the index of the first response in the group. A `request_id` may be used again
-    when all its completions are finished. `keep`: keep the keys and values of finished responses for a request whose
-    prompt begins with their tokens; `total_tokens`: the number of tokens that it may have with those of such requests,
-    for which there is room at once.
-    """
+    """A request for several responses to one prompt."""
 
     request_id: int
+    """May be used again when all its completions are finished."""
     prompt_ids: Sequence[int]
     sampling: SamplingParams
     group_size: int = 1
+    """Number of responses."""
     noise_key: tuple[int, ...] = (0,)
+    """Seed, step and prompt: with the index in the group and the token's position they determine a token's noise."""
     resume_offset: int = 0
+    """Number of tokens of a continued response that were made before: positions are counted from its first token."""
     first_index: int = 0
+    """Index of the first response in the group."""
     keep: bool = False
+    """Keep the keys and values of finished responses for a request whose prompt begins with their tokens."""
     total_tokens: int = 0
+    """Number of tokens that it may have with those of such requests, for which there is room at once."""
 
 
 @dataclass

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hybridflow.models import AttentionPlan, Forward
+from hybridflow.models.attention import AttentionPlan
 from hybridflow.models.continued_prefill import ContinuedPlan
+from hybridflow.models.forward import Forward
 from hybridflow.models.kv_cache import DecodePlan, KeysValues, KVCache, PrefillPlan
 from hybridflow.rollout.base import Completion, FinishReason, Request, SamplingParams
 from hybridflow.rollout.kept_sequences import KeptSequence, KeptSequences
 from hybridflow.rollout.parked_rows import ParkedRow, ParkedRows, in_places
-from hybridflow.rollout.requests import longest_of, not_finite
+from hybridflow.rollout.requests import StopStrings, longest_of, not_finite
 from hybridflow.rollout.sampling import sample_tokens
-from hybridflow.rollout.stop_strings import StopStrings
-from hybridflow.runtime import uniform
+from hybridflow.runtime.random_streams import uniform
 
 COMPACT_BELOW = 0.9
 """Finished rows are removed when the share of running rows falls below this value."""

@@ -7,15 +7,14 @@ from dataclasses import replace
 import torch
 
 from hybridflow.errors import RolloutConfigError
-from hybridflow.models import Forward
+from hybridflow.models.forward import Forward
 from hybridflow.models.kv_cache import PrefillPlan
 from hybridflow.models.paged_kv_cache import PAGE_SIZE, PagedKVCache
 from hybridflow.rollout.base import Completion, Request, SamplingParams
 from hybridflow.rollout.decoding_batch import DecodingBatch
 from hybridflow.rollout.kept_sequences import KeptSequence, KeptSequences
 from hybridflow.rollout.parked_rows import ParkedRow
-from hybridflow.rollout.requests import longest_of
-from hybridflow.rollout.stop_strings import StopStrings
+from hybridflow.rollout.requests import StopStrings, longest_of
 
 Rows = tuple[int, int]
 """A number of rows, and the tokens that each has room for."""

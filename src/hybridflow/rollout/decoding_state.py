@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hybridflow.models import Forward
+from hybridflow.models.forward import Forward
 from hybridflow.models.kernels.triton_support import generation_kernels
 from hybridflow.models.paged_kv_cache import PagedDecodePlan, PagedKVCache
 from hybridflow.rollout.sampling import RowRules, SamplingKinds, sample_rows

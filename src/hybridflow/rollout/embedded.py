@@ -14,18 +14,20 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybridflow.errors import RolloutConfigError, RolloutError
-from hybridflow.models import forward_of, placeholder
+from hybridflow.models.fused_forward import forward_of
 from hybridflow.models.kv_cache import PrefillPlan
+from hybridflow.models.sharded_loading import placeholder
 from hybridflow.rollout.base import Completion, Request, SleepingPart
 from hybridflow.rollout.decoding_batches import DecodingBatches
 from hybridflow.rollout.kept_sequences import KeptSequences
 from hybridflow.rollout.loading import Loading, require_announced
 from hybridflow.rollout.paged_decoding import PagedDecoding
-from hybridflow.rollout.requests import require_servable
-from hybridflow.rollout.stop_strings import Decoder, StopStrings
-from hybridflow.runtime import free_cached_memory, is_out_of_memory, naming_out_of_memory, note_progress
+from hybridflow.rollout.requests import StopStrings, TokenDecoder, require_servable
 from hybridflow.runtime.boxes import Box
+from hybridflow.runtime.device import free_cached_memory
 from hybridflow.runtime.fault_points import fault_point
+from hybridflow.runtime.memory import is_out_of_memory, naming_out_of_memory
+from hybridflow.runtime.progress import note_progress
 
 
 class Decoding(Protocol):
@@ -88,7 +90,7 @@ class EmbeddedRollout:
         max_running_sequences: int = 1024,
         pack_weights: bool = True,
         shares_model: bool = True,
-        tokenizer: Decoder | None = None,
+        tokenizer: TokenDecoder | None = None,
         kv_cache_bytes: int = 0,
         memory_share: float = 0.5,
         paged: bool | None = None,

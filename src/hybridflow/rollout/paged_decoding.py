@@ -13,8 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 from hybridflow.errors import RolloutConfigError
-from hybridflow.models import Forward
 from hybridflow.models.continued_prefill import PagedContinuedPlan
+from hybridflow.models.forward import Forward
 from hybridflow.models.kernels.triton_support import generation_kernels
 from hybridflow.models.kv_cache import PrefillPlan
 from hybridflow.models.paged_kv_cache import PAGE_SIZE, PagedKVCache, PagedPrefillPlan, PageTable, pages_of
@@ -23,12 +23,12 @@ from hybridflow.rollout.base import Completion, Request
 from hybridflow.rollout.decoding_batch import split_by_tokens
 from hybridflow.rollout.decoding_state import NO_TOKEN, DecodingState, StepShape, decode_step
 from hybridflow.rollout.kept_sequences import KeptSequences
-from hybridflow.rollout.requests import not_finite
+from hybridflow.rollout.requests import StopStrings, not_finite
 from hybridflow.rollout.running_row import RunningRow, final_length, first_pages, most_pages, shared_pages
 from hybridflow.rollout.sampling import SamplingKinds
 from hybridflow.rollout.step_graphs import StepGraphs
-from hybridflow.rollout.stop_strings import StopStrings
-from hybridflow.runtime import free_device_memory, uniform_state
+from hybridflow.runtime.device import free_device_memory
+from hybridflow.runtime.random_streams import uniform_state
 
 READ_EVERY = 8
 """Steps between two reads of the device; a row that stops stays in the steps until then, and emits nothing."""

@@ -1,8 +1,11 @@
-"""The check that an engine can serve a request before it is queued, and the error of logits that are not finite."""
+"""What all engines check of requests: that they can be served, and whether a response ends with a stop string."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from hybridflow.errors import AlgorithmError, RolloutConfigError, RolloutError
 from hybridflow.rollout.base import Request
-from hybridflow.runtime import derive_seed
+from hybridflow.runtime.random_streams import derive_seed
 
 
 def require_servable(request: Request, *, max_running_sequences: int, max_len: int | None, vocabulary: int) -> None:
@@ -47,3 +50,40 @@ def not_finite(request_id: int) -> RolloutError:
 def longest_of(request: Request) -> int:
     """Return the number of tokens for which a sequence of a request gets room: prompt and response, or more."""
     return max(len(request.prompt_ids) + request.sampling.max_new_tokens, request.total_tokens)
+
+
+MARGIN = 8
+"""Tokens decoded before a possible stop string: a character may be split over several tokens."""
+
+
+class TokenDecoder(Protocol):
+    """The part of a tokenizer that stop strings need."""
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> Any:
+        """Return the text of token ids."""
+        ...
+
+
+class StopStrings:
+    """The test for stop strings of requests, with the text of tokens by `tokenizer`."""
+
+    def __init__(self, tokenizer: TokenDecoder | None) -> None:
+        self._tokenizer = tokenizer
+
+    def require_served(self, request: Request) -> None:
+        """Raise RolloutError for a request with stop strings if there is no tokenizer."""
+        stops = request.sampling.stop_strings
+        if stops and self._tokenizer is None:
+            raise RolloutError(
+                f"request {request.request_id} has stop_strings={stops!r}, but the engine was built without a "
+                "tokenizer; give it one, or use stop_token_ids."
+            )
+
+    def end(self, token_ids: Sequence[int], stop_strings: Sequence[str]) -> bool:
+        """Return whether the last tokens contain a stop string."""
+        if not stop_strings or self._tokenizer is None:
+            return False
+        longest = max(len(text.encode()) for text in stop_strings)  # a token has at least one byte
+        tail = list(token_ids[-(longest + MARGIN) :])
+        text = self._tokenizer.decode(tail, skip_special_tokens=False)  # a stop string may be a special token
+        return any(stop in text for stop in stop_strings)

@@ -32,13 +32,13 @@ def generate(engine: RolloutEngine, requests: Sequence[Request]) -> list[Complet
 
 
 @dataclass
-class _Batch:
+class _RunningBatch:
     remaining: int  # groups that were not returned yet
     finished: list[Group] = field(default_factory=list)  # of these, in order
 
 
 @dataclass
-class _Running:
+class _RunningGroup:
     batch: Hashable
     index: int
     group_size: int
@@ -53,8 +53,8 @@ class RunningGroups:
 
     def __init__(self, engine: RolloutEngine, between_steps: Callable[[], None] = lambda: None) -> None:
         self._engine, self._between_steps = engine, between_steps
-        self._batches: dict[Hashable, _Batch] = {}
-        self._running: dict[int, _Running] = {}  # by the id of the request
+        self._batches: dict[Hashable, _RunningBatch] = {}
+        self._running: dict[int, _RunningGroup] = {}  # by the id of the request
 
     def __bool__(self) -> bool:
         """Return whether a batch has groups that were not returned yet."""
@@ -77,12 +77,12 @@ class RunningGroups:
                 request = requests[index]
                 self._engine.submit(request)
                 submitted.append(request.request_id)
-                self._running[request.request_id] = _Running(batch, index, request.group_size)
+                self._running[request.request_id] = _RunningGroup(batch, index, request.group_size)
         except BaseException:
             self._abort(submitted)
             raise
         if requests:
-            self._batches[batch] = _Batch(len(requests))
+            self._batches[batch] = _RunningBatch(len(requests))
 
     def abandon(self) -> None:
         """Abort the requests of all batches, and forget them."""
@@ -94,10 +94,15 @@ class RunningGroups:
 
         Raises RolloutError if fewer are left, and the errors of the engine; after these no batch is left.
         """
-        held = self._batches.get(batch, _Batch(0))
+        held = self._batches.get(batch, _RunningBatch(0))
         if held.remaining < count:
             raise RolloutError(f"batch {batch!r} has {held.remaining} groups left, fewer than {count}.")
-        self._step_until(lambda: len(held.finished) >= count)
+        try:
+            while len(held.finished) < count:
+                self.step()
+        except BaseException:
+            self.abandon()
+            raise
         taken, held.finished = held.finished[:count], held.finished[count:]
         held.remaining -= count
         if not held.remaining:
@@ -113,14 +118,6 @@ class RunningGroups:
         self._engine.step()
         self._take_finished()
         self._between_steps()
-
-    def _step_until(self, is_enough: Callable[[], bool]) -> None:
-        try:
-            while not is_enough():
-                self.step()
-        except BaseException:
-            self.abandon()
-            raise
 
     def _take_finished(self) -> None:
         """Take what the engine has finished, also what a load of weights or its probe has; ignore aborted requests."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from hybridflow.models.paged_kv_cache import PAGE_SIZE, pages_of
 from hybridflow.rollout.base import Completion, FinishReason, Request
-from hybridflow.rollout.stop_strings import StopStrings
+from hybridflow.rollout.requests import StopStrings
 
 
 @dataclass

@@ -1,6 +1,9 @@
-"""The device that a process computes on."""
+"""The device that a process computes on, and the compilation of its graphs by torch.compile."""
 
+import importlib.util
 import os
+import shutil
+import sys
 from typing import TYPE_CHECKING, Literal
 
 from hybridflow.errors import ConfigError, ModelConfigError
@@ -103,3 +106,22 @@ def gpu_has_bfloat16() -> bool | None:
 def preferred_dtype() -> Literal["bfloat16", "float32"]:
     """Return the fastest compute dtype of this process's device: bfloat16 on a GPU that has it, otherwise float32."""
     return "bfloat16" if gpu_has_bfloat16() else "float32"
+
+
+_counted = 0
+
+
+def can_compile_for_gpu() -> bool:
+    """Return whether torch.compile works for a GPU here: it needs Triton, and a C compiler for its launchers."""
+    compilers = (os.environ.get("CC"), "gcc", "clang", "cc")
+    has_compiler = any(shutil.which(compiler) for compiler in compilers if compiler)
+    return has_compiler and importlib.util.find_spec("triton") is not None
+
+
+def take_compilations() -> int:
+    """Return the number of graphs that torch.compile has compiled in this process since the last call."""
+    global _counted
+    tracer = sys.modules.get("torch._dynamo.utils")  # importing it takes longer than torch itself
+    total = tracer.counters["stats"]["unique_graphs"] if tracer else 0
+    taken, _counted = total - min(_counted, total), total  # a reset of the counters starts again from 0
+    return taken

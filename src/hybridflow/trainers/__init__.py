@@ -1,6 +1,6 @@
 """Trainers: the training loops, their stages, and the functions that build them from a configuration."""
 
-from hybridflow.runtime import paused_collector
+from hybridflow.runtime.allocator import paused_collector
 
 with paused_collector():
     from hybridflow.trainers.build import build_trainer

@@ -7,9 +7,9 @@ import numpy as np
 from hybridflow.algorithms import balanced_partition, imbalance, proportional_partition
 from hybridflow.config import Config
 from hybridflow.controller import WorkerGroup
-from hybridflow.controller.part_sizes import PART_SIZES
+from hybridflow.controller.part_sizes import BALANCED_PART_SIZES
 from hybridflow.protocol import DataProtoFuture
-from hybridflow.trainers.reading import Batch, read, row_lengths
+from hybridflow.trainers.read_columns import Batch, read, row_lengths
 from hybridflow.trainers.stages import mini_batch_rows
 
 CostsOf = Callable[[Sequence[int]], Sequence[float]]
@@ -39,7 +39,7 @@ def balanced(
     batch = batch.select_rows(order)
     if shares and all(sizes):  # otherwise there are fewer rows than parts, and the batch is padded
         names = [other.name for other in groups if other.shares.of_ranks is shares]
-        batch = batch.with_meta_info({PART_SIZES: dict.fromkeys(names, sizes)})
+        batch = batch.with_meta_info({BALANCED_PART_SIZES: dict.fromkeys(names, sizes)})
     return batch, np.argsort(order), metrics
 
 
@@ -62,7 +62,7 @@ def balanced_order(
     costs = np.array(costs_of(row_lengths(batch).tolist()), dtype=float)
     groups, row_of = columns["group_ids"].tolist(), {int(id_): row for row, id_ in enumerate(columns["row_ids"])}
     parts: list[list[list[int]]] = [[] for _ in range(num_parts)]  # of units: rows, or groups of rows
-    for members in mini_batches:
+    for members in mini_batches:  # each is divided over all parts: ranks wait for each other after every one
         units: dict[int, list[int]] = {}
         for row in sorted(row_of[id_] for id_ in members):
             units.setdefault(groups[row] if keep_groups else row, []).append(row)
@@ -76,12 +76,13 @@ def balanced_order(
     if shares is None:
         parts.sort(key=_num_rows, reverse=True)  # dispatch gives the first ranks one unit more
     if sum(map(len, parts)) >= num_parts:
-        for empty in (part for part in parts if not part):  # the part of a very slow rank
+        for empty in (part for part in parts if not part):  # of a very slow rank, which must be measured again
             empty.append(max(parts, key=len).pop())
     flat = [[row for unit in part for row in unit] for part in parts]
     sizes = [len(part) for part in flat]
     order = np.array([row for part in flat for row in part], dtype=np.int64)
     own_rows = [np.array([row_of[id_] for id_ in members]) for members in mini_batches]
+    # What each rank would have without an order, and what it has: consecutive slices of the batch.
     before, after = (np.split(rows, np.cumsum(sizes)[:-1]) for rows in (np.arange(len(order)), order))
     return (
         order,

@@ -6,9 +6,9 @@ from hybridflow.config import Config
 from hybridflow.controller import ClassWithInitArgs, Role
 from hybridflow.data import RLHFDataset
 from hybridflow.errors import ConfigError
-from hybridflow.models import decoder_shape
+from hybridflow.models.model_sizes import decoder_shape
 from hybridflow.trainers.build_generation import build_group_validator, open_prompts
-from hybridflow.trainers.build_run import Program, RunParts, build_run
+from hybridflow.trainers.build_run import TrainingKind, build_run
 from hybridflow.trainers.ppo_trainer import PPOTrainer
 from hybridflow.trainers.preconditions import (
     require_positions,
@@ -21,7 +21,8 @@ from hybridflow.trainers.preconditions import (
 )
 from hybridflow.trainers.program import run_on_placeholders
 from hybridflow.trainers.role_classes import role_classes
-from hybridflow.trainers.speed import Learner
+from hybridflow.trainers.run_trainer import RunParts
+from hybridflow.trainers.speed import LearnerWork
 from hybridflow.trainers.stages import updates_per_step
 from hybridflow.trainers.start_report import report_start
 
@@ -46,20 +47,9 @@ def build_trainer(config: Config) -> PPOTrainer:
         if parts.validation:
             rollout = groups.get(Role.Rollout, groups[Role.ActorRollout])
             validator = build_group_validator(config, parts.validation, rollout, groups[Role.Reward])
-        return PPOTrainer(
-            parts.config,
-            groups,
-            loader=parts.loader,
-            total_steps=parts.total_steps,
-            run=parts.run,
-            validator=validator,
-            speedometer=parts.speedometer,
-            backend=parts.backend,
-            token_budgets=parts.token_budgets,
-            pool_sizes=parts.pool_sizes,
-        )
+        return PPOTrainer(parts, validator)
 
-    program = Program(
+    program = TrainingKind(
         kind="train",
         open_dataset=prompts,
         batch_key="data.train_batch_size",
@@ -86,9 +76,9 @@ def _classes(config: Config, total_steps: int) -> Mapping[Role, ClassWithInitArg
     return classes
 
 
-def _learners(config: Config) -> dict[str, Learner]:
-    learners = {"actor": Learner(config.actor.epochs, decoder_shape(config.model.path))}
+def _learners(config: Config) -> dict[str, LearnerWork]:
+    learners = {"actor": LearnerWork(config.actor.epochs, decoder_shape(config.model.path))}
     if config.uses_critic:
         critic_shape = decoder_shape(config.critic.model_path or config.model.path, has_lm_head=False)
-        learners["critic"] = Learner(config.critic.epochs, critic_shape)
+        learners["critic"] = LearnerWork(config.critic.epochs, critic_shape)
     return learners

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from hybridflow.checkpoint import Checkpoint
 from hybridflow.checkpoint.model_fingerprint import require_same_base
-from hybridflow.checkpoint.weights import stored_weights
+from hybridflow.checkpoint.store import stored_weights
 from hybridflow.config import Config, EnvironmentConfig, ParallelConfig
 from hybridflow.controller import Backend, ClassWithInitArgs, Role, WorkerGroup
 from hybridflow.data import RLHFDataset, load_tokenizer

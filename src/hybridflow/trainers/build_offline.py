@@ -9,13 +9,13 @@ from hybridflow.data import PreferenceDataset, SFTDataset, load_tokenizer, stop_
 from hybridflow.data.row_forms import RowForm
 from hybridflow.environments import EpisodeEncoder
 from hybridflow.errors import ConfigError
-from hybridflow.models import decoder_shape
-from hybridflow.trainers.build_run import OpenDataset, Program, RunParts, build_run
+from hybridflow.models.model_sizes import decoder_shape
+from hybridflow.trainers.build_run import OpenDataset, TrainingKind, build_run
 from hybridflow.trainers.objectives import DPO, SFT, Objective, RewardModeling
 from hybridflow.trainers.offline import OfflineTrainer
 from hybridflow.trainers.preconditions import require_room, settle_dtype, with_required_files
 from hybridflow.trainers.run_identity import Kind
-from hybridflow.trainers.speed import Learner
+from hybridflow.trainers.speed import LearnerWork
 from hybridflow.workers import OfflinePolicyWorker, PreferenceModelWorker, ReferenceWorker
 
 Examples = SFTDataset | PreferenceDataset
@@ -108,31 +108,15 @@ def _build(
         of_roles = {Role.Actor: ClassWithInitArgs(learner, config=config, total_updates=total_steps)}
         return of_roles if reference is None else {**of_roles, Role.RefPolicy: reference}
 
-    def trainer(parts: RunParts[Examples]) -> OfflineTrainer:
-        return OfflineTrainer(
-            parts.config,
-            objective=objective(parts.groups),
-            learner=parts.groups[Role.Actor],
-            loader=parts.loader,
-            total_steps=parts.total_steps,
-            run=parts.run,
-            validation=parts.validation,
-            speedometer=parts.speedometer,
-            backend=parts.backend,
-            groups=parts.groups,
-            token_budgets=parts.token_budgets,
-            pool_sizes=parts.pool_sizes,
-        )
-
     shape = decoder_shape(config.model.path, has_lm_head=kind != "reward-model")
-    learners = {kind.replace("-", "_"): Learner(1, shape)}
-    program = Program(
+    learners = {kind.replace("-", "_"): LearnerWork(1, shape)}
+    program = TrainingKind(
         kind=kind,
         open_dataset=examples,
         batch_key="offline.batch_size",
         batch_size=config.offline.batch_size,
         classes=classes,
         learners=learners,
-        trainer=trainer,
+        trainer=lambda parts: OfflineTrainer(parts, objective(parts.groups)),
     )
     return build_run(config, program)

@@ -1,32 +1,29 @@
-"""Builds any training run in steps: checks, data, run directory, workers, trainer."""
+"""Builds any training run in steps: checks, data, run directory, workers (again if one dies meanwhile), trainer."""
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from hybridflow.config import Config
-from hybridflow.controller import Backend, ClassWithInitArgs, Role, WorkerGroup
+from hybridflow.controller import ClassWithInitArgs, Role
 from hybridflow.data import BatchLoader
 from hybridflow.data.loader import Dataset
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, LostWorkerError
 from hybridflow.models.kernels import use_kernels
-from hybridflow.runtime import (
-    bound_shape_caches,
-    keep_freed_memory,
-    relax_garbage_collector,
-    seed_random_state,
-    set_deterministic,
-    set_num_threads,
-    use_full_float32,
-)
+from hybridflow.runtime.allocator import bound_shape_caches, keep_freed_memory, relax_garbage_collector
+from hybridflow.runtime.observe import get_logger
+from hybridflow.runtime.random_state import seed_random_state
+from hybridflow.runtime.threads import set_deterministic, set_num_threads, use_full_float32
+from hybridflow.trainers.failures import Tries
 from hybridflow.trainers.groups import build_backend, build_groups, closing_on_error
-from hybridflow.trainers.pool_sizes import PoolSizes, pool_sizes_of
+from hybridflow.trainers.pool_sizes import pool_sizes_of
 from hybridflow.trainers.preconditions import require_one_rank, require_profile_steps, require_snapshot_dir
 from hybridflow.trainers.run_directory import RunDirectory, require_unused
 from hybridflow.trainers.run_identity import Kind
-from hybridflow.trainers.speed import Learner, Speedometer, measured_speedometer
-from hybridflow.trainers.starting import start_with_tries
+from hybridflow.trainers.run_trainer import D, RunParts
+from hybridflow.trainers.speed import LearnerWork, measured_speedometer
 from hybridflow.trainers.token_budgets import TokenBudgets
 
 
@@ -40,7 +37,6 @@ def data_facts(**datasets: Dataset | None) -> dict[str, Any]:
     }
 
 
-D = TypeVar("D", bound=Dataset)
 T = TypeVar("T")
 
 OpenDataset = Callable[[tuple[str, ...], int, str], D]
@@ -48,23 +44,7 @@ OpenDataset = Callable[[tuple[str, ...], int, str], D]
 
 
 @dataclass(frozen=True)
-class RunParts(Generic[D]):
-    """Parts of a trainer. `config`: with the pools that fit the cluster, if their sizes may change."""
-
-    config: Config
-    groups: Mapping[Role, WorkerGroup]
-    loader: BatchLoader
-    validation: D | None
-    total_steps: int
-    run: RunDirectory
-    speedometer: Speedometer
-    backend: Backend
-    token_budgets: TokenBudgets
-    pool_sizes: PoolSizes | None = None
-
-
-@dataclass(frozen=True)
-class Program(Generic[D, T]):
+class TrainingKind(Generic[D, T]):
     """The differences between the kinds of training.
 
     `batch_key` is the configuration key of `batch_size`. `classes(total_steps)` returns the worker class of each role.
@@ -75,11 +55,11 @@ class Program(Generic[D, T]):
     batch_key: str
     batch_size: int
     classes: Callable[[int], Mapping[Role, ClassWithInitArgs]]
-    learners: Mapping[str, Learner]
+    learners: Mapping[str, LearnerWork]
     trainer: Callable[[RunParts[D]], T]
 
 
-def build_run(config: Config, program: Program[D, T]) -> T:
+def build_run(config: Config, program: TrainingKind[D, T]) -> T:
     """Build the trainer of a run, cheap checks first. Seeds the process; writes no file yet.
 
     Raises ConfigError, DataError, ModelError or CheckpointError.
@@ -131,3 +111,28 @@ def prepare_driver_process(config: Config) -> None:
     use_full_float32()
     set_deterministic(config.trainer.deterministic)
     seed_random_state(config.trainer.seed)
+
+
+logger = get_logger(__name__)
+
+
+def start_with_tries(config: Config, start: Callable[[], T], facts: dict[str, Any]) -> T:
+    """Return the result of `start()`, which starts a cluster and workers and stops them if it raises.
+
+    On Ray it is called again after the loss of a worker or of the cluster, at most `recovery.max_restarts` times.
+    `facts["failed_starts"]` lists the errors.
+    """
+    recovery = config.recovery
+    tries = Tries(recovery.max_restarts if config.controller.backend == "ray" else 0, recovery.backoff_s)
+    while True:
+        try:
+            return start()
+        except LostWorkerError as error:
+            if tries.is_exhausted():
+                raise
+            pause_s = tries.next_pause_s(0)
+            logger.warning("%s", error)
+            logger.warning("starting the workers again, try %d of %d", tries.count, recovery.max_restarts)
+            facts.setdefault("failed_starts", []).append(str(error).partition("\n")[0])
+        time.sleep(pause_s)
+        seed_random_state(config.trainer.seed)

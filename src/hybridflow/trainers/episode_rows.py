@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from hybridflow.protocol import DataProtoFuture
-from hybridflow.trainers.reading import Batch, read
+from hybridflow.trainers.read_columns import Batch, read
 
 
 class EpisodeRows:

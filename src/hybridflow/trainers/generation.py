@@ -13,6 +13,7 @@ from hybridflow.data.parquet_rows import Row, read_rows
 from hybridflow.data.tokenizer import load_tokenizer, pad_token_id
 from hybridflow.errors import DataConfigError, DataError
 from hybridflow.protocol import DataProto
+from hybridflow.protocol.meta_info import NOISE_KEY
 from hybridflow.runtime.observe import get_logger
 from hybridflow.trainers.groups import BackendOwner
 from hybridflow.trainers.preconditions import positions_of
@@ -143,7 +144,7 @@ class TextGenerator(BackendOwner):
         return self.rollout.generate_validation_sequences(
             DataProto.from_dict(
                 {"prompts": ids, "prompt_mask": mask.bool(), "group_ids": group_ids},
-                meta_info={"noise_key": [self.config.trainer.seed, VALIDATION_STREAM, 0]},
+                meta_info={NOISE_KEY: [self.config.trainer.seed, VALIDATION_STREAM, 0]},
             )
         )
 

@@ -16,12 +16,13 @@ from hybridflow.controller import (
     spawn_colocated,
 )
 from hybridflow.controller.mesh import ROLLOUT_MESH
-from hybridflow.rollout.weight_sync import RECEIVING, SENDING
+from hybridflow.rollout.weight_sync.receiver import RECEIVING
+from hybridflow.rollout.weight_sync.sender import SENDING
 from hybridflow.runtime.observe import TraceEvent, get_logger, stage_seconds, transfer_metrics
 
 logger = get_logger(__name__)
 
-STAGES = {
+STAGE_OF_WORKER_METHOD = {
     "generate_sequences": "gen",
     "begin_sequences": "gen",
     "next_sequences": "gen",
@@ -40,7 +41,7 @@ STAGES = {
     "generate_validation_sequences": "validation_gen",
     "score_validation": "validation_reward",
 }
-"""Stage in `timing_s/<stage>` by method; the stage of any other method is its name."""
+"""Stage in the metrics `timing_s/<stage>` by registered method of `workers`; that of any other method is its name."""
 
 MOST_NAMED = 8
 """Workers that the log of the start names."""
@@ -90,7 +91,7 @@ class BackendOwner:
         """Return times and transfers since the last call; append the trace events to `events`, for the log."""
         events = self.backend.trace.take() if self.backend else []
         self.events = [*self.events, *events]
-        return {**stage_seconds(events, STAGES), **transfer_metrics(events)}
+        return {**stage_seconds(events, STAGE_OF_WORKER_METHOD), **transfer_metrics(events)}
 
     def take_events(self) -> list[TraceEvent]:
         """Return the trace events since the last call and forget them."""

@@ -6,20 +6,12 @@ from typing import Any, Literal
 from hybridflow.config import Config
 from hybridflow.controller import Role
 from hybridflow.errors import ConfigError
-from hybridflow.models import (
-    MemoryLayout,
-    ModelSizes,
-    RankMemory,
-    forward_memory,
-    generation_memory,
-    max_logits_on,
-    model_sizes,
-    require_tensor_parallel,
-    training_memory,
-)
-from hybridflow.models.forward import max_logits_of
+from hybridflow.models.forward import max_logits_of, max_logits_on
 from hybridflow.models.loading import model_config
-from hybridflow.runtime import own_device
+from hybridflow.models.memory import MemoryLayout, RankMemory, forward_memory, generation_memory, training_memory
+from hybridflow.models.model_sizes import ModelSizes, model_sizes
+from hybridflow.models.tensor_parallel import require_tensor_parallel
+from hybridflow.runtime.device import own_device
 from hybridflow.runtime.observe import get_logger
 from hybridflow.trainers.groups import meshes_of, pool_of, pools_of, traits_of
 from hybridflow.trainers.preconditions import require_model_directory

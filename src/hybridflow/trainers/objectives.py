@@ -17,7 +17,7 @@ from hybridflow.config import Config
 from hybridflow.controller import WorkerGroup
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.runtime.observe import DPO_FIGURES, REWARD_MODEL_FIGURES, SFT_FIGURES, reduce_lists
-from hybridflow.trainers.reading import Batch, read
+from hybridflow.trainers.read_columns import Batch, read
 from hybridflow.trainers.stages import with_row_ids
 
 

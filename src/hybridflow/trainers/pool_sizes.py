@@ -102,7 +102,10 @@ class PoolSizes:
         if processes != before:
             logger.warning(
                 "pool %s: %d of %d processes (%s on its nodes) from now on",
-                *(name, sum(processes), sum(wanted), ", ".join(map(str, processes))),
+                name,
+                sum(processes),
+                sum(wanted),
+                ", ".join(map(str, processes)),
             )
 
 

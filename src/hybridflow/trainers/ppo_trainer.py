@@ -3,30 +3,24 @@
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
-from hybridflow.checkpoint import Checkpoint, CheckpointStore
+from hybridflow.checkpoint import Checkpoint
 from hybridflow.config import Config
-from hybridflow.controller import Backend, Role, WorkerGroup
-from hybridflow.data import BatchLoader
-from hybridflow.models import decoder_shape, sequence_costs
+from hybridflow.controller import Role, WorkerGroup
+from hybridflow.data import RLHFDataset
+from hybridflow.models.model_sizes import decoder_shape, sequence_costs
 from hybridflow.rollout.weight_sync.conductor import WeightSync, weight_sync_of
-from hybridflow.runtime.observe import RL_FIGURES, idle_shares, performance_report, timed
-from hybridflow.trainers.groups import BackendOwner, processes_of
-from hybridflow.trainers.pool_sizes import PoolSizes
+from hybridflow.runtime.observe import RL_FIGURES, idle_shares, timed
+from hybridflow.trainers.groups import processes_of
 from hybridflow.trainers.ppo import PPO
-from hybridflow.trainers.rank_speeds import SlowRankWatch, measured_shares, part_metrics, watch_slow_ranks
-from hybridflow.trainers.recovery import build_recovery
+from hybridflow.trainers.rank_speeds import part_metrics
 from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, staleness_metrics
-from hybridflow.trainers.run_directory import RunDirectory
+from hybridflow.trainers.run_trainer import RunParts, RunTrainer
 from hybridflow.trainers.samples import Samples, samples_of
 from hybridflow.trainers.sampling.ahead import Ahead, describe_pending, save_pending, wait_for
-from hybridflow.trainers.sampling.in_flight import ScheduleLog
+from hybridflow.trainers.sampling.in_flight import EngineScheduleLog
 from hybridflow.trainers.sampling.sampling import Sampling
-from hybridflow.trainers.speed import Speedometer
 from hybridflow.trainers.stages import updates_per_step
-from hybridflow.trainers.token_budgets import TokenBudgets
-from hybridflow.trainers.training_loop import fit
 from hybridflow.trainers.training_state import TrainingSaver, restore_training
 from hybridflow.trainers.validation import Validator
 
@@ -41,57 +35,29 @@ def connections(
     return sample, weight_sync_of(config, actor, groups.get(Role.Rollout))
 
 
-class PPOTrainer(PPO, BackendOwner):
+class PPOTrainer(PPO, RunTrainer):
     """A run of `PPO.step` on batches of prompts. Build it with `build_trainer`."""
 
-    slow_ranks: SlowRankWatch | None = None
-
-    def __init__(
-        self,
-        config: Config,
-        groups: Mapping[Role, WorkerGroup],
-        *,
-        loader: BatchLoader,
-        total_steps: int,
-        run: RunDirectory,
-        speedometer: Speedometer,
-        validator: Validator | None = None,
-        backend: Backend | None = None,
-        token_budgets: TokenBudgets | None = None,
-        pool_sizes: PoolSizes | None = None,
-    ) -> None:
-        self.loader, self.total_steps, self.run = loader, total_steps, run
+    def __init__(self, parts: RunParts[RLHFDataset], validator: Validator | None = None) -> None:
+        config, groups = parts.config, parts.groups
         self.rollout, self.rewards = groups.get(Role.Rollout, groups[Role.ActorRollout]), groups[Role.Reward]
         costs_of = partial(sequence_costs, decoder_shape(config.model.path))
-        sample, self.weight_sync = connections(config, groups, total_steps)
-        super().__init__(config, groups, sample=sample, sync_weights=self.weight_sync, costs_of=costs_of)
-        self.write_schedule = ScheduleLog(config, run, self.rollout)
-        self.backend = backend
-        self.figures = RL_FIGURES
-        self.validator, self.speedometer = validator, speedometer
-        self.rank_speeds = measured_shares(config, groups)
-        self.stateful_groups = [self.actor, *([self.critic] if self.critic else []), self.rewards]
-        self.saver = self.new_saver(run.store, in_background=config.trainer.save_in_background)
-        if run.checkpoint:
-            self.restore(run.checkpoint)
-        if backend and token_budgets:
-            self.recovery = build_recovery(self, groups, backend, token_budgets, pool_sizes)
-            self.slow_ranks = watch_slow_ranks(self, groups, backend)
+        sample, self.weight_sync = connections(config, groups, parts.total_steps)
+        PPO.__init__(self, config, groups, sample=sample, sync_weights=self.weight_sync, costs_of=costs_of)
+        self.write_schedule = EngineScheduleLog(config, parts.run, self.rollout)
+        self.figures, self.validator = RL_FIGURES, validator
+        RunTrainer.__init__(self, parts, [self.actor, *([self.critic] if self.critic else []), self.rewards])
 
     def start_over(self) -> None:
         """Forget all steps and what they have begun on the groups, whose own state is kept."""
         sample, self.weight_sync = connections(self.config, self.groups, self.total_steps)
         self.begin(sample, self.weight_sync)
-        self.write_schedule = ScheduleLog(self.config, self.run, self.rollout)
+        self.write_schedule = EngineScheduleLog(self.config, self.run, self.rollout)
 
     @property
     def ahead(self) -> Ahead | None:
         """The batches that are sampled ahead; None without trainer.lag."""
         return self.sample if isinstance(self.sample, Ahead) else None
-
-    def new_saver(self, store: CheckpointStore, *, in_background: bool) -> TrainingSaver:
-        """Return a saver of the training state into a store."""
-        return TrainingSaver(store, self.run.identity, self.stateful_groups, self.loader, in_background=in_background)
 
     def restore(self, checkpoint: Checkpoint, *, verify: bool = False) -> None:
         """Continue from a checkpoint or a snapshot; with `verify`, compare the state of the workers with it."""
@@ -103,10 +69,6 @@ class PPOTrainer(PPO, BackendOwner):
             self.ahead.restore(checkpoint, state.get("pending", []))
         if self.config.rollout.replay:
             self.rollout.resume_schedule(self.global_step)
-
-    def fit(self, stop_after: int | None = None) -> None:
-        """Train to the last step, or to step `stop_after`; see `training_loop.fit`."""
-        fit(self, stop_after)
 
     def train_step(self) -> Samples:
         """Make one `step` on the next batch and fill `metrics`; return samples to log."""
@@ -129,10 +91,6 @@ class PPOTrainer(PPO, BackendOwner):
             self.metrics |= idle_shares(self.events, self.backend.running(), processes, start, end)
         self.metrics |= self.speedometer.read(self.metrics, lengths_of(batch))
         return samples_of(batch, self.config, self.global_step)
-
-    def get_performance_report(self) -> dict[str, Any]:
-        """Return the transfers of the completed steps, see `performance_report`."""
-        return performance_report(self.run.path)
 
     def validate(self) -> dict[str, float]:
         """Return the metrics `val/...` of the current weights; empty without validation data."""
@@ -160,7 +118,3 @@ class PPOTrainer(PPO, BackendOwner):
             kl_controller=self.kl_controller.state_dict(),
             pending=describe_pending(pending),
         )
-
-    def finish_save(self) -> None:
-        """Wait until a background save is complete."""
-        self.saver.finish()

@@ -13,10 +13,10 @@ from hybridflow.data.tokenizer import require_tokenizer, stop_token_ids
 from hybridflow.environments import check_template
 from hybridflow.environments.rewards.table import require_known
 from hybridflow.errors import ConfigError, DataConfigError, EnvironmentConfigError, ModelConfigError, ModelError
-from hybridflow.models import vocabulary_size
 from hybridflow.models.hub import with_local_files
+from hybridflow.models.loading import vocabulary_size
 from hybridflow.rollout.vllm import require_vllm
-from hybridflow.runtime import gpu_has_bfloat16
+from hybridflow.runtime.device import gpu_has_bfloat16
 from hybridflow.runtime.observe import get_logger
 from hybridflow.runtime.observe.run_files import read_starts
 from hybridflow.trainers.groups import build_backend, closing_on_error

@@ -17,7 +17,7 @@ from hybridflow.config import Config
 from hybridflow.controller import Backend, Role, WorkerGroup
 from hybridflow.controller.part_sizes import SteadyShares
 from hybridflow.runtime.observe import TraceEvent, get_logger
-from hybridflow.trainers.groups import STAGES, groups_of_pools, pool_of, traits_of
+from hybridflow.trainers.groups import STAGE_OF_WORKER_METHOD, groups_of_pools, pool_of, traits_of
 
 if TYPE_CHECKING:
     from hybridflow.controller.ray import RayBackend
@@ -94,7 +94,7 @@ def part_metrics(groups: Mapping[Role, WorkerGroup]) -> dict[str, Any]:
     least: dict[str, float] = {}
     for group in groups.values():
         for method, share in group.shares.least().items():
-            stage = STAGES.get(method, method)
+            stage = STAGE_OF_WORKER_METHOD.get(method, method)
             least[stage] = min(share, least.get(stage, share))
     return {f"parts/{stage}": share for stage, share in least.items()}
 
@@ -196,7 +196,11 @@ class SlowRankWatch:
             logger.warning(
                 "step %d took %.1f s, %.1f times the median; worker %s computes at %.2f of the speed of its peers; it "
                 "is alive, so the run goes on: look at its node",
-                *(step, seconds, times, self._backend.place_of(worker), slow[rank]),
+                step,
+                seconds,
+                times,
+                self._backend.place_of(worker),
+                slow[rank],
             )
         if not slow:
             logger.info("step %d took %.1f s, %.1f times the median; no rank is slow", step, seconds, times)

@@ -23,7 +23,7 @@ from hybridflow.runtime.observe import get_logger, read_jsonl
 from hybridflow.runtime.observe.metrics import is_reproducible
 from hybridflow.trainers.build import build_trainer
 from hybridflow.trainers.ppo_trainer import PPOTrainer
-from hybridflow.trainers.reading import read
+from hybridflow.trainers.read_columns import read
 from hybridflow.trainers.rl_metrics import batch_metrics
 from hybridflow.trainers.run_directory import TOKEN_BUDGETS
 from hybridflow.trainers.sampling.sampled import NextPrompts, Sampled, Sampler
@@ -176,12 +176,13 @@ def _require_step(step: int, run_dir: Path, completed: int, last: int) -> None:
 
 
 def _require_changeable(changes: Sequence[str]) -> None:
+    changeable = ", ".join(f"{name}*" if name.endswith(".") else name for name in CHANGEABLE)
     for change in changes:
         key = change.partition("=")[0].strip()
         if not key.startswith(CHANGEABLE) or key in SAMPLING:
             raise ConfigError(
                 f"{change[:200]!r} cannot be changed in a replay, which learns from the samples of the step; it may "
-                f"change {', '.join(name + '*' * name.endswith('.') for name in CHANGEABLE)}, but not "
+                f"change {changeable}, but not "
                 f"{' and '.join(SAMPLING)}."
             )
 

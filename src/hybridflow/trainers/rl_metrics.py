@@ -8,7 +8,7 @@ import torch
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.runtime.observe import spread
 from hybridflow.trainers.episode_rows import EpisodeRows
-from hybridflow.trainers.reading import Batch, Lengths, read, row_lengths
+from hybridflow.trainers.read_columns import Batch, Lengths, read, row_lengths
 from hybridflow.workers.log_prob_mismatch import KL, LARGEST, MEAN, SHARE
 
 ENDS = ("done", "turns", "tokens", "seconds", "rows", "error")

@@ -15,11 +15,12 @@ from hybridflow.checkpoint import Checkpoint, CheckpointStore
 from hybridflow.config import Config, to_toml
 from hybridflow.errors import CheckpointConfigError, ConfigError, RunInUseError
 from hybridflow.models.hub import with_names
-from hybridflow.runtime import require_plain_file, write_text_atomically
+from hybridflow.runtime.files import require_plain_file, write_text_atomically
 from hybridflow.runtime.observe import JsonlWriter, collect_run_info, get_logger
 from hybridflow.runtime.observe.run_files import METRICS, RECOVERIES, ROLLOUTS, SAMPLES, read_starts
 from hybridflow.runtime.observe.trace import TRACE_FILE
 from hybridflow.trainers.run_identity import Kind, require_same_run, run_identity
+from hybridflow.workers.engine_schedule import SCHEDULE
 
 logger = get_logger(__name__)
 
@@ -29,7 +30,7 @@ TOKEN_BUDGETS = "token_budgets.json"
 DATA = "data"
 """Directory of data that came from the memory of a Python program; it is written before the run starts."""
 
-WRITTEN = (*(*LOGS, RECOVERIES, "schedule.jsonl", "config.toml", "run.json", TOKEN_BUDGETS, ".lock"),)
+WRITTEN = (*LOGS, RECOVERIES, SCHEDULE, "config.toml", "run.json", TOKEN_BUDGETS, ".lock")
 """The files that a run writes and that are not in a checkpoint. Its subdirectories may be links to other disks."""
 
 _NUM_SHOWN = 10

@@ -8,7 +8,6 @@ from typing import Any, Self
 
 from hybridflow.config import Config, leaf_keys
 from hybridflow.errors import ConfigError, DataError
-from hybridflow.runtime import load_user_function
 from hybridflow.runtime.observe import (
     ConsoleTracker,
     MultiTracker,
@@ -24,9 +23,10 @@ from hybridflow.runtime.observe.evidence import Evidence
 from hybridflow.runtime.observe.guarded_tracker import GuardedTracker
 from hybridflow.runtime.observe.mlflow import MLflowTracker
 from hybridflow.runtime.observe.prometheus import PrometheusTracker
+from hybridflow.runtime.observe.run_files import printable
 from hybridflow.runtime.observe.trace import CONTROLLER
 from hybridflow.runtime.observe.weights_and_biases import WandbTracker
-from hybridflow.runtime.printable import printable
+from hybridflow.runtime.user_import import load_user_function
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.samples import NO_SAMPLES, Samples
 

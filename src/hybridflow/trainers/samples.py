@@ -14,7 +14,7 @@ from hybridflow.config import Config
 from hybridflow.data import load_tokenizer
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers.episode_rows import EpisodeRows
-from hybridflow.trainers.reading import Batch, read
+from hybridflow.trainers.read_columns import Batch, read
 from hybridflow.trainers.stages import updates_per_step
 
 TextOf = Callable[[int], str]
@@ -125,8 +125,14 @@ def _numbers(batch: DataProto, episodes: EpisodeRows) -> dict[str, list[Any]]:
         "score": columns["scores"].tolist(),
         "length": columns["response_mask"].sum(-1).tolist(),
         "finish_reason": [str(reason) for reason in objects["finish_reasons"]],
-        "failed": ["timeout" if late else "error" * fail for fail, late in zip(failed, timed_out, strict=True)],
+        "failed": [_failure(fail, late) for fail, late in zip(failed, timed_out, strict=True)],
     }
+
+
+def _failure(has_failed: bool, timed_out: bool) -> str:
+    if timed_out:
+        return "timeout"
+    return "error" if has_failed else ""
 
 
 def prompt_id(prompt: Any) -> str:
@@ -152,7 +158,7 @@ def _samples(
 ) -> list[Sample]:
     present = future.columns or ()
     of_tokens = [name for name in TOKEN_NUMBERS if name in present] if log_tokens else []
-    messages = ["episode_messages"] * ("episode_messages" in present)
+    messages = ["episode_messages"] if "episode_messages" in present else []
     data = future.get((*TEXTS, "scores", "responses", *messages, *of_tokens))
     texts = data.non_tensor_batch
     samples = []

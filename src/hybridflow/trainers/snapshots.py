@@ -18,8 +18,8 @@ from typing import Any
 from hybridflow.checkpoint import CheckpointStore
 from hybridflow.config import Config
 from hybridflow.errors import CheckpointError
-from hybridflow.runtime.disk_space import describe_bytes
-from hybridflow.runtime.memory_limit import available_memory
+from hybridflow.runtime.files import describe_bytes
+from hybridflow.runtime.memory import available_memory
 from hybridflow.runtime.observe import get_logger
 from hybridflow.trainers.training_state import TrainingSaver
 
@@ -115,7 +115,9 @@ def memory_problem(config: Config, directory: Path) -> str:
     """
     if config.lora.rank:
         return ""
-    models = [config.model.path, *[config.critic.model_path or config.model.path] * config.uses_critic]
+    models = [config.model.path]
+    if config.uses_critic:
+        models.append(config.critic.model_path or config.model.path)
     size = 6 * sum(file.stat().st_size for path in models for file in Path(path).glob("*.safetensors"))
     exists = next(path for path in directory.parents if path.exists())
     most = shutil.disk_usage(exists).free // 2

@@ -6,10 +6,10 @@ from typing import Any
 
 from hybridflow.config import Config
 from hybridflow.controller import Role, WorkerGroup
-from hybridflow.models import DecoderShape, forward_flops, generation_flops, mfu
+from hybridflow.models.model_sizes import DecoderShape, forward_flops, generation_flops, mfu
 from hybridflow.runtime.observe import per_token_ms, tokens_per_s
 from hybridflow.trainers.groups import processes_of, traits_of
-from hybridflow.trainers.reading import Lengths
+from hybridflow.trainers.read_columns import Lengths
 
 ACTORS = (Role.ActorRollout, Role.Actor)
 """Roles of the group that trains the policy, or the model of an offline run."""
@@ -21,7 +21,7 @@ WHOLE_SEQUENCE_STAGES = (
 
 
 @dataclass(frozen=True)
-class Learner:
+class LearnerWork:
     """A trained role: its epochs over each batch, the shape for its FLOPs (None: unknown), and the peak of its ranks.
 
     `peak_flops` is in FLOP/s; 0: unknown.
@@ -36,7 +36,7 @@ class Speedometer:
     """Speed of a step from its times and lengths. `generation_peak_flops`: peak of the generating ranks, in FLOP/s."""
 
     def __init__(
-        self, learners: Mapping[str, Learner], generation_peak_flops: float = 0.0, num_devices: float = 1.0
+        self, learners: Mapping[str, LearnerWork], generation_peak_flops: float = 0.0, num_devices: float = 1.0
     ) -> None:
         self.learners, self.generation_peak_flops, self.num_devices = learners, generation_peak_flops, num_devices
 
@@ -65,7 +65,7 @@ class Speedometer:
 
 
 def measured_speedometer(
-    config: Config, learners: Mapping[str, Learner], groups: Mapping[Role, WorkerGroup]
+    config: Config, learners: Mapping[str, LearnerWork], groups: Mapping[Role, WorkerGroup]
 ) -> Speedometer:
     """Return a speedometer after measuring the peak of the ranks of each trained role, and of those that generate."""
 

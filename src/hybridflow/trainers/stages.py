@@ -13,9 +13,9 @@ from torch import Tensor
 from hybridflow.algorithms import apply_kl_penalty, rollout_correction
 from hybridflow.config import ActorConfig, AlgorithmConfig, Config, CriticConfig
 from hybridflow.protocol import DataProto, DataProtoFuture
-from hybridflow.runtime import derive_seed
+from hybridflow.runtime.random_streams import derive_seed
 from hybridflow.trainers.episode_rows import EpisodeRows
-from hybridflow.trainers.reading import Batch, read
+from hybridflow.trainers.read_columns import Batch, read
 from hybridflow.workers.algorithm_functions import advantage_estimator, reads_column
 
 
@@ -88,8 +88,10 @@ def token_level_rewards(batch: Batch, config: AlgorithmConfig, kl_coef: float) -
     the rewards are the scores minus the KL penalty.
     """
     rows, names = EpisodeRows(batch), ["response_mask", "scores"]
-    names += ["old_log_probs", "ref_log_probs"] * config.kl_in_reward
-    names += ["turn_rewards"] * ("turn_rewards" in (DataProtoFuture.of(batch).columns or ()))
+    if config.kl_in_reward:
+        names += ["old_log_probs", "ref_log_probs"]
+    if "turn_rewards" in (DataProtoFuture.of(batch).columns or ()):
+        names.append("turn_rewards")
     columns = rows.joined(read(batch, names).batch)
     mask, scores = columns["response_mask"], columns["scores"]
     if "turn_rewards" in columns:
@@ -119,7 +121,8 @@ def with_overlong_penalty(batch: DataProtoFuture, config: Config) -> DataProtoFu
     counts, with the tokens of answers, which have the same limit.
     """
     rows, has_turns = EpisodeRows(batch), "turn_ids" in (batch.columns or ())
-    columns = rows.joined(read(batch, ("response_mask", "scores", *["turn_ids"] * has_turns)).batch)
+    names = ("response_mask", "scores", "turn_ids") if has_turns else ("response_mask", "scores")
+    columns = rows.joined(read(batch, names).batch)
     is_token = columns["turn_ids"] >= 0 if has_turns else columns["response_mask"]
     longest = is_token.reshape(len(is_token), rows.size, -1).sum(-1).amax(-1)
     buffer = config.reward.overlong_buffer
@@ -137,7 +140,11 @@ def add_advantages(batch: Batch, config: Config) -> DataProto:
     estimator = advantage_estimator(config)
     penalized = config.algorithm.kl_in_reward and "scores" in estimator.columns
     rows = EpisodeRows(batch)
-    names = {*estimator.columns, *["token_level_rewards"] * penalized, *["response_mask"] * (rows.size > 1)}
+    names = {*estimator.columns}
+    if penalized:
+        names.add("token_level_rewards")
+    if rows.size > 1:
+        names.add("response_mask")
     columns = rows.joined(read(batch, names).batch)
     given = {name: columns[name] for name in estimator.columns}
     if penalized:

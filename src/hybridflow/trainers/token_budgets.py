@@ -12,7 +12,7 @@ from typing import Any
 from hybridflow.config import Config
 from hybridflow.controller import Role, WorkerGroup
 from hybridflow.errors import CheckpointError
-from hybridflow.runtime import write_text_atomically
+from hybridflow.runtime.files import write_text_atomically
 from hybridflow.runtime.observe import get_logger
 from hybridflow.trainers.groups import pools_of, traits_of
 from hybridflow.trainers.run_directory import TOKEN_BUDGETS, RunDirectory
@@ -110,7 +110,8 @@ def _layout_of(config: Config) -> dict[str, Any]:
     sections = ("model", "parallel", "lora", "placement")
     layout: dict[str, Any] = {name: getattr(config, name).model_dump() for name in sections}
     layout["models"] = [config.critic.model_path, config.reference.model_path, config.reward.model_path]
-    layout["models"] += [config.teacher.model_path] * config.uses_teacher
+    if config.uses_teacher:
+        layout["models"].append(config.teacher.model_path)
     is_auto = config.memory.max_tokens_per_micro_batch == "auto"
     layout["memory"] = config.memory.model_dump(exclude={"max_tokens_per_micro_batch"} if is_auto else set())
     layout["pools"] = pools_of(config)

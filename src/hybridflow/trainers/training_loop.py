@@ -9,9 +9,9 @@ from typing import Any, Protocol
 from hybridflow.config import Config, TrainerConfig
 from hybridflow.controller import Role, WorkerGroup
 from hybridflow.errors import HybridFlowError, WorkerError
-from hybridflow.runtime import StopRequest
 from hybridflow.runtime.fault_points import fault_point
 from hybridflow.runtime.observe import TraceEvent, get_logger, memory_bytes
+from hybridflow.runtime.stop_signals import StopRequest
 from hybridflow.trainers.groups import groups_of_pools
 from hybridflow.trainers.rank_speeds import RankSpeeds, SlowRankWatch
 from hybridflow.trainers.recovery import Recovery, recovering
@@ -48,7 +48,7 @@ def train_step(trainer: Profiled) -> Samples:
     return samples
 
 
-class SaveSchedule:
+class SaveTimes:
     """Saves every `save_every` steps; with `save_every_s` also after that many seconds and with each validation."""
 
     def __init__(self, settings: TrainerConfig, clock: Callable[[], float] = time.monotonic) -> None:
@@ -119,7 +119,7 @@ def fit(trainer: Trainer, stop_after: int | None = None) -> None:
         _log_nothing_to_do(trainer)
         return
     log = RunLog(trainer.run, total_steps=trainer.total_steps, figures=trainer.figures)
-    saves, recovery = SaveSchedule(how), trainer.recovery
+    saves, recovery = SaveTimes(how), trainer.recovery
     with log, StopRequest() as stop, _completing_saves(trainer):
         is_begun = stopping = False
         while not stopping:
@@ -133,7 +133,9 @@ def fit(trainer: Trainer, stop_after: int | None = None) -> None:
     if trainer.global_step < trainer.total_steps:
         logger.warning(
             "stopped after step %d of %d; run the same command to continue%s",
-            *(trainer.global_step, trainer.total_steps, "" if stop.requested else ", without --stop-after"),
+            trainer.global_step,
+            trainer.total_steps,
+            "" if stop.requested else ", without --stop-after",
         )
 
 
@@ -146,7 +148,7 @@ def _begin(trainer: Trainer, log: RunLog) -> None:
         log.write(0, trainer.validate(), events=trainer.take_events())
 
 
-def _train_one_step(trainer: Trainer, log: RunLog, saves: SaveSchedule, is_last: Callable[[int], bool]) -> bool:
+def _train_one_step(trainer: Trainer, log: RunLog, saves: SaveTimes, is_last: Callable[[int], bool]) -> bool:
     """Make a step, validate, log and save as configured; return whether the run stops, which `is_last(step)` tells."""
     how, recovery = trainer.config.trainer, trainer.recovery
     fault_point("step", trainer.global_step + 1)
@@ -204,11 +206,14 @@ def _log_nothing_to_do(trainer: Trainer) -> None:
     if step < total_steps:
         logger.warning(
             "'%s' is already at step %d: nothing to do. Remove --stop-after, or name a later step",
-            *(trainer.run.path, step),
+            trainer.run.path,
+            step,
         )
     else:
         logger.warning(
             "'%s' is finished: it is at step %d of %d. Raise trainer.total_steps (or trainer.epochs) to continue, "
             "or choose another trainer.run_dir",
-            *(trainer.run.path, step, total_steps),
+            trainer.run.path,
+            step,
+            total_steps,
         )

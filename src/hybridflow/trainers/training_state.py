@@ -10,8 +10,8 @@ from hybridflow.checkpoint import Checkpoint, CheckpointStore, SavedFile, save_s
 from hybridflow.controller import WorkerGroup
 from hybridflow.data import BatchLoader
 from hybridflow.errors import CheckpointError, HybridFlowError
-from hybridflow.runtime import capture_random_state, restore_random_state
 from hybridflow.runtime.observe import get_logger
+from hybridflow.runtime.random_state import capture_random_state, restore_random_state
 
 logger = get_logger(__name__)
 

@@ -12,9 +12,10 @@ from hybridflow.config import Config
 from hybridflow.controller import Backend, WorkerGroup
 from hybridflow.data import RLHFDataset
 from hybridflow.protocol import DataProto
+from hybridflow.protocol.meta_info import NOISE_KEY
 from hybridflow.trainers.episode_rows import EpisodeRows
 from hybridflow.trainers.groups import BackendOwner
-from hybridflow.trainers.reading import read
+from hybridflow.trainers.read_columns import read
 from hybridflow.trainers.samples import TEXTS, bounded_json, numbers_of_episodes, prompt_text
 from hybridflow.trainers.sampling.generation import response_rows
 
@@ -24,7 +25,7 @@ VALIDATION_STREAM = 1
 Z95 = 1.96
 """Half width of the central 95% of a normal distribution, in standard deviations."""
 
-READ_COLUMNS = ("response_mask", "group_ids", "data_sources", "answers", *(*TEXTS, "scores"))
+READ_COLUMNS = ("response_mask", "group_ids", "data_sources", "answers", *TEXTS, "scores")
 
 
 class Validator(BackendOwner):
@@ -50,13 +51,13 @@ class Validator(BackendOwner):
             indices = range(start, min(start + self.batch_size, len(self.dataset)))
             prompts = self.dataset.collate(indices)
             prompts = prompts.union(DataProto.from_dict({"group_ids": torch.tensor(indices)}))
-            prompts.meta_info["noise_key"] = [self.config.trainer.seed, VALIDATION_STREAM, 0]
+            prompts.meta_info[NOISE_KEY] = [self.config.trainer.seed, VALIDATION_STREAM, 0]
             rollouts = self.rollout.generate_validation_sequences.remote(prompts)
             future = response_rows(prompts, self.config, self.group_size).union(rollouts)
             has_episodes = bool(self.config.environment.classes)
             if not has_episodes:
                 future = future.union(self.rewards.score_validation.remote(future))
-            names = (*READ_COLUMNS, *("episode_messages", "finish_reasons") * has_episodes)
+            names = (*READ_COLUMNS, "episode_messages", "finish_reasons") if has_episodes else READ_COLUMNS
             batch, episodes = read(future, names), EpisodeRows(future)
             numbers = numbers_of_episodes(future, episodes) if has_episodes else {}
             lengths += episodes.joined(batch.batch)["response_mask"].sum(-1).tolist()

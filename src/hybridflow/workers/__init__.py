@@ -4,8 +4,7 @@ from hybridflow.workers.actor import ActorWorker
 from hybridflow.workers.actor_rollout import ActorRolloutWorker
 from hybridflow.workers.critic import CriticWorker
 from hybridflow.workers.in_flight import InFlightRolloutWorker
-from hybridflow.workers.offline import OfflinePolicyWorker
-from hybridflow.workers.preference_model import PreferenceModelWorker
+from hybridflow.workers.offline import OfflinePolicyWorker, PreferenceModelWorker
 from hybridflow.workers.reference import ReferenceWorker
 from hybridflow.workers.reward import RewardWorker
 from hybridflow.workers.reward_model import RewardModelWorker

@@ -1,22 +1,64 @@
 """The trained policy: log-probs of responses, updates, and weight sync to rollout engines."""
 
+from collections.abc import Mapping
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 
+from hybridflow.algorithms import covariances
 from hybridflow.config import Config
 from hybridflow.controller import Dispatch, register
 from hybridflow.data import load_tokenizer, stop_token_ids
+from hybridflow.engines import TrainEngine
 from hybridflow.protocol import DataProto
-from hybridflow.rollout.weight_sync import SendsWeights, WeightSender, build_sending_transport
-from hybridflow.workers.algorithm_functions import reads_column
+from hybridflow.rollout.weight_sync.sender import SendsWeights, WeightSender
+from hybridflow.rollout.weight_sync.transports import build_sending_transport
+from hybridflow.runtime.random_streams import derive_seed
+from hybridflow.workers.algorithm_functions import reads_column, token_selection
 from hybridflow.workers.log_prob_mismatch import KL, MEAN, SHARE, log_prob_mismatch_of
 from hybridflow.workers.losses import actor_columns, actor_loss
 from hybridflow.workers.model_worker import MODEL_COLUMNS, TO_REPLICAS, ModelWorker, parts_of_replicas
-from hybridflow.workers.selection import with_selected_tokens
 from hybridflow.workers.streamed_update import StreamedUpdate
 from hybridflow.workers.updates import run_updates
 from hybridflow.workers.worker_process import prepare_worker_process
+
+
+def with_selected_tokens(
+    config: Config, engine: TrainEngine, rows: DataProto, meta_info: Mapping[str, Any], number: int
+) -> DataProto:
+    """Add the column `selected_tokens` to this rank's rows of a mini-batch, if the policy loss selects tokens.
+
+    Every rank sees the covariances of all tokens, sorted by row and position, so that the selection is the same on any
+    number of ranks. `meta_info["seed_keys"]` and the `number` of the optimizer step seed random selections.
+    """
+    select = token_selection(config)
+    if select is None:
+        return rows
+    columns = rows.batch
+    mask = columns["response_mask"].bool()
+    log_probs = engine.forward(rows, temperature=config.rollout.temperature)["log_probs"]
+    row, position = mask.nonzero(as_tuple=True)
+    own = (
+        columns["row_ids"][row] * config.data.max_response_length + position,  # widths may differ between ranks
+        log_probs[mask],
+        columns["advantages"].expand(mask.shape)[mask],
+    )
+    keys, of_log_probs, of_advantages = (torch.cat(parts) for parts in zip(*engine.gather(own), strict=True))
+    order = keys.argsort()
+    chosen = torch.zeros(len(keys), dtype=torch.bool)
+    if len(keys):
+        of_tokens = covariances(of_log_probs[order], of_advantages[order])
+        chosen = select(covariances=of_tokens, seed=derive_seed(*meta_info["seed_keys"], number))
+    selected = torch.zeros_like(mask)
+    selected[mask] = torch.isin(own[0], keys[order][chosen])
+    return rows.union(DataProto.from_dict({"selected_tokens": selected}))
+
+
+def log_prob_columns(config: Config) -> tuple[str, ...]:
+    """Return the columns that `compute_log_probs` writes."""
+    columns = ("old_log_probs", "entropies")
+    return (*columns, "sum_squared_probs") if reads_column(config, "sum_squared_probs") else columns
 
 
 class ActorWorker(SendsWeights, ModelWorker):
@@ -37,10 +79,7 @@ class ActorWorker(SendsWeights, ModelWorker):
     @register(
         TO_REPLICAS,
         reads=MODEL_COLUMNS,
-        writes=lambda config: (
-            *("old_log_probs", "entropies"),
-            *["sum_squared_probs"] * reads_column(config, "sum_squared_probs"),
-        ),
+        writes=log_prob_columns,
         parts=parts_of_replicas,
     )
     def compute_log_probs(self, batch: DataProto) -> DataProto:

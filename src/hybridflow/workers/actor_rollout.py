@@ -7,8 +7,10 @@ from hybridflow.config import Config
 from hybridflow.controller import Dispatch, register
 from hybridflow.environments.processes.closure import Closure
 from hybridflow.rollout import load_weights
-from hybridflow.rollout.weight_sync import InProcess, WeightReceiver, WeightSender, hand_over
-from hybridflow.runtime import free_cached_memory
+from hybridflow.rollout.weight_sync.in_process import InProcess, hand_over
+from hybridflow.rollout.weight_sync.receiver import WeightReceiver
+from hybridflow.rollout.weight_sync.sender import WeightSender
+from hybridflow.runtime.device import free_cached_memory
 from hybridflow.workers.actor import ActorWorker
 from hybridflow.workers.episodes import episode_worker
 from hybridflow.workers.generating import GeneratingWorker

@@ -16,7 +16,8 @@ from hybridflow.algorithms import ADVANTAGES, POLICY_LOSSES, SELECTIONS
 from hybridflow.config import Config, Section
 from hybridflow.errors import ConfigError
 from hybridflow.protocol import FIELDS
-from hybridflow.runtime import did_you_mean, load_user_function
+from hybridflow.runtime.user_code import did_you_mean
+from hybridflow.runtime.user_import import load_user_function
 
 SELECTION_INPUTS = ("covariances", "seed")
 """Arguments that the worker computes for a token selection."""

@@ -31,6 +31,7 @@ from hybridflow.environments.rewards.journal import RewardJournal
 from hybridflow.environments.rewards.outcome import Outcome
 from hybridflow.errors import EnvironmentConfigError, RolloutError
 from hybridflow.protocol import DataProto
+from hybridflow.protocol.meta_info import NOISE_KEY
 from hybridflow.rollout import RolloutEngine, SamplingParams
 from hybridflow.workers.episode_batch import episode_batch, repeated
 from hybridflow.workers.reward import result_columns
@@ -110,7 +111,7 @@ class EpisodeWorker:
     ) -> "PlayedBatch":
         """Return the same batch to be read in parts; `between_steps` is called after each step of the engine."""
         journal = self._opened_journal(step)
-        noise = tuple(prompts.meta_info["noise_key"])
+        noise = tuple(prompts.meta_info[NOISE_KEY])
         columns = {name: prompts.non_tensor_batch[name].tolist() for name in EPISODE_PROMPT_COLUMNS}
         groups = prompts.batch["group_ids"].tolist()
         starts: list[EpisodeStart] = []

@@ -16,12 +16,13 @@ from hybridflow.controller.mesh import ROLLOUT_MESH
 from hybridflow.data.tokenizer import pad_token_id
 from hybridflow.errors import BatchError
 from hybridflow.protocol import DataProto
+from hybridflow.protocol.meta_info import NOISE_KEY
 from hybridflow.rollout import Completion, Request, RolloutEngine, SamplingParams, generate
 from hybridflow.workers.begun_batches import BegunBatches
-from hybridflow.workers.device_worker import DeviceWorker
 from hybridflow.workers.episode_batch import EPISODE_COLUMNS
 from hybridflow.workers.episodes import EPISODE_PROMPT_COLUMNS, BegunEpisodes, EpisodeWorker, PlayedBatch
 from hybridflow.workers.reward import score_columns
+from hybridflow.workers.worker_process import DeviceWorker
 
 
 def rollouts_of(
@@ -205,7 +206,7 @@ class GeneratingWorker(DeviceWorker):
     def finish_sequences(self, begun: DataProto) -> DataProto:
         """Return the responses to all prompts of a batch that has begun, in order.
 
-        `begun`: the result of `begin_sequences`, with the same `meta_info["noise_key"]`.
+        `begun`: the result of `begin_sequences`, with the same `meta_info[NOISE_KEY]`.
         """
         with self.generating():
             if self.episodes:
@@ -279,4 +280,4 @@ class GeneratingWorker(DeviceWorker):
 
 def noise_key(prompts: DataProto) -> tuple[int, ...]:
     """Return the noise key of a batch, which also names it."""
-    return tuple(prompts.meta_info["noise_key"])
+    return tuple(prompts.meta_info[NOISE_KEY])

@@ -9,10 +9,12 @@ from hybridflow.config import Config, RolloutConfig, ValidationConfig
 from hybridflow.controller import Dispatch, register
 from hybridflow.environments.processes.closure import Closure
 from hybridflow.protocol import DataProto
-from hybridflow.rollout.weight_sync import RECEIVING, Announcement, Probe
-from hybridflow.workers.generating import BEGUN_COLUMNS, TO_ENGINES
+from hybridflow.rollout.weight_sync.base import Announcement
+from hybridflow.rollout.weight_sync.probe import Probe
+from hybridflow.rollout.weight_sync.receiver import RECEIVING
+from hybridflow.workers.engine_schedule import EngineSchedule, read_schedule
+from hybridflow.workers.generating import BEGUN_COLUMNS, TO_ENGINES, noise_key
 from hybridflow.workers.rollout import RolloutWorker
-from hybridflow.workers.schedule import Schedule, read_schedule
 
 
 class InFlightRolloutWorker(RolloutWorker):
@@ -22,28 +24,28 @@ class InFlightRolloutWorker(RolloutWorker):
     loaded, no step runs.
     """
 
-    beside = RECEIVING | {"begin_sequences", "take_schedule"}
+    second_thread_methods = RECEIVING | {"begin_sequences", "take_schedule"}
 
     def __init__(self, config: Config, environments: Sequence[Closure] = ()) -> None:
         super().__init__(config, environments)
-        self._turn = Turn()
+        self._engine_lock = EngineLock()
         self._is_loading = False
         replay = read_schedule(config.rollout.replay) if config.rollout.replay else None
-        self._schedule = Schedule(self.rank, self._begun.step, self.rollout.has_unfinished, replay)
+        self._schedule = EngineSchedule(self.rank, self._begun.step, self.rollout.has_unfinished, replay)
 
     @register(TO_ENGINES, reads=BEGUN_COLUMNS, writes=("group_ids",))
     def begin_sequences(self, prompts: DataProto) -> DataProto:
         """Begin a batch between two steps, see `GeneratingWorker.begin_sequences`."""
-        self._turn.ask()
+        self._engine_lock.ask()
         try:
-            self._schedule.event("begin", int(prompts.meta_info["noise_key"][-1]))
+            self._schedule.event("begin", noise_key(prompts)[-1])
             return super().begin_sequences(prompts)
         finally:
-            self._turn.give_back()
+            self._engine_lock.give_back()
 
     def generating(self) -> AbstractContextManager[None]:
         """Return a context that holds the turn, except between steps."""
-        return self._turn.generating()
+        return self._engine_lock.generating()
 
     def _generate(
         self, prompts: DataProto, settings: RolloutConfig | ValidationConfig, step: int | None = None
@@ -56,13 +58,13 @@ class InFlightRolloutWorker(RolloutWorker):
     def between_steps(self) -> None:
         """Let another batch begin or weights be loaded."""
         self._schedule.note_step()
-        self._turn.hand_over()
+        self._engine_lock.hand_over()
 
     @register(Dispatch.ONE_TO_ALL)
     def start_receiving(self, announced: Announcement) -> None:
         """Expect the announced weights; the engine takes no step until `check_weights` has ended, or an error."""
         if not self._is_loading:
-            self._turn.ask()
+            self._engine_lock.ask()
             self._is_loading = True
         with self.receiving():
             self._schedule.event("load", announced.version)
@@ -88,21 +90,21 @@ class InFlightRolloutWorker(RolloutWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def take_schedule(self) -> list[dict[str, Any]]:
-        """Return the events of this rank's engine since the last call, see `Schedule`."""
+        """Return the events of this rank's engine since the last call, see `EngineSchedule`."""
         return self._schedule.take()
 
     @register(Dispatch.ONE_TO_ALL)
     def resume_schedule(self, step: int) -> None:
-        """Continue a replay after this step of training, see `Schedule`."""
+        """Continue a replay after this step of training, see `EngineSchedule`."""
         self._schedule.resume(step)
 
     def _end_loading(self) -> None:
         if self._is_loading:
             self._is_loading = False
-            self._turn.give_back()
+            self._engine_lock.give_back()
 
 
-class Turn:
+class EngineLock:
     """A lock for two threads. A call that asks for it waits for one step of generation at most."""
 
     def __init__(self) -> None:

@@ -25,8 +25,9 @@ from hybridflow.controller import Dispatch, make_nd_compute_dataproto_dispatch_f
 from hybridflow.controller.part_sizes import PartsOf
 from hybridflow.engines import TorchEngine, TrainEngine
 from hybridflow.errors import CheckpointError
-from hybridflow.runtime import naming_out_of_memory, own_device
-from hybridflow.workers.device_worker import DeviceWorker
+from hybridflow.runtime.device import own_device
+from hybridflow.runtime.memory import naming_out_of_memory
+from hybridflow.workers.worker_process import DeviceWorker
 
 TO_REPLICAS = make_nd_compute_dataproto_dispatch_fn(name="TO_REPLICAS")
 """Dispatch mode that splits rows over the data-parallel replicas; the ranks of one replica get the same rows."""

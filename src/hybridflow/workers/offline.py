@@ -1,4 +1,4 @@
-"""The policy of offline training: supervised fine-tuning (SFT) and preference optimization (DPO)."""
+"""Offline training: of the policy by SFT and DPO, and of a reward model (`RewardModelWorker` scores with it)."""
 
 from hybridflow.config import Config
 from hybridflow.controller import register
@@ -45,3 +45,31 @@ class OfflinePolicyWorker(ModelWorker):
         """Compute log-probs of the responses under the base model, without its adapters (lora.rank)."""
         with self.engine.without_adapters():
             return DataProto.from_dict({"ref_log_probs": self.engine.forward(batch)["log_probs"]})
+
+
+class PreferenceModelWorker(ModelWorker):
+    """A worker that trains a reward model: a zero-initialized scalar head on the body of model.path.
+
+    The score of a conversation is the value at its last token.
+    """
+
+    component = "reward_model"
+    role = "actor"
+
+    def __init__(self, config: Config, total_updates: int = 1) -> None:
+        config = prepare_worker_process(self, config)
+        self.engine = self.build_engine(config, config.model.path, "value", config.offline.optimizer, total_updates)
+
+    @register(TO_REPLICAS, reads=MODEL_COLUMNS, writes=("scores",), parts=parts_of_replicas)
+    def compute_scores(self, batch: DataProto) -> DataProto:
+        """Compute the score of each conversation, (batch,)."""
+        return DataProto.from_dict({"scores": self.engine.forward(batch)["values"][:, 0]})
+
+    @register(
+        TO_REPLICAS, reads=(*MODEL_COLUMNS, "row_ids", "loss_slopes"), writes=(), rows="one", parts=parts_of_replicas
+    )
+    def update_reward_model(self, batch: DataProto) -> DataProto:
+        """Run one optimizer step per mini-batch on the sum of `loss_slopes` times the score of each conversation."""
+        self.require_collectives("sum gradients")
+        loss = slope_loss("values")
+        return run_updates(self.engine, batch, lambda _: loss, "reward_model", figures=FIGURES_WITHOUT_LOSS)

@@ -14,14 +14,15 @@ from hybridflow.environments.rewards import RewardResult, RewardRunner, RewardSc
 from hybridflow.environments.rewards.journal import RewardJournal
 from hybridflow.environments.rewards.table import QUICK
 from hybridflow.protocol import DataProto
-from hybridflow.runtime import (
+from hybridflow.protocol.meta_info import NOISE_KEY
+from hybridflow.runtime.fault_points import fault_point
+from hybridflow.runtime.random_state import (
     capture_random_state,
-    derive_seed,
     restore_random_state,
     seed_random_state,
     unchanged_random_state,
 )
-from hybridflow.runtime.fault_points import fault_point
+from hybridflow.runtime.random_streams import derive_seed
 
 SCORED_COLUMNS = ("solution_texts", "data_sources", "ground_truths", "extra_infos", "raw_prompts")
 SCORE_COLUMNS = ("scores", "reward_failed", "reward_timed_out", "reward_extras")
@@ -113,7 +114,7 @@ class RewardWorker(Worker):
         columns = {name: column.tolist() for name, column in batch.non_tensor_batch.items()}
         return self.scorer.begin(
             *(columns[name] for name in SCORED_COLUMNS),
-            seed_keys=tuple(batch.meta_info.get("noise_key", (self.config.trainer.seed,))),
+            seed_keys=tuple(batch.meta_info.get(NOISE_KEY, (self.config.trainer.seed,))),
             step=step,
         )
 
@@ -157,7 +158,7 @@ class RewardWorker(Worker):
 
 def step_of(batch: DataProto) -> int | None:
     """Return the step whose journal the outcomes of a batch belong to; None without one."""
-    noise_key = batch.meta_info.get("noise_key")
+    noise_key = batch.meta_info.get(NOISE_KEY)
     return noise_key[-1] if noise_key else None
 
 

@@ -11,9 +11,9 @@ from hybridflow.config import Config
 from hybridflow.controller import Dispatch, register
 from hybridflow.data import load_tokenizer
 from hybridflow.data.chat_prompts import PromptEncoder
-from hybridflow.data.conversations import collate_conversations, encode_conversations
+from hybridflow.data.preference_dataset import collate_conversations, encode_conversations
 from hybridflow.errors import ModelError, RewardError
-from hybridflow.models import StoredModel
+from hybridflow.models.sharded_loading import StoredModel
 from hybridflow.protocol import DataProto
 from hybridflow.runtime.fault_points import fault_point
 from hybridflow.workers.model_worker import TO_REPLICAS, ModelWorker, parts_of_replicas

@@ -11,10 +11,12 @@ from hybridflow.config import Config
 from hybridflow.data import load_tokenizer, stop_token_ids
 from hybridflow.environments.processes.closure import Closure
 from hybridflow.errors import RolloutError
-from hybridflow.models import DTYPES, build_with_placeholders
+from hybridflow.models.loading import DTYPES
+from hybridflow.models.sharded_loading import build_with_placeholders
 from hybridflow.rollout import EmbeddedRollout, RolloutEngine
-from hybridflow.rollout.weight_sync import ReceivesWeights, WeightReceiver, build_transport
-from hybridflow.runtime import own_device, require_dtype
+from hybridflow.rollout.weight_sync.receiver import ReceivesWeights, WeightReceiver
+from hybridflow.rollout.weight_sync.transports import build_transport
+from hybridflow.runtime.device import own_device, require_dtype
 from hybridflow.workers.episodes import episode_worker
 from hybridflow.workers.generating import GeneratingWorker
 from hybridflow.workers.worker_process import prepare_worker_process

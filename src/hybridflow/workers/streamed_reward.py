@@ -20,7 +20,7 @@ from hybridflow.workers.reward import SCORED_COLUMNS, RewardWorker, result_colum
 class StreamedRewardWorker(RewardWorker):
     """A worker that scores several parts of a batch at the same time (trainer.stream), in a pool of its own."""
 
-    beside = frozenset({"finish_score"})
+    second_thread_methods = frozenset({"finish_score"})
 
     def __init__(self, config: Config, closure: Closure | None = None) -> None:
         super().__init__(config, closure)

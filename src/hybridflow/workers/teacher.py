@@ -2,7 +2,7 @@
 
 from hybridflow.config import Config
 from hybridflow.controller import register
-from hybridflow.models import vocabulary_size
+from hybridflow.models.loading import vocabulary_size
 from hybridflow.protocol import DataProto
 from hybridflow.workers.model_worker import MODEL_COLUMNS, TO_REPLICAS, ModelWorker, parts_of_replicas
 from hybridflow.workers.worker_process import prepare_worker_process

@@ -13,7 +13,7 @@ import torch
 from hybridflow.engines import LossFunction, TrainEngine, UpdateResult
 from hybridflow.errors import BatchError
 from hybridflow.protocol import DataProto
-from hybridflow.runtime import take_compilations
+from hybridflow.runtime.device import take_compilations
 from hybridflow.runtime.observe.metrics import mean_metrics
 
 Figure = Literal["loss", "grad_norm", "lr", "padding_computed", "shared_prompts"]

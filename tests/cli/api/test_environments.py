@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import hybridflow
-from hybridflow.cli.api.given_environments import sources_of
+from hybridflow.cli.api.environment_argument import environment_sources
 from hybridflow.environments import CallLimits, Done, Environment, EnvironmentPool, Episode, Reply, Turn
 from hybridflow.environments.episodes.answers import Begin, Finish
 from hybridflow.environments.processes import closure
@@ -111,10 +111,10 @@ def test_environments_of_a_file_are_stored(of_file):
 
 
 def test_classes_by_name_and_names_of_files_are_mixed():
-    sources, closures = sources_of({"talk": Talk, "maze": "maze.py:Maze"})
+    sources, closures = environment_sources({"talk": Talk, "maze": "maze.py:Maze"})
     assert sources == {"talk": closures[0].name, "maze": "maze.py:Maze"}
-    assert sources_of("tasks/my.py:MyMaze")[0] == {"my_maze": "tasks/my.py:MyMaze"}
-    assert sources_of(None) == ({}, [])
+    assert environment_sources("tasks/my.py:MyMaze")[0] == {"my_maze": "tasks/my.py:MyMaze"}
+    assert environment_sources(None) == ({}, [])
 
 
 class NoReward(Environment): ...
@@ -131,7 +131,7 @@ def scoring(value):
 @pytest.mark.runs
 @OWN
 def test_classes_of_one_function_are_different_ones():
-    sources, closures = sources_of({"a": scoring(1), "b": scoring(2)})
+    sources, closures = environment_sources({"a": scoring(1), "b": scoring(2)})
     assert sources["b"] == f"{sources['a']}#1"
     pool = EnvironmentPool(sources, num_processes=1, limits=CallLimits(), closures=closures)
     try:
@@ -155,7 +155,7 @@ def test_types_that_only_annotations_name_travel():
     )
     exec(code, scope)
     scope["Looks"].__module__ = "__main__"  # as in a notebook
-    sources, closures = sources_of(scope["Looks"])
+    sources, closures = environment_sources(scope["Looks"])
     pool = EnvironmentPool(sources, num_processes=1, limits=CallLimits(), closures=closures)
     try:
         (schema,) = pool.kinds["looks"].schemas
@@ -177,7 +177,7 @@ def test_types_that_only_annotations_name_travel():
 )
 def test_what_is_not_an_environment_is_an_error(given, message):
     with pytest.raises(EnvironmentConfigError, match=message):
-        sources_of(given)
+        environment_sources(given)
 
 
 def test_a_class_that_cannot_travel_is_an_error_that_names_what_it_holds():
@@ -189,4 +189,4 @@ def test_a_class_that_cannot_travel_is_an_error_that_names_what_it_holds():
                 pass
 
     with pytest.raises(EnvironmentConfigError, match=r"environment 'Holding' cannot travel.*it holds lock"):
-        sources_of(Holding)
+        environment_sources(Holding)

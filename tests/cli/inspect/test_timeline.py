@@ -5,8 +5,9 @@ from itertools import pairwise
 
 import pytest
 
+from fixtures.trace_coverage import coverage
 from hybridflow.cli.inspect.critical_path import step_span
-from hybridflow.cli.inspect.timeline import chrome_trace, coverage, events_until, lanes, total_times, who_waited
+from hybridflow.cli.inspect.timeline import chrome_trace, events_until, lanes, total_times, who_waited
 from hybridflow.runtime.observe.trace import TraceEvent, trace_event, trace_row
 
 

@@ -28,13 +28,13 @@ from hybridflow.controller.ray.store import RayStore
 from hybridflow.engines import join_process_group
 from hybridflow.errors import DispatchError, WorkerError, WorkerTimeoutError
 from hybridflow.protocol import DataProto
-from hybridflow.runtime import group_store, new_store_name, open_store
+from hybridflow.runtime.rendezvous import group_store, new_store_name, open_store
 
 
 class Engine(Worker):
     """Loads beside its calls, and sends unusual values."""
 
-    beside = frozenset({"load"})
+    second_thread_methods = frozenset({"load"})
 
     def __init__(self):
         self.loaded, self.condition = [], threading.Condition()

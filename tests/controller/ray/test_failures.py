@@ -25,7 +25,7 @@ from hybridflow.errors import (
     WorkerTimeoutError,
 )
 from hybridflow.protocol import DataProto
-from hybridflow.runtime import note_progress
+from hybridflow.runtime.progress import note_progress
 
 pytestmark = [
     pytest.mark.ray,

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ObjectLostError, OutOfDiskError, OutOfMemoryError, RpcError
 
+from hybridflow.controller.class_with_init_args import ProcessThreads
 from hybridflow.controller.ray.liveness import cluster_watch, heartbeat, silence
 from hybridflow.controller.ray.liveness.cluster_watch import ClusterWatch
 from hybridflow.controller.ray.liveness.hang_report import HangReports, chain_of, describe_chain, running_call
@@ -63,9 +64,9 @@ def test_a_chain_leads_from_the_awaited_call_to_the_running_one():
 
 
 def test_calls_run_beside_each_other_as_their_process_allows():
-    judge = a_process("judge/0", concurrent_calls=2)
+    judge = a_process("judge/0", threads=ProcessThreads(concurrent_calls=2))
     first, second, third = (a_call(judge, name) for name in "abc")
-    beside, later = (a_call(judge, name, is_beside=True) for name in "de")
+    beside, later = (a_call(judge, name, in_second_thread=True) for name in "de")
     assert [call.predecessor() for call in (first, second, third, beside, later)] == [None, None, first, None, beside]
 
 

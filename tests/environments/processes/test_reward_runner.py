@@ -14,7 +14,7 @@ from hybridflow.environments.processes import reward_runner as runner_module
 from hybridflow.environments.rewards import RewardScorer
 from hybridflow.environments.rewards.in_rank import call_here
 from hybridflow.errors import RewardError
-from hybridflow.runtime import progress
+from hybridflow.runtime.progress import progress
 
 pytestmark = [pytest.mark.runs, pytest.mark.own_run("grpo: no function of a run hangs, crashes or is killed")]
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from hybridflow.config import load_config
-from hybridflow.rollout.weight_sync import Broadcast, Bucket
+from hybridflow.rollout.weight_sync.broadcast import Broadcast
+from hybridflow.rollout.weight_sync.buckets import Bucket
 
 pytestmark = pytest.mark.gpu
 

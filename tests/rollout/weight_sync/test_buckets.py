@@ -4,8 +4,15 @@ import pytest
 import torch
 
 from hybridflow.errors import WeightSyncError
-from hybridflow.rollout.weight_sync import WeightSpec, fill_buckets, plan_buckets, spec_of
-from hybridflow.rollout.weight_sync.buckets import ALIGNMENT, packed_size, unpack
+from hybridflow.rollout.weight_sync.buckets import (
+    ALIGNMENT,
+    WeightSpec,
+    fill_buckets,
+    packed_size,
+    plan_buckets,
+    spec_of,
+    unpack,
+)
 
 SPECS = [
     WeightSpec("a", (4, 4), "float32"),

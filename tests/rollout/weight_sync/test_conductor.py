@@ -11,8 +11,10 @@ from hybridflow.config import load_config
 from hybridflow.controller import ClassWithInitArgs, Dispatch, ResourcePool, WorkerGroup, register
 from hybridflow.errors import RolloutError, WeightSyncError, WorkerDiedError
 from hybridflow.protocol import DataProto
-from hybridflow.rollout.weight_sync import RECEIVING, SENDING, Disk, ReceivesWeights, SendsWeights
 from hybridflow.rollout.weight_sync.conductor import BetweenPools
+from hybridflow.rollout.weight_sync.disk import Disk
+from hybridflow.rollout.weight_sync.receiver import RECEIVING, ReceivesWeights
+from hybridflow.rollout.weight_sync.sender import SENDING, SendsWeights
 from hybridflow.workers import ActorWorker, InFlightRolloutWorker, RolloutWorker
 
 LONG_S = 240
@@ -164,6 +166,6 @@ class MortalInFlight(InFlightRolloutWorker):
 
 def test_the_timeline_knows_the_calls_of_a_sync():
     assert {*SENDING, *RECEIVING, "sync_weights"} == set(timeline.WEIGHT_SYNC)
-    assert InFlightRolloutWorker.beside > RECEIVING
+    assert InFlightRolloutWorker.second_thread_methods > RECEIVING
     assert all(hasattr(SendsWeights, name) for name in SENDING)
     assert all(hasattr(ReceivesWeights, name) for name in RECEIVING)

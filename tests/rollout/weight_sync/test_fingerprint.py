@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.models.kernels import library
-from hybridflow.rollout.weight_sync import fingerprint
-from hybridflow.rollout.weight_sync.fingerprint import BLOCK, Fingerprints, _odd
+from hybridflow.rollout.weight_sync.fingerprint import BLOCK, Fingerprints, _odd, fingerprint
 from hybridflow.runtime.partial_tensor import PartialTensor
 
 MODULUS = 2**64

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from hybridflow.rollout.weight_sync import fingerprint
-from hybridflow.rollout.weight_sync.fingerprint import BLOCK, PART, Fingerprints
+from hybridflow.rollout.weight_sync.fingerprint import BLOCK, PART, Fingerprints, fingerprint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 

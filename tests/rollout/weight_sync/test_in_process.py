@@ -11,10 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridflow.config import load_config
 from hybridflow.engines import TorchEngine
-from hybridflow.models import build_with_placeholders
+from hybridflow.models.sharded_loading import build_with_placeholders
 from hybridflow.rollout import EmbeddedRollout
-from hybridflow.rollout.weight_sync import InProcess, WeightReceiver, WeightSender, hand_over
 from hybridflow.rollout.weight_sync.fingerprint import Fingerprints
+from hybridflow.rollout.weight_sync.in_process import InProcess, hand_over
+from hybridflow.rollout.weight_sync.receiver import WeightReceiver
+from hybridflow.rollout.weight_sync.sender import WeightSender
 
 ON_HOST = {"cpu", "numpy", "tolist", "pin_memory", "__array__", "to", "cuda", "type"}
 """Calls of tensors that may copy to another device, among them those that need no kernel for a tensor on a CPU."""

@@ -7,7 +7,9 @@ import torch
 
 from hybridflow.config import load_config
 from hybridflow.engines import TorchEngine
-from hybridflow.rollout.weight_sync import InProcess, WeightReceiver, WeightSender, hand_over
+from hybridflow.rollout.weight_sync.in_process import InProcess, hand_over
+from hybridflow.rollout.weight_sync.receiver import WeightReceiver
+from hybridflow.rollout.weight_sync.sender import WeightSender
 
 pytestmark = pytest.mark.gpu
 

@@ -17,15 +17,19 @@ import torch
 from hybridflow.cli.exit_codes import ExitCode, exit_code
 from hybridflow.config import load_config
 from hybridflow.errors import ConfigError, LostWeightSyncError, WeightSyncError
-from hybridflow.rollout.weight_sync import IN_FLIGHT, Bucket, Ipc, Sent, fingerprint, gpu_memory
-from hybridflow.rollout.weight_sync.gpu_memory import GpuHandle
-from hybridflow.rollout.weight_sync.ipc import Shared
+from hybridflow.rollout.weight_sync import shared_memory
+from hybridflow.rollout.weight_sync.base import IN_FLIGHT, Sent
+from hybridflow.rollout.weight_sync.buckets import Bucket
+from hybridflow.rollout.weight_sync.fingerprint import fingerprint
+from hybridflow.rollout.weight_sync.ipc import Ipc, Shared
+from hybridflow.rollout.weight_sync.shared_memory import GpuHandle
 
 SENDER = """
 import os, pickle, sys
 import torch
 from hybridflow.config import load_config
-from hybridflow.rollout.weight_sync import Bucket, Ipc
+from hybridflow.rollout.weight_sync.buckets import Bucket
+from hybridflow.rollout.weight_sync.ipc import Ipc
 end = Ipc(load_config(None, []))
 end.join("", 0, 3)
 weights = {"a": torch.arange(6000.0), "b": torch.arange(7).to(torch.bfloat16)}
@@ -165,7 +169,7 @@ def test_a_copy_without_memory_is_not_an_error_of_sharing(monkeypatch):
     def lacks_memory(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(gpu_memory, "gpu_id", lambda device: "8f1c")
-    monkeypatch.setattr(gpu_memory, "rebuild_cuda_tensor", lacks_memory)
+    monkeypatch.setattr(shared_memory, "gpu_id", lambda device: "8f1c")
+    monkeypatch.setattr(shared_memory, "rebuild_cuda_tensor", lacks_memory)
     with pytest.raises(torch.OutOfMemoryError):
-        gpu_memory.copy_gpu_memory(GpuHandle("8f1c", tuple(range(12))), torch.device("cuda", 0))
+        shared_memory.copy_gpu_memory(GpuHandle("8f1c", tuple(range(12))), torch.device("cuda", 0))

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from hybridflow.config import load_config
-from hybridflow.rollout.weight_sync import Bucket, Ipc, fingerprint
+from hybridflow.rollout.weight_sync.buckets import Bucket
+from hybridflow.rollout.weight_sync.fingerprint import fingerprint
+from hybridflow.rollout.weight_sync.ipc import Ipc
 
 pytestmark = pytest.mark.gpu
 
@@ -17,7 +19,8 @@ RECEIVER = """
 import pickle, sys
 import torch
 from hybridflow.config import load_config
-from hybridflow.rollout.weight_sync import Ipc, fingerprint
+from hybridflow.rollout.weight_sync.fingerprint import fingerprint
+from hybridflow.rollout.weight_sync.ipc import Ipc
 end, rank = Ipc(load_config(None, [])), int(sys.argv[1])
 end.join("", rank, 3)
 if sys.argv[2] == "cpu":

@@ -7,20 +7,14 @@ import pytest
 import torch
 
 from hybridflow.errors import HybridFlowError, RolloutError, WeightSyncError
-from hybridflow.models import DTYPES, build_with_placeholders, load_causal_lm
+from hybridflow.models.loading import DTYPES, load_causal_lm
+from hybridflow.models.sharded_loading import build_with_placeholders
 from hybridflow.rollout import EmbeddedRollout, Request, RolloutEngine, SamplingParams, generate
-from hybridflow.rollout.weight_sync import (
-    Announcement,
-    Bucket,
-    InProcess,
-    Probe,
-    WeightReceiver,
-    WeightSpec,
-    fill_buckets,
-    plan_buckets,
-    probe_sequences,
-    spec_of,
-)
+from hybridflow.rollout.weight_sync.base import Announcement
+from hybridflow.rollout.weight_sync.buckets import Bucket, WeightSpec, fill_buckets, plan_buckets, spec_of
+from hybridflow.rollout.weight_sync.in_process import InProcess
+from hybridflow.rollout.weight_sync.probe import Probe, probe_sequences
+from hybridflow.rollout.weight_sync.receiver import WeightReceiver
 
 Weights = dict[str, torch.Tensor]
 WANTED = [Request(0, [5, 6, 7], SamplingParams(6), 2, (0,))]

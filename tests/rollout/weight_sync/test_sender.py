@@ -6,10 +6,13 @@ from support.faults import flip_bit
 
 from hybridflow.config import load_config
 from hybridflow.errors import WeightSyncError
-from hybridflow.rollout.weight_sync import InProcess, WeightReceiver, WeightSender, WeightSpec, fingerprint, hand_over
-from hybridflow.rollout.weight_sync.fingerprint import Fingerprints
-from hybridflow.runtime import progress
+from hybridflow.rollout.weight_sync.buckets import WeightSpec
+from hybridflow.rollout.weight_sync.fingerprint import Fingerprints, fingerprint
+from hybridflow.rollout.weight_sync.in_process import InProcess, hand_over
+from hybridflow.rollout.weight_sync.receiver import WeightReceiver
+from hybridflow.rollout.weight_sync.sender import WeightSender
 from hybridflow.runtime.partial_tensor import PartialTensor, contents_of
+from hybridflow.runtime.progress import progress
 
 
 class Engine:

@@ -15,20 +15,13 @@ import torch
 
 from hybridflow.config import Config, RolloutConfig, load_config
 from hybridflow.errors import LostWeightSyncError, WeightSyncError
-from hybridflow.rollout.weight_sync import (
-    TRANSPORTS,
-    Broadcast,
-    Bucket,
-    Disk,
-    InProcess,
-    WeightTransport,
-    broadcast,
-    build_sending_transport,
-    disk,
-    fill_buckets,
-    plan_buckets,
-    spec_of,
-)
+from hybridflow.rollout.weight_sync import broadcast, disk
+from hybridflow.rollout.weight_sync.base import WeightTransport
+from hybridflow.rollout.weight_sync.broadcast import Broadcast
+from hybridflow.rollout.weight_sync.buckets import Bucket, fill_buckets, plan_buckets, spec_of
+from hybridflow.rollout.weight_sync.disk import Disk
+from hybridflow.rollout.weight_sync.in_process import InProcess
+from hybridflow.rollout.weight_sync.transports import TRANSPORTS, build_sending_transport
 
 NUM_RECEIVERS = 2
 

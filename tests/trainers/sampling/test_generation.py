@@ -8,7 +8,7 @@ from hybridflow.config import load_config
 from hybridflow.controller import ClassWithInitArgs, ResourcePool, WorkerGroup
 from hybridflow.controller.placeholder import PlaceholderBackend, synthetic_batch
 from hybridflow.protocol import DataProto
-from hybridflow.trainers.sampling.generation import MOST_PARTS, StreamedBatches, part_sizes
+from hybridflow.trainers.sampling.generation import MOST_STREAMED_PARTS, StreamedBatches, streamed_part_sizes
 from hybridflow.workers import RolloutWorker
 from hybridflow.workers.generating import DATASET_COLUMNS
 
@@ -44,15 +44,15 @@ def generate(num_prompts, num_engines):
 def test_a_part_joins_the_parts_of_all_engines(num_prompts, num_engines, sizes):
     parts, _ = generate(num_prompts, num_engines)
     assert [len(part) for part in parts] == [2 * size for size in sizes]
-    assert len(parts) <= MOST_PARTS
+    assert len(parts) <= MOST_STREAMED_PARTS
     assert {tuple(part.get("group_ids").meta_info["noise_key"]) for part in parts} == {(0, 0, 5)}
 
 
 def test_parts_shrink_towards_the_end():
-    assert part_sizes(8) == [1] * 8
-    assert part_sizes(32) == [7, 6, 5, 4, 4, 3, 2, 1]
+    assert streamed_part_sizes(8) == [1] * 8
+    assert streamed_part_sizes(32) == [7, 6, 5, 4, 4, 3, 2, 1]
     for num_groups in range(1, 300):
-        sizes = part_sizes(num_groups)
+        sizes = streamed_part_sizes(num_groups)
         assert (sum(sizes), len(sizes)) == (num_groups, min(8, num_groups))
         assert sizes == sorted(sizes, reverse=True)
         assert min(sizes) >= 1

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.checkpoint import Checkpoint, CheckpointStore, export_model
-from hybridflow.cli.api.given_environments import Environments, sources_of
+from hybridflow.cli.api.environment_argument import Environments, environment_sources
 from hybridflow.cli.api.rows import Data, file_of, files_of, records_of, write_rows
 from hybridflow.cli.api.settings import overrides
 from hybridflow.cli.inspect.run_table import run_row
@@ -225,7 +225,7 @@ def open_run(
     kind = files.starts[-1].get("kind", "train")
     config = path / "config.toml"
     closures = [Closure.of(reward)] if reward is not None else []
-    sources, classes = sources_of(environments)
+    sources, classes = environment_sources(environments)
     for given, purpose in ((closures, REWARD), (sources, ENVIRONMENT)):
         if given and not _held_by_python(files, purpose):
             stored = files.config.get(purpose.key)

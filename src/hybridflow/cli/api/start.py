@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridflow.cli.api.given_environments import Environments, sources_of
+from hybridflow.cli.api.environment_argument import Environments, environment_sources
 from hybridflow.cli.api.rows import Data, file_of, files_of, is_columnar, records_of, write_rows
 from hybridflow.cli.api.run import Run
 from hybridflow.cli.api.settings import Recipe, overrides, recipe_files
@@ -47,7 +47,7 @@ def train(
     closure = Closure.of(reward) if callable(reward) else None
     name = closure.name if closure else reward
     given: dict[str, Any] = {"reward.function": name} if name else {}
-    sources, closures = sources_of(environments)
+    sources, closures = environment_sources(environments)
     given |= {"environment.classes": sources} if sources else {}
     columns, closures = {"prompt": prompt, "answer": answer}, [*([closure] if closure else []), *closures]
     return _start("train", model, prompts, val_prompts, recipe, run_dir, {**given, **settings}, columns, closures)

@@ -40,26 +40,31 @@ class CurveDifference:
 class Comparison:
     """What differs between two runs, by the newest start of each.
 
-    `config`, `environment` and `data`: the values of both by key, None where one lacks it. `has_data`: whether both
-    recorded their data. `steps`: those that both have; `last_steps`: the last one of each run. `first_other_prompts`:
-    the first common step with other prompts, None if there is none; `has_prompts`: whether both runs say which prompts
-    they used. `curves`: metrics that equal runs share, by the first step; `num_equal` of them are the same. `times`:
-    metrics that differ between any two runs. `only`: the metrics that the other run lacks.
     A metric that both have but never at the same step is not compared.
     """
 
     config: dict[str, tuple[Any, Any]]
     environment: dict[str, tuple[Any, Any]]
     data: dict[str, tuple[Any, Any]]
+    """As `config` and `environment` the values of both by key, None where one lacks it."""
     has_data: bool
+    """Whether both recorded their data."""
     steps: list[int]
+    """Those that both have."""
     last_steps: tuple[int, int]
+    """The last one of each run."""
     has_prompts: bool
+    """Whether both runs say which prompts they used."""
     first_other_prompts: int | None
+    """The first common step with other prompts; None if there is none."""
     curves: list[CurveDifference]
+    """Metrics that equal runs share and these do not, by the first step."""
     num_equal: int
+    """Number of metrics that equal runs share, and these do."""
     times: list[CurveDifference]
+    """Metrics that differ between any two runs."""
     only: tuple[list[str], list[str]]
+    """The metrics that the other run lacks."""
 
 
 def compare_runs(a: RunFiles, b: RunFiles, pattern: str = "*") -> Comparison:

@@ -152,9 +152,9 @@ def _total_steps(start: Mapping[str, Any]) -> int:
 
 def _kind_and_recipe(start: Mapping[str, Any]) -> tuple[str, str]:
     command = start.get("command")
-    words = [str(word) for word in command[1:]] if isinstance(command, list) else []
-    kind = start.get("kind") or next((word for word in words[:1] if word in KINDS), "")
-    return str(kind), " ".join(Path(word).name for word in words if word.endswith(".toml") and "=" not in word)
+    arguments = [str(each) for each in command[1:]] if isinstance(command, list) else []
+    kind = start.get("kind") or next((each for each in arguments[:1] if each in KINDS), "")
+    return str(kind), " ".join(Path(each).name for each in arguments if each.endswith(".toml") and "=" not in each)
 
 
 def _seconds(text: Any) -> float:

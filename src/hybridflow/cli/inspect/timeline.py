@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hybridflow.cli.inspect.critical_path import critical_path, step_span
+from hybridflow.cli.inspect.critical_path import critical_path
 from hybridflow.runtime.observe.trace import CONTROLLER, TraceEvent, union_seconds
 
 Events = Mapping[int, Sequence[TraceEvent]]
@@ -102,31 +102,6 @@ def total_times(parts: Iterable[Sequence[ProcessTime]]) -> list[ProcessTime]:
         computing_s, waiting_s = sum(each.computing_s for each in own), sum(each.waiting_s for each in own)
         totals.append(ProcessTime(process, computing_s, waiting_s, by_length))
     return totals
-
-
-def coverage(events: Events) -> dict[int, dict[str, float]]:
-    """Return the share of each step that the calls and the gaps of a process cover, by step and process.
-
-    Both are measured by themselves, so the share shows how much of the time the trace knows. A process counts from the
-    first gap in the trace to its last call.
-    """
-    calls: dict[str, list[TraceEvent]] = {}
-    for of_step in events.values():
-        for event in of_step:
-            if event.kind == "call":
-                calls.setdefault(process_of(event), []).append(event)
-    shares: dict[int, dict[str, float]] = {}
-    for step in sorted(events):
-        shares[step] = {}
-        for process, own in sorted(calls.items()):
-            first, last = min(_gap(event)[0] for event in own), max(event.end for event in own)
-            start, end = step_span(events[step])
-            start, end = max(start, first), min(end, last)
-            if start < end:
-                computing = union_seconds(_clipped([(event.start, event.end) for event in own], start, end))
-                waiting = sum(stop - begin for begin, stop in _clipped(map(_gap, own), start, end))
-                shares[step][process] = (computing + waiting) / (end - start)
-    return shares
 
 
 def lanes(events: Events) -> list[Lane]:

@@ -111,15 +111,15 @@ def _number(value: Any) -> Any:
 
 
 def _arguments(path: Path, text: str) -> dict[str, Any]:
-    """Return the `key=value` and `--flag=value` words of a shell script."""
+    """Return the `key=value` and `--flag=value` arguments of a shell script."""
     try:
         plain = re.sub(r"`#[^`]*`", "", text)  # a comment inside a command
-        words = shlex.split(plain.replace("\\\n", " "), comments=True)
+        arguments = shlex.split(plain.replace("\\\n", " "), comments=True)
     except ValueError as error:
         raise ConfigError(f"{path} is not a shell script: {error}.") from error
     found: dict[str, Any] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
         if equals and (key.startswith("--") or re.fullmatch(r"\+{0,2}[A-Za-z_][\w.]*\.[\w.]+", key)):
             found[key.lstrip("+")] = _value(value)
     return found

@@ -12,7 +12,7 @@ import ray
 from ray.util.placement_group import remove_placement_group
 
 from hybridflow.controller.backend import CallTerms, PerRank, WorkerRef
-from hybridflow.controller.class_with_init_args import ClassWithInitArgs
+from hybridflow.controller.class_with_init_args import ClassWithInitArgs, threads_of
 from hybridflow.controller.ray.calls import RayCalls
 from hybridflow.controller.ray.cluster import Connection
 from hybridflow.controller.ray.launcher import NAMESPACE, Launcher
@@ -29,7 +29,6 @@ from hybridflow.controller.ray.standbys import Standbys
 from hybridflow.controller.ray.store import delete_stores
 from hybridflow.controller.ray.waiting import DIED, POLL_INTERVAL_S, Waiting
 from hybridflow.controller.resource_pool import ResourcePool
-from hybridflow.controller.threads import beside_of, concurrent_calls_of
 from hybridflow.errors import ConfigError, LostClusterError, LostWorkerError, WorkerError
 from hybridflow.protocol import Handle
 from hybridflow.runtime.observe import Trace, get_logger
@@ -130,7 +129,7 @@ class RayBackend:
         `detached_as`: if not empty, the processes outlive this one; `find_detached` finds them by this name.
         """
         launch = Launch(classes, self._as_ray_pool(resource_pool), detached_as)
-        launch.require_threads()
+        threads_of(launch.classes)  # before anything starts
         self._connection.open([launch.pool])
         if detached_as:
             self._check_detached(detached_as)
@@ -278,7 +277,7 @@ class RayBackend:
 
         Raises WorkerError if there is no group of that name, or if one of its ranks is gone.
         """
-        concurrent_calls = concurrent_calls_of({name: cls_with_init.cls})
+        threads = threads_of({name: cls_with_init})
         self._connection.open([RayResourcePool([1])])
         actors = [actor for actor in [_find_actor(f"{name}/0")] if actor is not None]
         if not actors:
@@ -301,7 +300,7 @@ class RayBackend:
             processes.append(RayProcess(actor, f"{name}/{rank}", rank, {name}))
         for process in processes:
             process.is_detached = True
-            process.concurrent_calls, process.beside = concurrent_calls, beside_of({name: cls_with_init.cls})
+            process.threads = threads
         self._processes += processes
         self._launcher.find_homes(processes)
         nodes = [process.home.node_id for process in processes if process.home]

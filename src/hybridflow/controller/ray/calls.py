@@ -13,11 +13,11 @@ import ray
 from ray.exceptions import RayError
 
 from hybridflow.controller.backend import CallTerms, PerRank, WorkerRef
-from hybridflow.controller.one_call import described
+from hybridflow.controller.columns import produced_columns, sources_of
 from hybridflow.controller.ray.processes import RayCall, RayHandle, RayWorker
 from hybridflow.controller.ray.transport import Outgoing, freeze, pack_header, thaw
 from hybridflow.controller.ray.waiting import STORE_FULL, Waiting
-from hybridflow.controller.sources import produced_columns, sources_of
+from hybridflow.controller.worker_side import described
 from hybridflow.errors import DispatchError, LostWorkerError, WorkerError
 from hybridflow.protocol import Handle
 from hybridflow.protocol.packed_batch import batch_bytes
@@ -47,8 +47,8 @@ class RayCalls:
         handles = []
         for worker, where, is_read, frozen, outgoing, after in messages:
             start = time.time()
-            is_beside = (worker.role, method_name) in worker.process.beside
-            remote = worker.process.remote_call(2 if is_read else 1, is_beside)
+            in_second_thread = (worker.role, method_name) in worker.process.threads.of_second
+            remote = worker.process.remote_call(2 if is_read else 1, in_second_thread)
             try:
                 refs = remote.remote(frozen, *outgoing.refs)
             except STORE_FULL as error:
@@ -61,7 +61,9 @@ class RayCalls:
                 ) from error
             done, value = refs if is_read else (refs, None)
             sources = sources_of(outgoing.read)
-            call = RayCall(done, worker, where, self._call_timeout_s(), after, sources, is_beside=is_beside)
+            call = RayCall(
+                done, worker, where, self._call_timeout_s(), after, sources, in_second_thread=in_second_thread
+            )
             self._waiting.track(call)
             if sent := outgoing.num_bytes:
                 event = TraceEvent("send", where, worker.name, self._node, start, time.time(), bytes_out=sent)

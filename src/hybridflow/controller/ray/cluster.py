@@ -14,7 +14,7 @@ from hybridflow.controller.ray.local_cluster import LocalCluster
 from hybridflow.controller.ray.nodes import EPSILON
 from hybridflow.controller.ray.resource_pool import RayResourcePool
 from hybridflow.errors import ConfigError
-from hybridflow.runtime import gpu_has_bfloat16, require_visible_devices
+from hybridflow.runtime.device import gpu_has_bfloat16, require_visible_devices
 from hybridflow.runtime.observe import get_logger
 
 CONNECT_TIMEOUT_S = 5.0

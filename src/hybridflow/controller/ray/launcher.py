@@ -9,9 +9,9 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from hybridflow.controller.class_with_init_args import ClassWithInitArgs
-from hybridflow.controller.ray.processes import BESIDE, Launch, RayCall, RayProcess, RayWorker
-from hybridflow.controller.ray.resource_pool import Place
+from hybridflow.controller.class_with_init_args import ClassWithInitArgs, threads_of
+from hybridflow.controller.ray.processes import SECOND_THREAD, Launch, RayCall, RayProcess, RayWorker
+from hybridflow.controller.ray.resource_pool import ReservedPlace
 from hybridflow.controller.ray.transport import Outgoing, pickled_class
 from hybridflow.controller.ray.waiting import Waiting
 from hybridflow.controller.ray.worker_process import WorkerProcess
@@ -46,7 +46,7 @@ class Launcher:
 
         `standby`: a process on the node of the place, without its resources, which the process at the place has.
         """
-        concurrent_calls, beside = launch.threads
+        threads = threads_of(launch.classes)
         processes: list[RayProcess] = []
         for rank, place in enumerate(launch.pool.places()):
             label = f"{launch.label}/{rank}"
@@ -55,7 +55,7 @@ class Launcher:
             process = RayProcess(actor, label, rank, set(launch.classes))
             process.peers, process.on_last_stop = processes, launch.pool.give_up_tenancy
             process.is_detached, process.launch = bool(launch.detached_as), launch
-            process.concurrent_calls, process.beside = concurrent_calls, beside
+            process.threads = threads
             processes.append(process)
         return processes
 
@@ -123,13 +123,14 @@ class Launcher:
         return [ray.get(call.done) for call in calls]
 
     def _new_actor(self, label: str, launch: Launch, options: dict[str, Any]) -> Any:
-        concurrent_calls, beside = launch.threads
-        actor: Any = ray.remote(concurrency_groups={BESIDE: 1} if beside else None)(WorkerProcess)  # pyright: ignore
-        options = {"max_restarts": 0, "max_concurrency": concurrent_calls, **options}
+        threads = threads_of(launch.classes)
+        groups = {SECOND_THREAD: 1} if threads.of_second else None
+        actor: Any = ray.remote(concurrency_groups=groups)(WorkerProcess)  # pyright: ignore
+        options = {"max_restarts": 0, "max_concurrency": threads.concurrent_calls, **options}
         return actor.options(**options).remote(label, _importable_paths(), os.getcwd())
 
 
-def _options(place: Place, rank: int, launch: Launch) -> dict[str, Any]:
+def _options(place: ReservedPlace, rank: int, launch: Launch) -> dict[str, Any]:
     share = launch.pool.share_of_one_group
     options: dict[str, Any] = {
         "num_cpus": share["CPU"],
@@ -143,7 +144,7 @@ def _options(place: Place, rank: int, launch: Launch) -> dict[str, Any]:
     return options
 
 
-def _standby_options(place: Place) -> dict[str, Any]:
+def _standby_options(place: ReservedPlace) -> dict[str, Any]:
     return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(place.node.node_id, soft=False)}
 
 

@@ -6,18 +6,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hybridflow.controller.class_with_init_args import ClassWithInitArgs
-from hybridflow.controller.one_call import described
+from hybridflow.controller.class_with_init_args import ClassWithInitArgs, ProcessThreads
 from hybridflow.controller.ray.resource_pool import RayResourcePool
 from hybridflow.controller.ray.transport import StoredBatch, unpack
-from hybridflow.controller.threads import beside_of, concurrent_calls_of
+from hybridflow.controller.worker_side import described
 from hybridflow.errors import HybridFlowError, WorkerError
 from hybridflow.protocol.handle import Duration, Handle
 from hybridflow.protocol.rows import RowIndex
 from hybridflow.runtime.observe.trace import Sources
 from hybridflow.runtime.process_address import ProcessAddress
 
-BESIDE = "beside"
+SECOND_THREAD = "second_thread"
 """Ray's concurrency group of the calls that run in the second thread of a process."""
 
 
@@ -45,23 +44,13 @@ class Launch:
         """The roles of each process, for logs and errors."""
         return "+".join(self.classes)
 
-    @property
-    def threads(self) -> tuple[int, frozenset[tuple[str, str]]]:
-        """The number of calls that a process runs at the same time, and the calls of its second thread."""
-        by_role = {name: cls_with_init.cls for name, cls_with_init in self.classes.items()}
-        return concurrent_calls_of(by_role), beside_of(by_role)
-
-    def require_threads(self) -> None:
-        """Raise DispatchError if the roles cannot share a process."""
-        _ = self.threads
-
 
 class RayProcess:
     """One worker process.
 
-    `unfinished`: the calls that are not known to have finished, oldest first; the process runs the first
-    `concurrent_calls` of them, and the first of those whose role and method are in `beside`. `home`: None until it has
-    started. `exit_error`: the error for which it was stopped or lost. `has_failed`: whether a method has raised an
+    `unfinished`: the calls that are not known to have finished, oldest first; the process runs the first of them, as
+    many as `threads` says, and the first of those of its second thread. `home`: None until it has started.
+    `exit_error`: the error for which it was stopped or lost. `has_failed`: whether a method has raised an
     error. `peers`: the processes of all ranks. `launch`: what it was started with, None if another process started it.
     `workers`: the references to its roles.
     """
@@ -73,18 +62,17 @@ class RayProcess:
         self.workers: list[RayWorker] = []
         self.unfinished: list[RayCall] = []
         self.is_stopped = self.is_detached = self.has_failed = False
-        self.concurrent_calls = 1
-        self.beside: frozenset[tuple[str, str]] = frozenset()
+        self.threads = ProcessThreads()
         self.exit_error: WorkerError | None = None
         self.peers: list[RayProcess] = [self]
         self.on_last_stop: Callable[[], None] = _do_nothing
         self._remote_calls: dict[tuple[int, bool], Any] = {}
 
-    def remote_call(self, num_returns: int, is_beside: bool) -> Any:
+    def remote_call(self, num_returns: int, in_second_thread: bool) -> Any:
         """Return the actor's method `call`, to be called with this number of results, in the second thread or not."""
-        key = num_returns, is_beside
+        key = num_returns, in_second_thread
         if key not in self._remote_calls:
-            options = {"concurrency_group": BESIDE} if is_beside else {}
+            options = {"concurrency_group": SECOND_THREAD} if in_second_thread else {}
             self._remote_calls[key] = self.actor.call.options(num_returns=num_returns, **options)
         return self._remote_calls[key]
 
@@ -115,7 +103,7 @@ class RayCall:
 
     `done`: a small stored object that exists when the call has finished. `after`: the calls whose results it reads.
     `sent`: seconds of `time.time()`. `small_value`: the frozen result if it is small; a large result is not referenced
-    here. `is_beside`: whether it runs in the second thread of its process.
+    here. `in_second_thread`: whether it runs in the second thread of its process.
     """
 
     def __init__(
@@ -127,9 +115,9 @@ class RayCall:
         after: Sequence["RayCall"] = (),
         sources: Sources = (),
         *,
-        is_beside: bool = False,
+        in_second_thread: bool = False,
     ) -> None:
-        self.is_beside = is_beside
+        self.in_second_thread = in_second_thread
         self.done, self.worker, self.where, self.timeout_s, self.sources = done, worker, where, timeout_s, sources
         self._after = list(after)
         self.sent = time.time()
@@ -152,8 +140,8 @@ class RayCall:
     def predecessor(self) -> "RayCall | None":
         """Return the oldest call of its process that must finish before this one can run; None if it can run."""
         process = self.worker.process
-        same = [call for call in process.unfinished if call.is_beside == self.is_beside]
-        return same[0] if self in same[1 if self.is_beside else process.concurrent_calls :] else None
+        same = [call for call in process.unfinished if call.in_second_thread == self.in_second_thread]
+        return same[0] if self in same[1 if self.in_second_thread else process.threads.concurrent_calls :] else None
 
     def forget_unfinished(self) -> None:
         """Remove the call from the unfinished calls of its process."""

@@ -28,7 +28,7 @@ SETTLING_S = 5.0
 
 
 @dataclass(frozen=True)
-class Place:
+class ReservedPlace:
     """The place of one rank: a bundle of a placement group, and its node."""
 
     group: PlacementGroup
@@ -65,7 +65,7 @@ class RayResourcePool(ResourcePool):
                 f"gpus_per_process={gpus_per_process} is invalid: expected a share of a GPU, above 0 and at most 1."
             )
         self.name_prefix, self.cpus_per_process, self.gpus_per_process = name_prefix, cpus_per_process, gpus_per_process
-        self._reserved: list[Place] | None = None
+        self._reserved: list[ReservedPlace] | None = None
         self._groups: list[PlacementGroup] = []
         self._tenants = [0] * self.world_size
         self._is_detached = False
@@ -82,7 +82,7 @@ class RayResourcePool(ResourcePool):
         share = {"CPU": _in_units(self.cpus_per_process)}
         return share | {"GPU": _in_units(self.gpus_per_process / self.max_colocate_count)} if self.use_gpu else share
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[ReservedPlace]:
         """Return the place of each rank; reserve the places first if needed.
 
         Raises ConfigError, within seconds, if the pool does not fit the free resources of the cluster.
@@ -147,7 +147,7 @@ class RayResourcePool(ResourcePool):
                 raise does_not_fit(repr(self), self.process_on_nodes, self.share, nodes)
             time.sleep(0.1)
 
-    def _reserve(self, nodes: Sequence[Node]) -> list[Place]:
+    def _reserve(self, nodes: Sequence[Node]) -> list[ReservedPlace]:
         group = placement_group(
             [{name: amount for name, amount in self.share.items() if amount} or {"memory": 1} for _ in nodes],
             strategy="PACK",
@@ -159,7 +159,7 @@ class RayResourcePool(ResourcePool):
             remove_placement_group(group)
             raise does_not_fit(repr(self), self.process_on_nodes, self.share, nodes_of_cluster())
         self._groups.append(group)
-        return [Place(group, index, node) for index, node in enumerate(nodes)]
+        return [ReservedPlace(group, index, node) for index, node in enumerate(nodes)]
 
     def __repr__(self) -> str:
         name = f"{self.name_prefix!r}, " if self.name_prefix else ""
@@ -186,7 +186,7 @@ class _Part(RayResourcePool):
         )
         self._parts = parts
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[ReservedPlace]:
         """Return the places in the other pools, reserved there if needed."""
         return [pool.places()[rank] for pool, ranks in self._parts for rank in ranks]
 

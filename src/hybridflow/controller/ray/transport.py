@@ -20,7 +20,7 @@ import torch
 from tensordict import TensorDictBase
 
 from hybridflow.controller.backend import CallTerms
-from hybridflow.controller.one_call import described
+from hybridflow.controller.worker_side import described
 from hybridflow.errors import BatchError, DispatchError, WorkerError
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.protocol.handle import Duration, Handle, HeldBatch
@@ -48,7 +48,7 @@ def dumps(value: Any) -> bytes:
         return file.getvalue()
 
 
-class Reply(NamedTuple):
+class CallReply(NamedTuple):
     """The status that a call returns: its trace event, and its frozen value if that is small."""
 
     event: TraceEvent
@@ -256,8 +256,8 @@ def _no_ref(value: Any) -> None:
     return None
 
 
-def unpack(value: Any, beside: Sequence[Any]) -> Any:
-    """Return a value that the receiver owns from a packed one; `beside` are the objects that came with the message."""
+def unpack(value: Any, objects: Sequence[Any]) -> Any:
+    """Return a value that the receiver owns from a packed one; `objects` came with the message."""
     if isinstance(value, PackedBatch):
         return value.read()
     if isinstance(value, PackedColumn):
@@ -265,17 +265,17 @@ def unpack(value: Any, beside: Sequence[Any]) -> Any:
     if isinstance(value, _Pickled):
         return cloudpickle.loads(value.raw)
     if isinstance(value, _SentHandle):
-        return unpack(thaw(beside[value.slot.index]), ())
+        return unpack(thaw(objects[value.slot.index]), ())
     if isinstance(value, _SentFuture):
         future = value.future.with_handles(
-            lambda handle: StoredBatch(thaw(beside[handle.index]) if isinstance(handle, Slot) else handle)
+            lambda handle: StoredBatch(thaw(objects[handle.index]) if isinstance(handle, Slot) else handle)
         )
         future.meta_info = {} if value.meta_info is None else cloudpickle.loads(value.meta_info)
         return future.get() if value.opens else future
     if type(value) in (list, tuple):
-        return type(value)(unpack(element, beside) for element in value)
+        return type(value)(unpack(element, objects) for element in value)
     if type(value) is dict:
-        return {key: unpack(element, beside) for key, element in value.items()}
+        return {key: unpack(element, objects) for key, element in value.items()}
     return value
 
 

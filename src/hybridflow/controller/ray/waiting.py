@@ -26,7 +26,7 @@ from hybridflow.controller.ray.liveness.heartbeat import Heartbeats
 from hybridflow.controller.ray.liveness.silence import Silence
 from hybridflow.controller.ray.liveness.watch import observe
 from hybridflow.controller.ray.processes import RayCall, RayProcess, RayWorker
-from hybridflow.controller.ray.transport import CallFailed, Reply, thaw
+from hybridflow.controller.ray.transport import CallFailed, CallReply, thaw
 from hybridflow.errors import LostWorkerError, WorkerDiedError, WorkerError, WorkerMemoryError, WorkerTimeoutError
 from hybridflow.runtime.observe import Trace
 from hybridflow.runtime.observe.trace import CONTROLLER
@@ -141,7 +141,7 @@ class Waiting:
         """Process the reply of a finished call. A small value is kept, which saves another request for it."""
         call.forget_unfinished()
         reply = thaw(frozen)
-        if isinstance(reply, Reply) and not call.is_finished:
+        if isinstance(reply, CallReply) and not call.is_finished:
             self._trace.record(reply.event._replace(sources=call.sources))
             call.duration.note(reply.event.start, reply.event.end)
             call.small_value = reply.value

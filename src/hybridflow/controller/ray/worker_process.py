@@ -17,13 +17,12 @@ import psutil
 import ray
 import torch
 
-from hybridflow.controller.one_call import NamingErrors, checked_output
 from hybridflow.controller.ray.liveness.heartbeat import start_heartbeat
 from hybridflow.controller.ray.processes import Home
 from hybridflow.controller.ray.store import RayStore
 from hybridflow.controller.ray.transport import (
+    CallReply,
     Outgoing,
-    Reply,
     cloudpickle,
     freeze,
     open_header,
@@ -31,14 +30,17 @@ from hybridflow.controller.ray.transport import (
     thaw,
     unpack,
 )
-from hybridflow.controller.worker import introduce
+from hybridflow.controller.worker import set_colocated
+from hybridflow.controller.worker_side import NamingErrors, checked_output
 from hybridflow.errors import ConfigError
 from hybridflow.protocol.packed_batch import batch_bytes
-from hybridflow.runtime import count_physical_cores, keep_freed_memory, paused_collector, provide_stores
+from hybridflow.runtime.allocator import keep_freed_memory, paused_collector
 from hybridflow.runtime.observe import TraceEvent, memory_bytes
 from hybridflow.runtime.observe.waits import CallTime, Waits
 from hybridflow.runtime.process_address import ProcessAddress, allow_observers, own_address
 from hybridflow.runtime.process_report import has_exited
+from hybridflow.runtime.rendezvous import provide_stores
+from hybridflow.runtime.threads import count_physical_cores
 
 MEMORY_EVERY_S = 0.1
 """Minimum seconds between reads of the memory in use; a read takes longer than a small call."""
@@ -140,7 +142,7 @@ class WorkerProcess:
                 raise
             except BaseException as error:  # a constructor may raise any error; it is sent to the driver
                 raise pack_error(error, f"{name}.__init__", name, self._rank, self._node) from None
-        introduce(self._instances)
+        set_colocated(self._instances)
         self._waits = Waits()  # construction is not a wait
 
     def _require_own_gpu(self) -> None:
@@ -165,17 +167,17 @@ class WorkerProcess:
         error = ConfigError(problem)
         raise pack_error(error, "a worker's start", self.label.rpartition("/")[0], self._rank, self._node)
 
-    def call(self, message: Any, *beside: Any) -> Any:
-        """Run a method and return a `Reply` and the value, or the `Reply` alone if the value will not be read.
+    def call(self, message: Any, *objects: Any) -> Any:
+        """Run a method and return a `CallReply` and the value, or the `CallReply` alone if the value will not be read.
 
-        `message`: a header (role, method, terms) and the arguments. `beside`: the objects that the arguments refer to.
+        `message`: a header (role, method, terms) and the arguments. `objects`: the objects that the arguments refer to.
         """
         with self._waits.during_call() as time_of_call:
-            event, frozen, is_read = self._run(message, beside, time_of_call)
-        reply = Reply(event, frozen if is_read and type(frozen) is bytes else None)
+            event, frozen, is_read = self._run(message, objects, time_of_call)
+        reply = CallReply(event, frozen if is_read and type(frozen) is bytes else None)
         return (freeze(reply, 0), frozen) if is_read else freeze(reply, 0)
 
-    def _run(self, message: Any, beside: Sequence[Any], time_of_call: CallTime) -> tuple[TraceEvent, Any, bool]:
+    def _run(self, message: Any, objects: Sequence[Any], time_of_call: CallTime) -> tuple[TraceEvent, Any, bool]:
         """Run a method; return its event, its frozen result, and whether that will be read."""
         if threading.current_thread() is not threading.main_thread():
             torch.set_num_threads(self._threads)  # the setting is per thread
@@ -190,7 +192,7 @@ class WorkerProcess:
         worker_name = f"{role}/{self._rank}"
         try:
             with NamingErrors(where, worker_name, role, self._rank):
-                args, kwargs = unpack(packed_args, beside), unpack(packed_kwargs, beside)
+                args, kwargs = unpack(packed_args, objects), unpack(packed_kwargs, objects)
                 unpacked = time.time()
                 bytes_in = sum(map(batch_bytes, [*args, *kwargs.values()]))
                 output = getattr(instance, method_name)(*args, **kwargs)

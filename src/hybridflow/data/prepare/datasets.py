@@ -31,7 +31,7 @@ Record = Mapping[str, Any]
 MadeRow = dict[str, Any] | str
 
 
-class Dataset(NamedTuple):
+class FileKind(NamedTuple):
     """A kind of files: the columns that they need, for errors, and its row function.
 
     Rows with the same values in the columns `unique` are written once; with `unique=()` all are kept.
@@ -231,11 +231,11 @@ def _row(
 
 
 DATASETS = {
-    "gsm8k": Dataset(("question", "answer"), gsm8k_row, unique=()),
-    "math": Dataset(("problem", "solution"), math_row),
-    "dapo": Dataset(("prompt", "reward_model", "data_source"), dapo_row),
-    "ultrafeedback": Dataset(
+    "gsm8k": FileKind(("question", "answer"), gsm8k_row, unique=()),
+    "math": FileKind(("problem", "solution"), math_row),
+    "dapo": FileKind(("prompt", "reward_model", "data_source"), dapo_row),
+    "ultrafeedback": FileKind(
         ("prompt", "chosen", "rejected"), ultrafeedback_row, unique=("prompt", "chosen", "rejected")
     ),
-    "table": Dataset(("prompt", "answer"), table_row),
+    "table": FileKind(("prompt", "answer"), table_row),
 }

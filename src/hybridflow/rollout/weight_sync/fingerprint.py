@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from hybridflow.models.kernels import serves_words, sum_words
-from hybridflow.runtime import SideStream
 from hybridflow.runtime.partial_tensor import contents_of
+from hybridflow.runtime.side_stream import SideStream
 
 BLOCK = 1024
 """Words per block. Blocks share a table of constants, which fits into the L1 cache."""

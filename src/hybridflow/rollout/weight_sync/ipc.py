@@ -12,9 +12,15 @@ from hybridflow.config import Config
 from hybridflow.errors import ConfigError, LostWeightSyncError, WeightSyncError
 from hybridflow.rollout.weight_sync.base import IN_FLIGHT, Sent, WeightTransport
 from hybridflow.rollout.weight_sync.buckets import Bucket, pack, packed_size, unpack
-from hybridflow.rollout.weight_sync.gpu_memory import GpuHandle, copy_gpu_memory, share_gpu_memory
-from hybridflow.rollout.weight_sync.host_memory import HostHandle, HostMemory, map_host_memory
-from hybridflow.runtime import own_device
+from hybridflow.rollout.weight_sync.shared_memory import (
+    GpuHandle,
+    HostHandle,
+    SharedHostMemory,
+    copy_gpu_memory,
+    map_host_memory,
+    share_gpu_memory,
+)
+from hybridflow.runtime.device import own_device
 from hybridflow.runtime.process_address import ProcessAddress, own_address
 from hybridflow.runtime.process_report import has_exited
 
@@ -45,7 +51,7 @@ class Ipc(WeightTransport):
             )
         self._device = own_device()
         self._rank, self._num_receivers = 0, 1
-        self._sent: deque[HostMemory | Tensor] = deque()
+        self._sent: deque[SharedHostMemory | Tensor] = deque()
 
     def join(self, store: str, rank: int, world_size: int) -> None:
         """Set the rank of this end, 0 for the sender, and the number of receivers."""
@@ -62,7 +68,7 @@ class Ipc(WeightTransport):
             pack(bucket, packed)
             handles = tuple(share_gpu_memory(packed) for _ in range(self._num_receivers))
         else:
-            memory = HostMemory(size)
+            memory = SharedHostMemory(size)
             self._sent.append(memory)
             pack(bucket, memory.tensor)
             handles = (memory.handle,) * self._num_receivers
@@ -109,5 +115,5 @@ class Ipc(WeightTransport):
 
     def _release_oldest(self) -> None:
         memory = self._sent.popleft()
-        if isinstance(memory, HostMemory):
+        if isinstance(memory, SharedHostMemory):
             memory.close()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from hybridflow.errors import WeightSyncError
-from hybridflow.runtime import derive_seed
+from hybridflow.runtime.random_streams import derive_seed
 
 NUM_SEQUENCES, SEQUENCE_LEN = 4, 24
 SEED = 11

@@ -13,8 +13,10 @@ from hybridflow.rollout.weight_sync.base import Announcement, Sent, WeightTransp
 from hybridflow.rollout.weight_sync.buckets import Bucket, WeightSpec, spec_of
 from hybridflow.rollout.weight_sync.fingerprint import Fingerprints
 from hybridflow.rollout.weight_sync.probe import Probe, ProbeCheck
-from hybridflow.runtime import naming_out_of_memory, note_progress, own_device
+from hybridflow.runtime.device import own_device
 from hybridflow.runtime.fault_points import fault_point
+from hybridflow.runtime.memory import naming_out_of_memory
+from hybridflow.runtime.progress import note_progress
 
 LESS_AT_ENGINE = (
     "set a smaller rollout.sync_bucket_bytes or rollout.gpu_memory_utilization, or memory.offload for roles that can "

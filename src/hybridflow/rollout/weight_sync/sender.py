@@ -13,9 +13,11 @@ from hybridflow.protocol import DataProto
 from hybridflow.rollout.weight_sync.base import Announcement, Sent, WeightTransport
 from hybridflow.rollout.weight_sync.buckets import Bucket, WeightSpec, fill_buckets, plan_buckets
 from hybridflow.rollout.weight_sync.probe import Probe, probe_sequences
-from hybridflow.runtime import naming_out_of_memory, note_progress, own_device, preferred_dtype
 from hybridflow.runtime.boxes import Box
+from hybridflow.runtime.device import own_device, preferred_dtype
 from hybridflow.runtime.fault_points import fault_point
+from hybridflow.runtime.memory import naming_out_of_memory
+from hybridflow.runtime.progress import note_progress
 
 SMALLER_BUCKETS = "set a smaller rollout.sync_bucket_bytes, or memory.offload for roles that can wait"
 """What to change if there is no memory for the gathered weights."""

@@ -23,9 +23,9 @@ from hybridflow.runtime.observe.metrics import (
     spread,
 )
 from hybridflow.runtime.observe.mlflow import MLflowTracker
-from hybridflow.runtime.observe.performance import performance_report
 from hybridflow.runtime.observe.plot import plot_curves
 from hybridflow.runtime.observe.prometheus import PrometheusTracker
+from hybridflow.runtime.observe.run_files import performance_report
 from hybridflow.runtime.observe.run_info import collect_run_info, git_commit
 from hybridflow.runtime.observe.tensorboard import TensorBoardTracker
 from hybridflow.runtime.observe.timing import idle_shares, per_token_ms, timed, tokens_per_s

@@ -1,16 +1,21 @@
 """The files of a run, read for people: pages, tables and advice. Nothing is written, and a running run may go on."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import CheckpointError, DataConfigError, DataError
-from hybridflow.runtime import require_plain_file
+from hybridflow.runtime.files import require_plain_file
 from hybridflow.runtime.observe.jsonl import read_jsonl
-from hybridflow.runtime.observe.trace import TRACE_FILE, TraceEvent, trace_event
-from hybridflow.runtime.printable import printable
+from hybridflow.runtime.observe.trace import TRACE_FILE, TraceEvent, trace_event, transfer_report
+
+
+def printable(text: object) -> str:
+    """Return a text in one line, with control characters, changes of direction and broken UTF-8 as escapes."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(text))
+
 
 METRICS, SAMPLES, ROLLOUTS = "metrics.jsonl", "samples.jsonl", "rollouts.jsonl"
 RECOVERIES = "recoveries.jsonl"
@@ -165,3 +170,24 @@ def _is_sample(row: Mapping[str, Any]) -> bool:
         and all(isinstance(text, str) for text in tokens["texts"])
         and all(len(values) in (1, len(tokens["ids"])) for values in tokens.values())
     )
+
+
+ALL_STEPS = range(2**62)
+
+
+def performance_report(run_dir: str | Path, steps: Container[Any] = ALL_STEPS) -> dict[str, Any]:
+    """Return the `transfer_report` of these steps of a run, and the first and the last of them as `steps`.
+
+    Times are in seconds, sizes in bytes. Step 0 is the start. Raises DataError if the run has no trace of these steps,
+    or a damaged one.
+    """
+    file = Path(run_dir) / TRACE_FILE
+    rows = read_jsonl(file)
+    for i, row in enumerate(rows, start=1):
+        if not isinstance(row.get("step"), int):
+            raise DataError(f"{file}, line {i}: the row has no integer step; remove the line or the file.")
+    rows = [row for row in rows if row["step"] in steps]
+    if not rows:
+        raise DataConfigError(f"'{file}' has no event of these steps; metrics.jsonl of the run shows its steps.")
+    numbers = [row["step"] for row in rows]
+    return {"steps": [min(numbers), max(numbers)], **transfer_report(map(trace_event, rows))}

@@ -7,7 +7,7 @@ import torch
 
 from hybridflow.config import Config
 from hybridflow.protocol import DataProto, DataProtoFuture
-from hybridflow.trainers.reading import read
+from hybridflow.trainers.read_columns import read
 from hybridflow.trainers.sampling.sampled import Begun, NextPrompts, Sampled, joined
 
 

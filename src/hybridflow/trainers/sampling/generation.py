@@ -20,8 +20,9 @@ from hybridflow.config import Config
 from hybridflow.controller import WorkerGroup
 from hybridflow.controller.mesh import ROLLOUT_MESH
 from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.protocol.meta_info import NOISE_KEY
 
-MOST_PARTS = 8
+MOST_STREAMED_PARTS = 8
 """Number of parts of a batch, or the number of prompts of an engine if that is smaller."""
 
 
@@ -37,7 +38,7 @@ class Generation(Protocol):
     """Generates `group_size` responses to each prompt, with the weights that the engines have when a batch begins."""
 
     def begin(self, prompts: DataProto) -> Ticket:
-        """Begin a batch; `prompts` have `group_ids` and `meta_info["noise_key"]`, which also names the batch."""
+        """Begin a batch; `prompts` have `group_ids` and `meta_info[NOISE_KEY]`, which also names the batch."""
         ...
 
     def take(self, ticket: Ticket) -> tuple[DataProtoFuture, ...]:
@@ -114,21 +115,22 @@ def _begin(engines: WorkerGroup, prompts: DataProto) -> DataProtoFuture:
 
 
 def _noise_key(prompts: DataProto) -> dict[str, Any]:
-    return {"noise_key": prompts.meta_info["noise_key"]}
+    return {NOISE_KEY: prompts.meta_info[NOISE_KEY]}
 
 
 def _parts(engine: WorkerGroup, begun: DataProtoFuture) -> list[DataProtoFuture]:
     """Call the generation of the parts of an engine; it needs only the number of rows, and that they began."""
-    return [engine.next_sequences.remote(begun.slice(0, size)) for size in part_sizes(len(begun))]
+    return [engine.next_sequences.remote(begun.slice(0, size)) for size in streamed_part_sizes(len(begun))]
 
 
-def part_sizes(num_groups: int) -> list[int]:
+def streamed_part_sizes(num_groups: int) -> list[int]:
     """Return the number of groups in each part of an engine's groups: at least one, and fewer towards the end.
 
     The sizes fall about linearly. The groups that finish last are the longest, and nothing is generated while the ranks
     train on the last part, so that it should be small.
     """
-    num_parts = min(MOST_PARTS, num_groups)
+    num_parts = min(MOST_STREAMED_PARTS, num_groups)
+    # Sizes that fall linearly to 0 add up to x * (2 - x) at the share x of the parts; each part has one group more.
     ends = np.arange(num_parts + 1) / num_parts
     more = np.diff(np.rint((num_groups - num_parts) * ends * (2 - ends))).astype(int)
     return [1 + size for size in sorted(more.tolist(), reverse=True)]

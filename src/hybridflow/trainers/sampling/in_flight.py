@@ -9,7 +9,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.runtime.observe import JsonlWriter
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.workers.algorithm_functions import reads_column
-from hybridflow.workers.schedule import SCHEDULE, read_schedule
+from hybridflow.workers.engine_schedule import SCHEDULE, read_schedule
 
 
 def require_in_flight(config: Config) -> None:
@@ -29,8 +29,8 @@ def require_in_flight(config: Config) -> None:
         read_schedule(replay)
 
 
-class ScheduleLog:
-    """A function that appends the events of the engines to `schedule.jsonl`, with the step; see `Schedule`."""
+class EngineScheduleLog:
+    """A function that appends the events of the engines to `schedule.jsonl`, with the step; see `EngineSchedule`."""
 
     def __init__(self, config: Config, run: RunDirectory, rollout: WorkerGroup) -> None:
         self._config, self._run, self._rollout = config, run, rollout

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hybridflow.controller.part_sizes import PART_SIZES
+from hybridflow.controller.part_sizes import BALANCED_PART_SIZES
 from hybridflow.protocol import DataProto, DataProtoFuture
-from hybridflow.trainers.reading import read
+from hybridflow.trainers.read_columns import read
 
 NextPrompts = Callable[[], DataProto]
 """A function that returns the next batch of prompts."""
@@ -64,7 +64,7 @@ def joined(parts: Sequence[DataProtoFuture]) -> DataProtoFuture:
     """Return the rows of all parts of a batch, in order."""
     if len(parts) == 1:
         return parts[0]
-    return DataProtoFuture.concat([part.with_meta_info({PART_SIZES: {}}) for part in parts])
+    return DataProtoFuture.concat([part.with_meta_info({BALANCED_PART_SIZES: {}}) for part in parts])
 
 
 def in_order_of_groups(batch: DataProtoFuture) -> DataProtoFuture:

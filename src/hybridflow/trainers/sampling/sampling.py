@@ -9,7 +9,8 @@ from hybridflow.config import Config
 from hybridflow.config.roles import has_own_pool
 from hybridflow.controller import WorkerGroup
 from hybridflow.protocol import DataProto, DataProtoFuture
-from hybridflow.trainers.reading import read
+from hybridflow.protocol.meta_info import NOISE_KEY
+from hybridflow.trainers.read_columns import read
 from hybridflow.trainers.sampling.dynamic_sampling import dynamic_sampling
 from hybridflow.trainers.sampling.generation import generation_of
 from hybridflow.trainers.sampling.sampled import Begun, NextPrompts, Sampled
@@ -49,7 +50,7 @@ class Sampling:
         Rewards in processes of their own score as soon as responses are there.
         """
         prompts = with_group_ids(prompts, first_group)
-        prompts.meta_info["noise_key"] = [self.config.trainer.seed, TRAINING_STREAM, step]
+        prompts.meta_info[NOISE_KEY] = [self.config.trainer.seed, TRAINING_STREAM, step]
         greedy = self._greedy(prompts)
         ticket = self._generation.begin(prompts)
         begun = Begun(step, lambda: tuple(map(self._scored_at_once, self._generation.take(ticket))), greedy)

@@ -13,8 +13,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from hybridflow.cli.inspect.derived_file import write_derived_file
 from hybridflow.cli.inspect.report.page_data import page_data
+from hybridflow.cli.output import write_derived_file
 from hybridflow.runtime.observe.run_files import RunFiles
 
 SCRIPTS = (

@@ -21,7 +21,7 @@ from ray.exceptions import RayError, RpcError
 from ray.experimental import internal_kv
 
 from hybridflow.controller.ray.processes import RayProcess
-from hybridflow.runtime import progress
+from hybridflow.runtime.progress import progress
 
 BEAT_EVERY_S = 1.0
 LOOK_EVERY_S = 1.0

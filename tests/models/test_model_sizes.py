@@ -1,6 +1,6 @@
 import pytest
 
-from hybridflow.models import DecoderShape, flops_per_token, forward_flops, mfu, training_flops
+from hybridflow.models.model_sizes import DecoderShape, flops_per_token, forward_flops, mfu, training_flops
 
 SMALL = DecoderShape(
     num_layers=2, hidden_size=8, intermediate_size=16, num_heads=4, num_key_value_heads=2, vocab_size=10

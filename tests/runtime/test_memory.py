@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hybridflow.errors import ModelError, RolloutError
-from hybridflow.runtime import describe_memory, naming_out_of_memory
+from hybridflow.runtime.memory import describe_memory, naming_out_of_memory
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 GIB = 2**30

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridflow.controller.private_copy import private_copy
+from hybridflow.controller.local import private_copy
 from hybridflow.errors import DispatchError
 from hybridflow.protocol import DataProto, DataProtoFuture
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hybridflow.errors import DataConfigError, RolloutConfigError
-from hybridflow.workers.schedule import Schedule, read_schedule
+from hybridflow.workers.engine_schedule import EngineSchedule, read_schedule
 
 
 class Engine:
@@ -13,7 +13,7 @@ class Engine:
 
     def __init__(self, num_steps, replay=None):
         self.num_steps = num_steps
-        self.schedule = Schedule(1, self.step, lambda: self.schedule.num_steps < self.num_steps, replay)
+        self.schedule = EngineSchedule(1, self.step, lambda: self.schedule.num_steps < self.num_steps, replay)
 
     def step(self):
         self.schedule.note_step()

@@ -6,7 +6,7 @@ import pytest
 
 from hybridflow.config import load_config
 from hybridflow.errors import ConfigError, WorkerDiedError
-from hybridflow.trainers.starting import start_with_tries
+from hybridflow.trainers.build_run import start_with_tries
 
 
 def start(*errors, backend="ray", max_restarts=2):

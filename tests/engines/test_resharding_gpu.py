@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybridflow.engines.box_sum import box_sum
+from hybridflow.engines.resharding import checksum_of_box
 from hybridflow.runtime.partial_tensor import PartialTensor
 
 pytestmark = pytest.mark.gpu
@@ -21,8 +21,8 @@ def parts(gpu):
 def test_sum_of_a_box_on_a_gpu_equals_that_of_the_cpu(gpu, monkeypatch):
     on_cpu, on_gpu = parts(gpu)
     for size in (2**22, 1000):
-        monkeypatch.setattr("hybridflow.engines.box_sum.PART", size)
-        assert int(box_sum(on_gpu, BOX, 8)) == int(box_sum(on_cpu, BOX, 8))
+        monkeypatch.setattr("hybridflow.engines.resharding.PART", size)
+        assert int(checksum_of_box(on_gpu, BOX, 8)) == int(checksum_of_box(on_cpu, BOX, 8))
 
 
 def test_copy_of_a_slice_on_a_gpu_stays_there(gpu):

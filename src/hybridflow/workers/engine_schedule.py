@@ -12,7 +12,7 @@ SCHEDULE = "schedule.jsonl"
 """The file of a run directory with one row for each event of each engine."""
 
 
-class Schedule:
+class EngineSchedule:
     """The events of one engine, in order.
 
     `engine_steps` of an event counts the steps since the event before; None: all sequences had finished. With `replay`,

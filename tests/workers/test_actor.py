@@ -7,7 +7,7 @@ import torch
 from hybridflow.algorithms import covariances, select_kl_cov
 from hybridflow.config import ActorConfig, Config, DataConfig
 from hybridflow.protocol import DataProto
-from hybridflow.workers.selection import with_selected_tokens
+from hybridflow.workers.actor import with_selected_tokens
 
 MASK = torch.tensor([[True, True, False], [True, True, True], [False, False, False], [True, False, False]])
 LOG_PROBS = torch.tensor([[-0.1, -2.0, 9.0], [-3.0, -0.2, -1.0], [9.0, 9.0, 9.0], [-0.5, 9.0, 9.0]])

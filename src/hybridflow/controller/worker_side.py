@@ -1,8 +1,6 @@
 """The worker's side of one call, the same on every backend: errors name the worker, outputs match the declaration."""
 
-import logging
 import socket
-from functools import cache
 from typing import Any
 
 from hybridflow.controller.backend import CallTerms
@@ -11,13 +9,14 @@ from hybridflow.runtime.fault_points import current_worker
 from hybridflow.runtime.observe import get_logger, log_memory
 from hybridflow.runtime.rendezvous import is_lost_peer
 
+logger = get_logger(__name__)
+
 
 class NamingErrors:
     """A context that adds the method and the worker to errors; the worker is the current one of fault points.
 
     A HybridFlowError keeps its type and gets a note; any other error becomes a WorkerError, and one of a collective
-    operation whose other rank is lost a LostWorkerError. Memory is logged before and
-    after, at debug level.
+    operation whose other rank is lost a LostWorkerError. Memory is logged before and after, at debug level.
     """
 
     __slots__ = ("_before", "_rank", "_role", "_where", "_worker_name")
@@ -27,11 +26,11 @@ class NamingErrors:
 
     def __enter__(self) -> None:
         self._before = current_worker.set(self._worker_name)
-        log_memory(f"before {self._where}, rank {self._rank}", _logger())
+        log_memory(f"before {self._where}, rank {self._rank}", logger)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         current_worker.reset(self._before)
-        log_memory(f"after {self._where}, rank {self._rank}", _logger())
+        log_memory(f"after {self._where}, rank {self._rank}", logger)
         if isinstance(error, HybridFlowError):
             error.add_note(f"in {self._where}, worker {self._worker_name}")
         elif isinstance(error, Exception):
@@ -43,11 +42,6 @@ class NamingErrors:
                 rank=self._rank,
                 node=socket.gethostname(),
             ) from error
-
-
-@cache
-def _logger() -> logging.Logger:
-    return get_logger(__name__)
 
 
 def described(error: BaseException) -> str:

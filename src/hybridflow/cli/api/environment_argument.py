@@ -17,7 +17,7 @@ Environments = type[Environment] | str | Mapping[str, type[Environment] | str] |
 """A class, or "path.py:Class", or several by the data source of their rows."""
 
 
-def sources_of(environments: Environments) -> tuple[dict[str, str], list[Closure]]:
+def environment_sources(environments: Environments) -> tuple[dict[str, str], list[Closure]]:
     """Return environment.classes for what was given, and the classes that travel by value.
 
     Raises EnvironmentConfigError for what is not an environment, has no reward, or cannot travel.
