@@ -44,15 +44,6 @@ CONTRADICTIONS = [
         "algorithm.filter_groups=true rollout.group_size=1 algorithm.advantage=gae",
         "algorithm.filter_groups=true with rollout.group_size=1 discards every group",
     ),
-    (f"{LAG} algorithm.filter_groups=true", "begins batches before the scores of earlier ones are known, but"),
-    (f"{STREAM} actor.epochs=2", "learns from groups of responses as they finish, but actor.epochs=2 passes over"),
-    (f"{STREAM} actor.mini_batch_size=16", "actor.mini_batch_size=16 makes several optimizer steps of"),
-    (f"{STREAM} algorithm.advantage=gpg", "algorithm.advantage='gpg' compares rows of different groups; use 'gae' or"),
-    (f"{STREAM} algorithm.advantage=reinforce++", "algorithm.advantage='reinforce++' compares rows of different"),
-    (f"{STREAM} algorithm.advantage=a.py:f", "algorithm.advantage='a.py:f' is your own function, which may compare"),
-    (f"{STREAM} algorithm.advantage=gae", "algorithm.whiten_advantages=true normalizes over the batch; use"),
-    (f"{STREAM} algorithm.filter_groups=true", "algorithm.filter_groups=true selects groups of the batch; use"),
-    (f"{STREAM} actor.policy_loss=kl-cov", "actor.policy_loss='kl-cov' selects among the tokens of the batch; use"),
     (
         "rollout.on_new_weights=retract",
         "='retract' is for sequences that run while the policy learns, but trainer.lag=0",
@@ -163,8 +154,7 @@ def test_a_contradiction_shows_both_values_and_the_fix(overrides, problem):
         f"{LAG} algorithm.rollout_weight_outside=mask",
         "trainer.lag=1 algorithm.rollout_reject={sequence_mean_k3=[0.0,0.01]}",
         "trainer.lag=1 actor.old_log_probs_from=rollout",
-        f"{STREAM} actor.mini_batch_size=1024 data.train_batch_size=1024",
-        f"{STREAM} algorithm.advantage=gae algorithm.whiten_advantages=false critic.epochs=2",
+        f"{LAG} {STREAM} algorithm.filter_groups=true",
         f"{STREAM} {RAY} placement.pools={{learn=[2]}} controller.balance=none",
         f"{STREAM} {RAY} placement.pools={{learn=[2]}} controller.balance=groups",
         f"{STREAM} {RAY} placement.pools={{learn=[2]}} parallel.sequence=2",
@@ -191,6 +181,28 @@ def test_consistent_settings_pass(overrides):
 )
 def test_one_optimizer_step_per_batch_is_on_policy(overrides, is_on_policy):
     assert load_config(None, overrides.split()).is_on_policy is is_on_policy
+
+
+@pytest.mark.parametrize(
+    ("overrides", "learns_in_parts"),
+    [
+        ("", True),
+        ("algorithm.advantage=gae algorithm.whiten_advantages=false critic.epochs=2", True),
+        ("actor.mini_batch_size=64 data.train_batch_size=64", True),
+        ("actor.old_log_probs_from=rollout", True),
+        ("trainer.stream=false", False),
+        ("actor.epochs=2", False),
+        ("actor.mini_batch_size=16", False),
+        ("algorithm.advantage=gpg", False),
+        ("algorithm.advantage=reinforce++", False),
+        ("algorithm.advantage=a.py:f", False),
+        ("algorithm.advantage=gae", False),
+        ("algorithm.filter_groups=true", False),
+        ("actor.policy_loss=kl-cov", False),
+    ],
+)
+def test_a_streamed_batch_is_learned_in_parts_unless_they_are_compared(overrides, learns_in_parts):
+    assert load_config(None, [STREAM, *overrides.split()]).learns_in_parts is learns_in_parts
 
 
 def test_a_config_of_python_is_checked_and_all_problems_are_reported():

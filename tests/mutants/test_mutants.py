@@ -61,7 +61,9 @@ def test_faults_of_the_source_are_drawn_by_their_seed():
     assert len({fault.path for fault in first}) == 30
     for fault in first:
         ast.parse(fault.replace((SOURCE / fault.path).read_text(), fault.after))
-    assert {fault.path.split("/")[0] for fault in draw_faults(SOURCE, count=3, seed=1, only=("rollout",))} == {"rollout"}
+    assert {fault.path.split("/")[0] for fault in draw_faults(SOURCE, count=3, seed=1, only=("rollout",))} == {
+        "rollout"
+    }
     assert len(draw_faults(SOURCE, count=60, seed=1, only=("algorithms",))) == 60  # more than its files
 
 

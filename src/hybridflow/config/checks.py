@@ -457,15 +457,10 @@ def _parts(config: Config) -> Iterator[str]:
 
 
 def _lag(config: Config) -> Iterator[str]:
-    lag, algorithm, actor = config.trainer.lag, config.algorithm, config.actor
+    lag, actor = config.trainer.lag, config.actor
     yield from _in_flight(config)
     if not lag:
         return
-    if algorithm.filter_groups:
-        yield (
-            f"trainer.lag={lag} begins batches before the scores of earlier ones are known, but "
-            "algorithm.filter_groups=true draws more prompts by the scores; use lag = 0, or filter_groups = false"
-        )
     if not (config.corrects_rollouts or actor.loss.has_behavior_weight or actor.old_log_probs_from == "rollout"):
         losses = " or ".join(repr(name) for name, loss in LOSSES.items() if loss.has_behavior_weight)
         yield (
@@ -476,34 +471,6 @@ def _lag(config: Config) -> Iterator[str]:
             "left out), or actor.old_log_probs_from = 'rollout' (log-probs of the rollout as the old ones); or use "
             "lag = 0"
         )
-
-
-def _stream(config: Config) -> Iterator[str]:
-    algorithm, actor, batch_size = config.algorithm, config.actor, config.data.train_batch_size
-    if not config.trainer.stream:
-        return
-    estimator = f"algorithm.advantage={algorithm.advantage!r}"
-    switch = algorithm.estimator.compares_batch_if
-    streamed = " or ".join(repr(name) for name, each in ESTIMATORS.items() if not each.compares_batch)
-    needs_whole_batch = {
-        f"actor.epochs={actor.epochs} passes over the batch several times; use epochs = 1": actor.epochs > 1,
-        f"actor.mini_batch_size={actor.mini_batch_size} makes several optimizer steps of data.train_batch_size="
-        f"{batch_size}; use mini_batch_size = 0": actor.mini_batch_size not in (0, batch_size),
-        f"{estimator} compares rows of different groups; use {streamed}": algorithm.estimator.compares_batch,
-        f"{estimator} is your own function, which may compare rows of different groups; use {streamed}": (
-            algorithm.advantage not in ESTIMATORS
-        ),
-        f"algorithm.{switch}=true normalizes over the batch; use {switch} = false": bool(
-            switch and getattr(algorithm, switch)
-        ),
-        "algorithm.filter_groups=true selects groups of the batch; use filter_groups = false": algorithm.filter_groups,
-        f"actor.policy_loss={actor.policy_loss!r} selects among the tokens of the batch; use another policy_loss": (
-            actor.loss.selection is not None
-        ),
-    }
-    for reason, applies in needs_whole_batch.items():
-        if applies:
-            yield f"trainer.stream=true learns from groups of responses as they finish, but {reason}, or stream = false"
 
 
 def _in_flight(config: Config) -> Iterator[str]:
@@ -573,6 +540,5 @@ SUBJECTS = (
     _critic_warmup,
     _validation,
     _lag,
-    _stream,
     _profile,
 )

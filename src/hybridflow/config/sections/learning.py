@@ -130,8 +130,8 @@ class AlgorithmConfig(Section):
 
     @property
     def estimator(self) -> Estimator:
-        """The needs of the estimator `advantage`; the user's own function declares none."""
-        return ESTIMATORS.get(self.advantage, Estimator(self.advantage))
+        """The needs of the estimator `advantage`; the user's own function may compare any rows."""
+        return ESTIMATORS.get(self.advantage, Estimator(self.advantage, compares_batch=True))
 
 
 class ActorConfig(Section):
