@@ -45,9 +45,11 @@ def results(run_dir):
 
 
 @own_run("its environment answers once, or there is none")
-def test_episodes_of_one_turn_equal_a_run_without_environments(episode_task, tmp_path):
-    episodes, metrics = train(episode_task, tmp_path / "episodes", "Once", *HERE, TWO_STEPS)
-    plain = [f"reward.function={episode_task}/environments.py:once", "environment.classes={}", *HERE, TWO_STEPS]
+@pytest.mark.parametrize("changes", [(), ("algorithm.advantage=remax",)], ids=["grpo", "remax"])
+def test_episodes_of_one_turn_equal_a_run_without_environments(episode_task, tmp_path, changes):
+    settings = (*HERE, TWO_STEPS, *changes)
+    episodes, metrics = train(episode_task, tmp_path / "episodes", "Once", *settings)
+    plain = [f"reward.function={episode_task}/environments.py:once", "environment.classes={}", *settings]
     responses, without = train(episode_task, tmp_path / "plain", "Once", *plain)
     assert episodes == responses
     for name in ("critic/score/mean", "actor/loss", "actor/grad_norm", "response_length/mean", "prompt_length/mean"):
@@ -69,7 +71,8 @@ def test_rows_that_no_episode_uses_change_nothing(episode_task, tmp_path):
 
 @own_run("streamed, and the same on whole batches")
 def test_a_streamed_run_of_episodes_learns_as_one_on_whole_batches(episode_task, tmp_path):
-    exact = (*HERE, "model.dtype=float64", "environment.max_rows=2", TWO_STEPS)
+    exact = (*HERE, "model.dtype=float64", "environment.max_rows=2", TWO_STEPS, "algorithm.advantage=remax")
+    exact += ("algorithm.rollout_weights=sequence",)
     _, whole = train(episode_task, tmp_path / "whole", "Talk", *exact)
     _, streamed = train(episode_task, tmp_path / "streamed", "Talk", *exact, "trainer.stream=true")
     for name in ("critic/score/mean", "episode/turns/mean", "actor/loss", "actor/grad_norm", "response_length/mean"):

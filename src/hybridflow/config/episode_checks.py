@@ -53,29 +53,15 @@ def _generation(config: Config) -> Iterator[str]:
     ):
         if value != needed:
             yield f"{key}={value!r} is not supported with environment.classes; use {needed!r}"
-    if "baseline_scores" in config.extra_columns:
-        yield (
-            f"algorithm.advantage={config.algorithm.advantage!r} compares with a greedy response, which environments "
-            "do not make; use another estimator"
-        )
     if config.rows_per_episode > 1:
         yield from _several_rows(config)
 
 
 def _several_rows(config: Config) -> Iterator[str]:
     """Yield what would count the rows of an episode as sequences."""
-    algorithm, rows = config.algorithm, f"environment.max_rows={config.environment.max_rows}"
+    rows = f"environment.max_rows={config.environment.max_rows}"
     if not config.actor.loss_aggregation.startswith("token-"):
         yield (
             f"actor.loss_aggregation={config.actor.loss_aggregation!r} would count the rows of an episode as sequences "
             f"({rows}); use 'token-mean' or 'token-sum'"
-        )
-    if algorithm.rollout_weights == "sequence":
-        yield (
-            f"algorithm.rollout_weights='sequence' would weigh each row of an episode by itself ({rows}); use 'token'"
-        )
-    if of_sequences := [name for name in algorithm.rollout_reject if name.startswith("sequence_")]:
-        yield (
-            f"algorithm.rollout_reject.{of_sequences[0]} would judge each row of an episode by itself ({rows}); use a "
-            "statistic of tokens"
         )

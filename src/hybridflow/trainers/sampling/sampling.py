@@ -11,7 +11,7 @@ from hybridflow.controller import WorkerGroup
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers.reading import read
 from hybridflow.trainers.sampling.dynamic_sampling import dynamic_sampling
-from hybridflow.trainers.sampling.generation import Begun, generation_of
+from hybridflow.trainers.sampling.generation import Begun, generation_of, response_rows
 from hybridflow.trainers.sampling.sampled import NextPrompts, Sampled
 from hybridflow.trainers.stages import with_group_ids
 from hybridflow.workers.algorithm_functions import reads_column
@@ -67,7 +67,7 @@ class Sampling:
         if not reads_column(self.config, "baseline_scores"):
             return None
         rollouts = self._rollout.generate_greedy_sequences.remote(prompts)
-        return self._scored_at_once(DataProtoFuture.of(prompts).union(rollouts))
+        return self._scored_at_once(response_rows(prompts, self.config, group_size=1).union(rollouts))
 
     def _score(self, begun: Begun) -> Iterator[DataProtoFuture]:
         baseline = None
