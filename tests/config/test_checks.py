@@ -21,7 +21,6 @@ CONTRADICTIONS = [
     ("placement.pools={a=[1]}", "placement.pools is set, but controller.backend='local' has one process"),
     ("recovery.slow_factor=1.4", "equal ranks differ by less; use at least 1.5, or 0"),
     (f"{EPISODES} actor.loss_aggregation=seq-mean-token-sum", "would count the rows of an episode as sequences"),
-    (f"{EPISODES} rollout.stop_strings=['a']", "rollout.stop_strings=('a',) is not supported with environment.classes"),
     (f"{EPISODES} reward.function=a.py:b", "reward.function='a.py:b' and environment.classes both give the rewards"),
     (f"{EPISODES} environment.weights={{a=1,walk=1}}", "environment.weights.walk weighs no environment"),
     (f"{EPISODES} environment.weights={{a=0}}", "environment.weights are all 0"),

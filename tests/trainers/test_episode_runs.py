@@ -141,6 +141,18 @@ def test_a_template_that_changes_earlier_turns_makes_a_row_of_each(tmp_path):
         assert row["response_length/mean"] == pytest.approx(sum(of_step["length"]) / 12)
 
 
+@own_run("its turns end with a stop string")
+def test_turns_that_end_with_a_stop_string_go_on(episode_task, tmp_path):
+    stops = ("rollout.stop_strings=['\ufffd']", "environment.max_rows=4", "actor.epochs=2", TWO_STEPS)
+    _, metrics = train(episode_task, tmp_path / "run", "Talk", *HERE, *stops)
+    assert max(row["episode/turns/max"] for row in metrics) == 3
+    assert all(row["episode/ended_done"] > 0.5 for row in metrics)
+    assert max(row["rollout/log_prob_mismatch_max"] for row in metrics) < 1e-3
+    first = [(each["messages"][0]["content"], each["turns"]) for each in read_jsonl(tmp_path / "run/samples.jsonl")]
+    assert any(said.endswith("\ufffd") and turns > 1 for said, turns in first)  # bytes of no character
+    assert not any("\ufffd" in said[:-1] for said, _ in first)
+
+
 @pytest.mark.vllm
 def test_vllm_samples_the_turns_of_episodes(tmp_path):
     write_episode_task(tmp_path, width=64)  # heads of 32 dimensions, which vLLM computes on a CPU

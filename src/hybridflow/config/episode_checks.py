@@ -47,7 +47,6 @@ def _generation(config: Config) -> Iterator[str]:
     rollout = config.rollout
     for key, value, needed in (
         ("rollout.replay", rollout.replay, ""),
-        ("rollout.stop_strings", rollout.stop_strings, ()),
         ("rollout.tensor", rollout.tensor, 1),
         ("data.chat_template", config.data.chat_template, True),
     ):
