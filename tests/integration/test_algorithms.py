@@ -49,6 +49,14 @@ def test_remax_baseline_is_the_greedy_response_score(step):
     assert row["critic/advantages/max"] == row["critic/advantages/min"] == 0  # each response is its own baseline
 
 
+def test_a_kl_penalty_may_be_in_the_reward_and_in_the_loss(step):
+    in_reward = ("algorithm.kl_in_reward=true", "actor.mini_batch_size=4")
+    one, two = step(*in_reward, name="one", steps=2), step(*in_reward, "algorithm.kl_in_loss=true", name="two", steps=2)
+    assert "actor/kl_loss" not in one
+    assert two["actor/kl_loss"] > 0 < two["critic/kl"]
+    assert two["critic/kl"] != one["critic/kl"]  # the loss of the first step had both
+
+
 def test_dynamic_sampling_keeps_groups_with_different_scores(step, mine):
     coarse = (f"reward.function={mine}:coarse", "rollout.group_size=2")
     assert step(*coarse, name="plain")["critic/zero_variance_groups"] > 0

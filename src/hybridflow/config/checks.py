@@ -94,11 +94,6 @@ def _advantages_with(column: str) -> str:
 
 def _kl(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
-    if algorithm.kl_in_reward and algorithm.kl_in_loss:
-        yield (
-            "algorithm.kl_in_reward=true and algorithm.kl_in_loss=true count the same KL twice with one kl_coef; "
-            "set one of them to false"
-        )
     if algorithm.kl_in_reward and not algorithm.estimator.takes_kl_in_reward:
         yield (
             f"algorithm.kl_in_reward=true is not supported with algorithm.advantage={algorithm.advantage!r}, which "
@@ -108,11 +103,6 @@ def _kl(config: Config) -> Iterator[str]:
         yield (
             "algorithm.kl_importance_weight=true weights the KL in the loss, but algorithm.kl_in_loss=false; set "
             "kl_in_loss = true or kl_importance_weight = false"
-        )
-    elif algorithm.kl_importance_weight and algorithm.kl_estimator != "k3":
-        yield (
-            f"algorithm.kl_importance_weight=true is defined for 'k3', not algorithm.kl_estimator="
-            f"{algorithm.kl_estimator!r}; set kl_estimator = 'k3' or kl_importance_weight = false"
         )
     if algorithm.kl_controller == "adaptive" and not algorithm.kl_in_reward:
         yield (
