@@ -121,6 +121,8 @@ def test_streamed_runs_on_ray_overlap_and_equal_whole_batches(task, tmp_path, ru
         "ranks": [*STREAM, *pools(2, 2)],
         "whole_critic": [*ALGORITHMS["gae"]],
         "balanced": [*STREAM, *pools(2, 2, "rows"), *ALGORITHMS["gae"]],
+        "whole_updates": [*ALGORITHMS["several updates"]],
+        "updates": [*STREAM, *pools(2, 2, "rows"), *ALGORITHMS["several updates"]],
         "whole_lag": [*LAG],
         "streamed_lag": [*LAG, *STREAM, *pools(1, 1)],
     }
@@ -133,6 +135,7 @@ def test_streamed_runs_on_ray_overlap_and_equal_whole_batches(task, tmp_path, ru
         ("streamed", "whole", 1),
         ("ranks", "whole", 2),
         ("balanced", "whole_critic", 2),
+        ("updates", "whole_updates", 2),
         ("streamed_lag", "whole_lag", 1),
     ):
         require_same_training(tmp_path / name, tmp_path / like, 6, ranks=ranks)
