@@ -88,6 +88,18 @@ def test_k3_is_capped_without_pushing_away_and_precise_near_zero():
     assert close.item() == pytest.approx(5.0016671e-7, rel=1e-3)
 
 
+@pytest.mark.parametrize("kl_estimator", ["k1", "k2", "k3"])
+def test_the_expected_gradient_of_a_weighted_kl_is_that_of_the_kl(kl_estimator):
+    logits = torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=torch.float64, requires_grad=True)
+    ref, old = (torch.tensor(x, dtype=torch.float64).log_softmax(0) for x in ([1, 0, -1, 0.5], [0, 1, 0.5, -2]))
+    log_probs, whole = logits.log_softmax(0), torch.ones(4, 1, dtype=torch.bool)  # each token is sampled once
+    columns = {"log_probs": log_probs, "ref_log_probs": ref, "old_log_probs": old}
+    kl = kl_loss(**{n: x[:, None] for n, x in columns.items()}, response_mask=whole, kl_estimator=kl_estimator)
+    (found,) = torch.autograd.grad((old.exp() * kl[:, 0]).sum(), logits, retain_graph=True)
+    (expected,) = torch.autograd.grad((log_probs.exp() * (log_probs - ref)).sum(), logits)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
 def test_weighted_k3_beyond_its_caps_is_finite_and_not_reversed():
     # Log-ratio 30: capped at 20. log r = 25: at its cap, without gradient. Both.
     kl, slope = kl_of([-1.0, -30.0, -30.0], [-2.0, -5.0, -5.0], old_log_probs=[-31.0, -30.0, -60.0])

@@ -15,7 +15,7 @@ from fixtures.gpu_settings import sizes_of_models, tables
 from hybridflow.checkpoint import CheckpointStore
 from hybridflow.cli.exit_codes import exit_codes_markdown
 from hybridflow.cli.main import COMMANDS, main
-from hybridflow.config import load_config, reference_markdown
+from hybridflow.config import load_config, reference_markdown, refusals_markdown
 from hybridflow.data import prompt_row, write_prompt_file
 from hybridflow.protocol import FIELDS
 from hybridflow.runtime.observe import metrics_markdown
@@ -160,6 +160,7 @@ def test_every_command_is_documented(capsys):
     ("name", "generate"),
     [
         ("configuration.md", reference_markdown),
+        ("configuration.md", refusals_markdown),
         ("diagnose.md", findings_markdown),
         ("metrics.md", metrics_markdown),
         ("training.md", exit_codes_markdown),

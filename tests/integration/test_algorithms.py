@@ -49,6 +49,29 @@ def test_remax_baseline_is_the_greedy_response_score(step):
     assert row["critic/advantages/max"] == row["critic/advantages/min"] == 0  # each response is its own baseline
 
 
+def test_a_kl_penalty_may_be_in_the_reward_and_in_the_loss(step):
+    in_reward = ("algorithm.kl_in_reward=true", "actor.mini_batch_size=4")
+    one, two = step(*in_reward, name="one", steps=2), step(*in_reward, "algorithm.kl_in_loss=true", name="two", steps=2)
+    assert "actor/kl_loss" not in one
+    assert two["actor/kl_loss"] > 0 < two["critic/kl"]
+    assert two["critic/kl"] != one["critic/kl"]  # the loss of the first step had both
+
+
+def test_log_probs_of_greedy_rollouts_are_those_of_the_trainer(step):
+    greedy = ("rollout.temperature=0", "rollout.group_size=1", "algorithm.advantage=gae", "actor.epochs=2")
+    rows = [step(*greedy, f"actor.old_log_probs_from={each}", name=each) for each in ("trainer", "rollout")]
+    assert rows[0]["rollout/log_prob_mismatch_max"] < 1e-4
+    assert rows[1]["actor/loss"] == pytest.approx(rows[0]["actor/loss"], rel=1e-3)
+
+
+def test_a_correction_of_rollouts_that_are_the_old_policy_changes_nothing(step):
+    old = ("actor.old_log_probs_from=rollout", "actor.mini_batch_size=4")
+    changes = ("trainer.seed=0", "algorithm.rollout_weights=sequence", "actor.policy_loss=decoupled-ppo")
+    plain, *others = [step(*old, change, name=f"run{number}") for number, change in enumerate(changes)]
+    for name in ("actor/loss", "actor/grad_norm"):
+        assert [row[name] for row in others] == [plain[name]] * 2
+
+
 def test_dynamic_sampling_keeps_groups_with_different_scores(step, mine):
     coarse = (f"reward.function={mine}:coarse", "rollout.group_size=2")
     assert step(*coarse, name="plain")["critic/zero_variance_groups"] > 0

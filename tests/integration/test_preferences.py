@@ -59,7 +59,7 @@ def test_reward_model_learns_exports_and_scores_the_responses_of_a_run(pairs, ru
 @pytest.mark.parametrize(
     ("command", "recipe", "changes", "problem"),
     [
-        ("reward-model", "pairs", ["lora.rank=4"], "lora.rank=4 is not supported by `hybridflow reward-model`"),
+        ("reward-model", "pairs", ["lora.rank=4"], "lora.rank=4 is not supported with `hybridflow reward-model`"),
         ("dpo", "pairs", ["reference.model_path=none"], "is not a model directory"),
     ],
 )

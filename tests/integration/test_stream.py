@@ -12,7 +12,7 @@ STREAM = ("trainer.stream=true",)
 LAG = ("trainer.lag=1", "algorithm.rollout_weights=token")
 OF_BATCHES = (
     *("actor/", "critic/", "reward/", "response_length/", "prompt_length/", "training/", "staleness/"),
-    *("rollout_correction/", "val/"),
+    *("rollout_correction/", "sampling/", "val/"),
 )
 ALGORITHMS = {
     "remax": ("algorithm.advantage=remax", "actor.loss_aggregation=seq-mean-token-mean", "actor.entropy_coef=0.01"),
@@ -22,6 +22,12 @@ ALGORITHMS = {
     ),
     "lag": (*LAG, "actor.loss_aggregation=seq-mean-token-sum-norm", "reward.overlong_buffer=3"),
     "one prompt": ("data.train_batch_size=1",),
+    "several updates": ("actor.epochs=2", "actor.mini_batch_size=4", "algorithm.kl_in_loss=true"),
+    "advantages of the batch": (
+        *("algorithm.advantage=reinforce++-baseline", "algorithm.kl_in_reward=true"),
+        *("actor.policy_loss=kl-cov", "actor.policy_loss_kwargs={selected_share=0.2}"),
+    ),
+    "dynamic sampling": ("algorithm.filter_groups=true", "rollout.group_size=2", *LAG, "algorithm.advantage=remax"),
 }
 
 
@@ -56,7 +62,7 @@ def test_a_streamed_run_of_other_kinds_equals_that_on_whole_batches(run, algorit
 @pytest.mark.runs
 @pytest.mark.own_run("streamed: it is resumed, with a lag")
 def test_a_resumed_streamed_run_has_the_bits_of_an_uninterrupted_one(run):
-    more = [*STREAM, *LAG, "trainer.total_steps=4"]
+    more = [*STREAM, *LAG, "algorithm.filter_groups=true", "rollout.group_size=2", "trainer.total_steps=4"]
     first = run(*more, name="first")
     resumed = run(*more, "--stop-after", "2")
     files = {path.name for path in (resumed / "checkpoints/step_000002").glob("batch*")}
@@ -115,6 +121,8 @@ def test_streamed_runs_on_ray_overlap_and_equal_whole_batches(task, tmp_path, ru
         "ranks": [*STREAM, *pools(2, 2)],
         "whole_critic": [*ALGORITHMS["gae"]],
         "balanced": [*STREAM, *pools(2, 2, "rows"), *ALGORITHMS["gae"]],
+        "whole_updates": [*ALGORITHMS["several updates"]],
+        "updates": [*STREAM, *pools(2, 2, "rows"), *ALGORITHMS["several updates"]],
         "whole_lag": [*LAG],
         "streamed_lag": [*LAG, *STREAM, *pools(1, 1)],
     }
@@ -127,6 +135,7 @@ def test_streamed_runs_on_ray_overlap_and_equal_whole_batches(task, tmp_path, ru
         ("streamed", "whole", 1),
         ("ranks", "whole", 2),
         ("balanced", "whole_critic", 2),
+        ("updates", "whole_updates", 2),
         ("streamed_lag", "whole_lag", 1),
     ):
         require_same_training(tmp_path / name, tmp_path / like, 6, ranks=ranks)

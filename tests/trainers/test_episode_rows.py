@@ -1,5 +1,6 @@
 """Rows of an episode as one row: rewards and advantages by hand, also after the rows were put in another order."""
 
+import math
 from typing import get_args
 
 import numpy as np
@@ -11,7 +12,7 @@ from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers.episode_rows import EpisodeRows
 from hybridflow.trainers.read_columns import read
 from hybridflow.trainers.rl_metrics import ENDS, batch_metrics, episode_metrics
-from hybridflow.trainers.stages import add_advantages, token_level_rewards, with_overlong_penalty
+from hybridflow.trainers.stages import add_advantages, corrected_rollouts, token_level_rewards, with_overlong_penalty
 
 T, F = True, False
 MASK = torch.tensor([[T, F, T], [T, T, F], [T, T, T], [F, F, F]])
@@ -73,6 +74,18 @@ def test_advantages_of_a_critic_go_on_in_the_next_row():
     returns = torch.tensor([[1.0, 0, 0.75], [0.75, 0.75, 0], [0, 0, 0], [0, 0, 0]])
     torch.testing.assert_close(found["returns"], returns)
     torch.testing.assert_close(found["advantages"], torch.where(MASK, returns - values, 0.0))
+
+
+def test_rollout_weights_of_sequences_are_those_of_episodes():
+    config = AlgorithmConfig(rollout_weights="sequence", rollout_reject={"sequence_max_k3": (0.0, 1.0)})
+    old = torch.tensor([[0.25, 9.0, 0.0], [0.25, -0.5, 9.0], [0.0, -2.0, 0.0], [9.0, 9.0, 9.0]])
+    columns = {"old_log_probs": old, "rollout_log_probs": torch.zeros(4, 3)}
+    one, none = math.exp(0.25 + 0.25 - 0.5), 0.0  # k3 of -2 is e^-2 + 1, which rejects the second episode
+    expected = torch.tensor([[one, 0, one], [one, one, 0], [none] * 3, [none] * 3])
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
+        weights, numbers = corrected_rollouts(batch(order, **columns), config)
+        torch.testing.assert_close(weights.batch["rollout_weights"][torch.tensor(order).argsort()], expected)
+        assert numbers[2].tolist() == [0, 0, 0, 0, 1, 1, 1]
 
 
 def test_metrics_count_episodes():

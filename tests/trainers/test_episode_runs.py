@@ -45,9 +45,11 @@ def results(run_dir):
 
 
 @own_run("its environment answers once, or there is none")
-def test_episodes_of_one_turn_equal_a_run_without_environments(episode_task, tmp_path):
-    episodes, metrics = train(episode_task, tmp_path / "episodes", "Once", *HERE, TWO_STEPS)
-    plain = [f"reward.function={episode_task}/environments.py:once", "environment.classes={}", *HERE, TWO_STEPS]
+@pytest.mark.parametrize("changes", [(), ("algorithm.advantage=remax",)], ids=["grpo", "remax"])
+def test_episodes_of_one_turn_equal_a_run_without_environments(episode_task, tmp_path, changes):
+    settings = (*HERE, TWO_STEPS, *changes)
+    episodes, metrics = train(episode_task, tmp_path / "episodes", "Once", *settings)
+    plain = [f"reward.function={episode_task}/environments.py:once", "environment.classes={}", *settings]
     responses, without = train(episode_task, tmp_path / "plain", "Once", *plain)
     assert episodes == responses
     for name in ("critic/score/mean", "actor/loss", "actor/grad_norm", "response_length/mean", "prompt_length/mean"):
@@ -69,7 +71,8 @@ def test_rows_that_no_episode_uses_change_nothing(episode_task, tmp_path):
 
 @own_run("streamed, and the same on whole batches")
 def test_a_streamed_run_of_episodes_learns_as_one_on_whole_batches(episode_task, tmp_path):
-    exact = (*HERE, "model.dtype=float64", "environment.max_rows=2", TWO_STEPS)
+    exact = (*HERE, "model.dtype=float64", "environment.max_rows=2", TWO_STEPS, "algorithm.advantage=remax")
+    exact += ("algorithm.rollout_weights=sequence",)
     _, whole = train(episode_task, tmp_path / "whole", "Talk", *exact)
     _, streamed = train(episode_task, tmp_path / "streamed", "Talk", *exact, "trainer.stream=true")
     for name in ("critic/score/mean", "episode/turns/mean", "actor/loss", "actor/grad_norm", "response_length/mean"):
@@ -136,6 +139,18 @@ def test_a_template_that_changes_earlier_turns_makes_a_row_of_each(tmp_path):
         assert len(of_step["score"]) == 12
         assert row["critic/score/mean"] == pytest.approx(sum(of_step["score"]) / 12)
         assert row["response_length/mean"] == pytest.approx(sum(of_step["length"]) / 12)
+
+
+@own_run("its turns end with a stop string")
+def test_turns_that_end_with_a_stop_string_go_on(episode_task, tmp_path):
+    stops = ("rollout.stop_strings=['\ufffd']", "environment.max_rows=4", "actor.epochs=2", TWO_STEPS)
+    _, metrics = train(episode_task, tmp_path / "run", "Talk", *HERE, *stops)
+    assert max(row["episode/turns/max"] for row in metrics) == 3
+    assert all(row["episode/ended_done"] > 0.5 for row in metrics)
+    assert max(row["rollout/log_prob_mismatch_max"] for row in metrics) < 1e-3
+    first = [(each["messages"][0]["content"], each["turns"]) for each in read_jsonl(tmp_path / "run/samples.jsonl")]
+    assert any(said.endswith("\ufffd") and turns > 1 for said, turns in first)  # bytes of no character
+    assert not any("\ufffd" in said[:-1] for said, _ in first)
 
 
 @pytest.mark.vllm

@@ -58,6 +58,7 @@ def step(*changes, shares=None):
         shares=of_ranks,
         replicas=lambda name: [],
         update_actor_in_parts=method("update_actor_in_parts", lambda _: {}),
+        update_actor=method("update_actor", lambda _: {}),
     )
     critic = SimpleNamespace(
         name="critic",
@@ -94,6 +95,14 @@ def test_the_rows_of_each_part_and_of_the_critic_are_balanced_over_the_ranks():
     assert returned == [*LENGTHS[0], *LENGTHS[1]]
     (update,) = calls["update_critic"]  # of the whole batch
     assert sums(update) == [41, 42]
+
+
+def test_an_update_that_compares_the_parts_gets_the_whole_batch_balanced():
+    calls, _, returned = step("algorithm.whiten_advantages=true")
+    assert "update_actor_in_parts" not in calls
+    assert calls["update_actor"] == calls["update_critic"]
+    assert [sums(call) for call in calls["update_actor"]] == [[41, 42]]
+    assert returned == [*LENGTHS[0], *LENGTHS[1]]
 
 
 def test_without_balancing_rows_of_a_part_stay_in_order():

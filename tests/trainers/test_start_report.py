@@ -6,6 +6,7 @@ from hybridflow.config import load_config
 from hybridflow.trainers.start_report import report_start
 
 POOLS = ("controller.backend=ray", "placement.pools={learn=[1],generate=[1]}", "placement.roles.rollout=generate")
+OF_ROLLOUT = "actor.old_log_probs_from=rollout"
 LAG = ("trainer.lag=1", "algorithm.rollout_weights=token")
 DEPENDS, OLD = "which ones depends on timings, so that two runs differ", "at most 1 optimizer steps old"
 
@@ -15,6 +16,13 @@ DEPENDS, OLD = "which ones depends on timings, so that two runs differ", "at mos
     [
         ((*POOLS, *LAG), ["a batch is sampled with weights 1 optimizer steps old"], [DEPENDS]),
         ((*LAG, "rollout.on_new_weights=retract"), ["so they run in turn, and no weights come while seq"], [DEPENDS]),
+        ((*LAG, OF_ROLLOUT), ["algorithm.rollout_weights='token' corrects nothing: actor.old_log"], ["reject", "ppo"]),
+        (
+            (OF_ROLLOUT, "actor.policy_loss=decoupled-ppo"),
+            ["policy_loss='decoupled-ppo' corrects nothing"],
+            ["weights"],
+        ),
+        (LAG, [], ["corrects nothing"]),
     ],
 )
 def test_a_start_says_on_what_the_run_depends(caplog, changes, said, unsaid):

@@ -80,5 +80,5 @@ def test_a_reward_model_requires_a_head_of_one_label_and_no_function(tiny_model,
     LlamaForSequenceClassification.from_pretrained(tiny_model("llama"), num_labels=2).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="has a head of 2 labels; use a sequence classifier with one label"):
         RewardModelWorker(config_of(tmp_path))
-    with pytest.raises(ConfigError, match=r"reward\.model_path=.* and reward\.function=.* both give the score"):
+    with pytest.raises(ConfigError, match=r"reward\.model_path=.* with reward\.function=.*: both give the score"):
         check(Config(reward={"model_path": str(tmp_path), "function": "a.py:b"}))

@@ -31,10 +31,8 @@ class Estimator:
     """A parameter that must not exceed `rollout.group_size`, and its default."""
     takes_kl_in_reward: bool = True
     """True if it supports `algorithm.kl_in_reward`: it reads sums of rewards, or rewards of tokens."""
-    compares_batch: bool = False
-    """True if an advantage depends on rows of other groups, so that it is known only when the whole batch is."""
-    compares_batch_if: str = ""
-    """A key of [algorithm] that makes it compare rows of the whole batch if true."""
+    compares_batch: bool | str = False
+    """True if an advantage depends on rows of other groups, or a key of [algorithm] that makes it do so if true."""
     is_zero: bool = False
     """True if all advantages are 0, so that only other parts of the loss have a gradient."""
 
@@ -56,7 +54,7 @@ class Loss:
 
 
 ESTIMATORS = {
-    "gae": Estimator("gae:gae_advantages", extra_columns=("values",), compares_batch_if="whiten_advantages"),
+    "gae": Estimator("gae:gae_advantages", extra_columns=("values",), compares_batch="whiten_advantages"),
     "grpo": Estimator("grpo:grpo_advantages", compares_groups=True),
     "rloo": Estimator("rloo:rloo_advantages", compares_groups=True),
     "reinforce++": Estimator("reinforce_plus_plus:reinforce_plus_plus_advantages", compares_batch=True),

@@ -57,10 +57,11 @@ def kl_loss(
 ) -> Float[Tensor, "batch response_len"]:
     """Return the KL of each token, 0 where masked; the caller adds `kl_coef` times it to the policy's token losses.
 
-    The gradient flows through `log_probs`. With `old_log_probs`, those of the policy that sampled, k3 is multiplied by
+    The gradient flows through `log_probs`. With `old_log_probs`, those of the policy that sampled, it is multiplied by
     the ratio exp(log_probs - old_log_probs) and the gradient flows through both, so that its expectation is the KL's:
-    https://arxiv.org/abs/2512.02556 (DeepSeek-V3.2), equation 7. The log-ratio is capped at 20, and where the cap of
-    k3 holds the gradient is 0. Raises for an unknown estimator, and with `old_log_probs` for one other than k3.
+    https://arxiv.org/abs/2512.02556 (DeepSeek-V3.2), equation 7, for k3. The gradient of k2 is the KL's by itself and
+    flows through k2 alone. The log-ratio is capped at 20, and where the cap of k3 holds the gradient is 0. Raises for
+    an unknown estimator.
     """
     require_columns("kl_loss", log_probs=log_probs, ref_log_probs=ref_log_probs)
     require_mask("kl_loss", "response_mask", response_mask, tuple(log_probs.shape), like="log_probs")
@@ -69,10 +70,10 @@ def kl_loss(
     if old_log_probs is None:
         return kl
     require_columns("kl_loss", log_probs=log_probs, old_log_probs=old_log_probs)
-    require_name("kl_loss", "weighted KL estimator", kl_estimator, {"k3": kl_k3})
     log_ratio = torch.where(response_mask, log_probs - old_log_probs.detach(), 0.0)
     is_capped = ref_log_probs - log_probs > MAX_LOG_RATIO  # the product would push further from the reference
-    return ratio_of(torch.where(is_capped, log_ratio.detach(), log_ratio)) * kl
+    is_fixed = {"k2": torch.ones_like(is_capped), "k3": is_capped}.get(kl_estimator, torch.zeros_like(is_capped))
+    return ratio_of(torch.where(is_fixed, log_ratio.detach(), log_ratio)) * kl
 
 
 @torch.no_grad()

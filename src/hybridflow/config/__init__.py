@@ -3,7 +3,7 @@
 from hybridflow.config.checks import check
 from hybridflow.config.keys import leaf_keys, nearest_key
 from hybridflow.config.load import load_config
-from hybridflow.config.render import reference_markdown, reference_text, to_toml
+from hybridflow.config.render import reference_markdown, reference_text, refusals_markdown, to_toml
 from hybridflow.config.sections.base import RoleName, Section
 from hybridflow.config.sections.config import Config
 from hybridflow.config.sections.data import DataConfig, RewardConfig
@@ -58,5 +58,6 @@ __all__ = [
     "nearest_key",
     "reference_markdown",
     "reference_text",
+    "refusals_markdown",
     "to_toml",
 ]

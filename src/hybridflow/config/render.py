@@ -6,6 +6,8 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from hybridflow.config.checks import REFUSALS
+from hybridflow.config.checks.refusal import is_command
 from hybridflow.config.keys import sections
 from hybridflow.config.sections.base import Section
 from hybridflow.config.sections.config import Config
@@ -70,6 +72,18 @@ def reference_markdown() -> str:
         if rows:
             parts.append("\n".join([f"### {name}\n", "| key | type | default | meaning |", "|---|---|---|---|", *rows]))
     return "\n\n".join(parts) + "\n"
+
+
+def refusals_markdown() -> str:
+    """Return the pairs of features that do not combine, and why, as a Markdown table."""
+    rows = [f"| {_as_code(each.feature)} | {_as_code(each.other)} | {each.why} |" for each in REFUSALS]
+    return "\n".join(["| these keys | with | why not |", "|---|---|---|", *rows]) + "\n"
+
+
+def _as_code(feature: str) -> str:
+    """Return the key, or the command, as code, and the values that follow a key as text."""
+    key, *values = [feature] if is_command(feature) else feature.split(" ", 1)
+    return " ".join([f"`{key}`", *values])
 
 
 def _with_tables(config: Config, lines: Callable[[str, Any, Section], list[str]]) -> str:

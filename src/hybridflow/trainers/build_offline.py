@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from hybridflow.config import Config
+from hybridflow.config.checks.models import REWARD_MODEL_ADAPTERS
 from hybridflow.controller import ClassWithInitArgs, Role, Worker, WorkerGroup
 from hybridflow.data import PreferenceDataset, SFTDataset, load_tokenizer, stop_token_ids
 from hybridflow.data.row_forms import RowForm
 from hybridflow.environments import EpisodeEncoder
-from hybridflow.errors import ConfigError
 from hybridflow.models.model_sizes import decoder_shape
 from hybridflow.trainers.build_run import OpenDataset, TrainingKind, build_run
 from hybridflow.trainers.objectives import DPO, SFT, Objective, RewardModeling
@@ -62,11 +62,7 @@ def build_reward_model_trainer(config: Config) -> OfflineTrainer:
     """Build the trainer of `hybridflow reward-model`, which puts a scalar head on model.path."""
     config = with_required_files(config, "data.train_files")
     config = settle_dtype(config)
-    if config.lora.rank:
-        raise ConfigError(
-            f"lora.rank={config.lora.rank} is not supported by `hybridflow reward-model`, which trains its new head "
-            "without adapters; use lora.rank = 0."
-        )
+    REWARD_MODEL_ADAPTERS.require(config)
     pairs = _pairs(config, "reward_model")
     return _build(
         config, "reward-model", pairs, PreferenceModelWorker, lambda groups: RewardModeling(groups[Role.Actor])

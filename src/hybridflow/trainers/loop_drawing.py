@@ -52,7 +52,8 @@ def loop_steps(lag: int) -> list[LoopStep]:
     sampled: list[int] = []
     sampling: Any = SimpleNamespace(
         begin=lambda _, step: sampled.append(step) or SimpleNamespace(step=step),
-        score=lambda batch: batch.step,
+        finish=lambda batch, _: batch.step,
+        metrics={},
     )
     ahead: Any = Ahead(sampling, lag, total_steps=MOST_STEPS + lag)
     steps, no_prompts = [], lambda: None

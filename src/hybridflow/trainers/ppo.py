@@ -76,6 +76,7 @@ class PPO:
         """
         config, algorithm = self.config, self.config.algorithm
         trains_actor = self.global_step >= config.critic.warmup_steps
+        in_parts = config.learns_in_parts
         sums, corrections, kls, updates, parts, imbalances = [], [], [], [], [], []
         self.metrics |= self.sync_weights()  # no-op if generation uses the trained weights themselves
         sampled = self.sample(next_prompts, self.global_step)  # generate and score
@@ -105,28 +106,29 @@ class PPO:
                 rewards, kl = token_level_rewards(batch, algorithm, self.kl_controller.coef)
                 batch = batch.union(rewards)
                 kls.append(kl)
-            batch = batch.union(add_advantages(batch, config))
-            if trains_actor and config.trainer.stream:  # the optimizer step follows the last part
+            if in_parts:
+                batch = batch.union(add_advantages(batch, config))
+            if in_parts and trains_actor:  # the optimizer step follows the last part
                 part = {"part": [len(parts), sampled.num_parts, sampled.num_rows], "kl_coef": self.kl_controller.coef}
                 updates.append(self.actor.update_actor_in_parts.remote(batch.with_meta_info(part)))
             parts.append(batch)
         batch = joined(parts)
+        if not in_parts:
+            batch = batch.union(add_advantages(batch, config))
         self.metrics |= mean_metrics(imbalances)
         if corrections:
             self.metrics |= correction_metrics(corrections)
         if algorithm.kl_in_reward:
             self._adjust_kl(float(torch.cat(kls).mean()), num_samples=len(batch))
-        learns_in_parts = bool(updates)
+        # Each part was balanced, but a rank's share of all rows is not that of the parts.
+        rows = batch if len(parts) == 1 else self._balanced(batch)[0]
         if self.critic:
-            rows = batch
-            if len(parts) > 1:  # each was balanced, but a rank's share of all rows is not that of the parts
-                rows, *_ = self._balanced(batch)
-            if self.critic.shares.of_ranks is not self.actor.shares.of_ranks:  # other processes, of other speeds
-                rows, *_ = self._balanced(batch, self.critic)
-            steps = self._with_mini_batches(rows, config.critic.mini_batch_size, config.critic.epochs)
+            is_apart = self.critic.shares.of_ranks is not self.actor.shares.of_ranks  # other processes, other speeds
+            of_critic = self._balanced(batch, self.critic)[0] if is_apart else rows
+            steps = self._with_mini_batches(of_critic, config.critic.mini_batch_size, config.critic.epochs)
             updates.append(self.critic.update_critic.remote(steps))
-        if trains_actor and not learns_in_parts:
-            steps = self._with_mini_batches(batch, config.actor.mini_batch_size, config.actor.epochs)
+        if trains_actor and not in_parts:
+            steps = self._with_mini_batches(rows, config.actor.mini_batch_size, config.actor.epochs)
             updates.append(self.actor.update_actor.remote(steps))
         for update in updates:
             self.metrics |= reduce_lists(update.get(()).meta_info["metrics"])

@@ -17,6 +17,7 @@ import torch
 
 from hybridflow.checkpoint import CheckpointStore
 from hybridflow.config import Config, load_config
+from hybridflow.config.checks.generation import REPLAY_IN_FLIGHT
 from hybridflow.errors import CheckpointError, ConfigError, NonFiniteError
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.runtime.observe import get_logger, read_jsonl
@@ -113,7 +114,7 @@ def replay_step(
     _require_step(step, run_dir, newest, newest + 1)  # also the step that ended the run
     config = _config(run_dir, paths, scratch / "run")
     changed_config = _config(run_dir, [*paths, *changes], scratch / "changed") if changes else None
-    _require_replayable(config)
+    REPLAY_IN_FLIGHT.require(config)
     store = CheckpointStore(scratch / "before", keep=1)
     differs: dict[int, list[str]] = {}
     with build_trainer(config) as trainer:
@@ -159,13 +160,6 @@ class KeptSamples:
         for part in sampled:
             self.parts.append(part.get())
             yield part
-
-
-def _require_replayable(config: Config) -> None:
-    if config.updates_in_flight:
-        raise ConfigError(
-            "a run with updates in flight cannot be replayed: the weights that sample a token depend on time."
-        )
 
 
 def _require_step(step: int, run_dir: Path, completed: int, last: int) -> None:

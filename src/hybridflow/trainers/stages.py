@@ -23,8 +23,10 @@ def corrected_rollouts(batch: Batch, config: AlgorithmConfig) -> tuple[DataProto
     """Return `rollout_weights`, the factor of each token's policy loss, and numbers for `correction_metrics`.
 
     The numbers, (3, tokens), are of each response token: the weight, whether it is bounded, whether it is rejected.
+    All rows of an episode are one sequence.
     """
-    columns = read(batch, ("old_log_probs", "rollout_log_probs", "response_mask")).batch
+    rows = EpisodeRows(batch)
+    columns = rows.joined(read(batch, ("old_log_probs", "rollout_log_probs", "response_mask")).batch)
     mask = columns["response_mask"]
     correction = rollout_correction(
         **columns,
@@ -34,7 +36,8 @@ def corrected_rollouts(batch: Batch, config: AlgorithmConfig) -> tuple[DataProto
         rollout_reject={str(name): bounds for name, bounds in config.rollout_reject.items()},
     )
     numbers = [correction.weights[mask], correction.bounded[mask], correction.rejected[mask]]
-    return DataProto.from_dict({"rollout_weights": correction.weights}), torch.stack([x.double() for x in numbers])
+    weights = DataProto.from_dict(rows.split({"rollout_weights": correction.weights}))
+    return weights, torch.stack([x.double() for x in numbers])
 
 
 def correction_metrics(parts: Sequence[Tensor]) -> dict[str, float]:

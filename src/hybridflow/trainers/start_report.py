@@ -1,5 +1,6 @@
 """What a run logs at its start: keys without effect, and what a stream and a lag do in its placement."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from hybridflow.config import Config, leaf_keys, load_config
@@ -14,7 +15,7 @@ logger = get_logger(__name__)
 
 def report_start(config: Config, total_steps: int) -> None:
     """Log these lines. Raises ConfigError if all batches would be sampled before training."""
-    for line in keys_without_effect(config):
+    for line in (*keys_without_effect(config), *_corrections_without_effect(config)):
         logger.warning("%s", line)
     if config.trainer.stream and not config.has_rollout_pool:
         logger.info(
@@ -25,6 +26,21 @@ def report_start(config: Config, total_steps: int) -> None:
         _report_replay(config)
     if lag := config.trainer.lag:
         _report_lag(config, lag, total_steps)
+
+
+def _corrections_without_effect(config: Config) -> Iterator[str]:
+    """Yield one line for each correction of a mismatch that old log-probs of the rollout engine do not have."""
+    if config.actor.old_log_probs_from == "trainer":
+        return
+    algorithm, actor = config.algorithm, config.actor
+    changed = {
+        "algorithm.rollout_weights": algorithm.rollout_weights if algorithm.rollout_weights != "none" else "",
+        "algorithm.rollout_reject": algorithm.rollout_reject,
+        "actor.policy_loss": actor.policy_loss if actor.loss.has_behavior_weight else "",
+    }
+    for key, value in changed.items():
+        if value:
+            yield f"{key}={value!r} corrects nothing: actor.old_log_probs_from='rollout' makes its ratio always 1."
 
 
 def _report_lag(config: Config, lag: int, total_steps: int) -> None:

@@ -146,7 +146,7 @@ class GeneratingWorker(DeviceWorker):
         """Generate `rollout.group_size` responses for each prompt, in order."""
         return self._generate(prompts, self.config.rollout, step=noise_key(prompts)[-1])
 
-    @register(TO_ENGINES, reads=PROMPT_COLUMNS, writes=ROLLOUT_COLUMNS)
+    @register(TO_ENGINES, reads=prompt_columns, writes=rollout_columns, rows=lambda config: config.rows_per_episode)
     def generate_greedy_sequences(self, prompts: DataProto) -> DataProto:
         """Generate one response for each prompt by greedy decoding, in order."""
         return self._generate(prompts, GREEDY)

@@ -65,8 +65,18 @@ def client_of(environment, call_seconds=60.0, seconds=math.inf):
     return EpisodeClient(place, seconds=seconds)
 
 
-def play(environment, texts, *, tokenizer=TOKENIZER, stop=STOP, call_seconds=60.0, seconds=math.inf, **limits):
-    """Play an episode in which the model says these texts; one without <|im_end|> was cut."""
+def play(
+    environment,
+    texts,
+    *,
+    tokenizer=TOKENIZER,
+    stop=STOP,
+    call_seconds=60.0,
+    seconds=math.inf,
+    has_stopped=False,
+    **limits,
+):
+    """Play an episode in which the model says these texts; one without <|im_end|> was cut, or it `has_stopped`."""
     renderer = ChatRenderer(tokenizer, [Tool.of(tool.function) for tool in tools_of(environment, METHODS).values()])
     player = Player(client_of(environment, call_seconds, seconds), renderer, [stop], EpisodeLimits(**limits))
 
@@ -76,7 +86,7 @@ def play(environment, texts, *, tokenizer=TOKENIZER, stop=STOP, call_seconds=60.
             if contexts[-1] is None:
                 break
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-            contexts.append(await player.take(ids, [-1.0] * len(ids), [3] * len(ids)))
+            contexts.append(await player.take(ids, [-1.0] * len(ids), [3] * len(ids), has_stopped=has_stopped))
         return contexts, await player.finish()
 
     return asyncio.run(run())
@@ -106,6 +116,25 @@ def test_an_episode_with_a_tool_has_one_row_of_sampled_and_new_tokens():
     assert row.turns == sorted(row.turns)
     (called,) = played.episode.turns[0].called
     assert (called.result, called.is_error) == ("7", False)
+
+
+class Answers(Environment):
+    async def step(self, turn):
+        return Reply([{"role": "user", "content": "found"}]) if turn.number == 0 else Done()
+
+
+@pytest.mark.parametrize(("text", "num_rows"), [("I look. </search>", 1), ("I look. </search>\n", 2)])
+def test_a_turn_that_a_stop_string_ended_is_ended_by_the_template(text, num_rows):
+    tokenizer = chat_tokenizer("qwen2_5")
+    tokenizer.chat_template = tokenizer.chat_template.replace("message.content", "(message.content | trim)")
+    texts = [text, "It is 7.<|im_end|>"]
+    contexts, played = play(Answers(), texts, tokenizer=tokenizer, has_stopped=True, rows=2)
+    turns = "I look. </search><|im_end|>\n<|im_start|>user\nfound<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(contexts[1]).endswith(f"<|im_start|>assistant\n{turns}")
+    assert (len(played.rows), played.episode.ended) == (num_rows, "done")
+    sampled = [token for row in played.rows for token, own in zip(row.ids, row.is_sampled, strict=True) if own]
+    assert sampled == [token for said in texts for token in tokenizer(said, add_special_tokens=False)["input_ids"]]
+    assert play(Answers(), texts, tokenizer=tokenizer)[1].episode.ended == "tokens"  # without a stop string it was cut
 
 
 RESULTS = {

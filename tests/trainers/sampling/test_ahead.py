@@ -9,7 +9,8 @@ from hybridflow.errors import CheckpointError
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers.sampling import ahead as module
 from hybridflow.trainers.sampling.ahead import Ahead, save_pending
-from hybridflow.trainers.sampling.sampled import Begun, in_order_of_groups
+from hybridflow.trainers.sampling.generation import Begun
+from hybridflow.trainers.sampling.sampled import in_order_of_groups
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def sample():
         rows = DataProtoFuture.of(DataProto.from_dict({"values": torch.tensor([step])}))
         return Begun(step, lambda: (rows,))
 
-    sampling = SimpleNamespace(begin=begin, score=lambda begun: begun.parts)
+    sampling = SimpleNamespace(begin=begin, finish=lambda begun, _: begun.parts, metrics={})
     ahead = Ahead(sampling, 1, total_steps=4)  # pyright: ignore[reportArgumentType]
     ahead(lambda: None, 0)
     return ahead

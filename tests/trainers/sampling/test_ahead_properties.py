@@ -22,7 +22,8 @@ from hybridflow.checkpoint import CheckpointStore
 from hybridflow.data import BatchLoader
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers.sampling.ahead import Ahead, describe_pending, save_pending
-from hybridflow.trainers.sampling.sampled import Begun, joined
+from hybridflow.trainers.sampling.generation import Begun
+from hybridflow.trainers.sampling.sampled import NextPrompts, joined
 from hybridflow.trainers.training_state import TrainingSaver, restore_training
 
 BATCH_SIZE, GROUP_SIZE = 2, 3
@@ -47,7 +48,7 @@ class RecordingSampling:
     """A sampling whose rows are `GROUP_SIZE` times the prompt, the version of the weights and the step."""
 
     def __init__(self, *, is_greedy: bool) -> None:
-        self.version, self._is_greedy = 0, is_greedy
+        self.version, self._is_greedy, self.metrics = 0, is_greedy, {}
 
     def begin(self, prompts: DataProto, step: int) -> Begun:
         rows = prompts.repeat(GROUP_SIZE, interleave=True)
@@ -61,7 +62,7 @@ class RecordingSampling:
             {"versions": torch.full((num_rows,), self.version), "steps": torch.full((num_rows,), step)}
         )
 
-    def score(self, begun: Begun) -> tuple[DataProtoFuture, ...]:
+    def finish(self, begun: Begun, next_prompts: NextPrompts) -> tuple[DataProtoFuture, ...]:
         assert (begun.greedy is not None) == self._is_greedy
         return begun.parts
 

@@ -58,10 +58,22 @@ class Config(Section):
         return "values" in self.extra_columns or self.critic.always
 
     @property
+    def makes_one_update(self) -> bool:
+        """Whether each batch makes exactly one optimizer step of the actor."""
+        return self.actor.epochs == 1 and self.actor.mini_batch_size in (0, self.data.train_batch_size)
+
+    @property
     def is_on_policy(self) -> bool:
-        """Whether each batch makes exactly one optimizer step, so that the probability ratio is 1 by definition."""
-        one_step = self.actor.epochs == 1 and self.actor.mini_batch_size in (0, self.data.train_batch_size)
-        return one_step and self.actor.old_log_probs_from == "trainer"
+        """Whether the probability ratio is 1 by definition: it compares with the policy of the only optimizer step."""
+        return self.makes_one_update and self.actor.old_log_probs_from == "trainer"
+
+    @property
+    def learns_in_parts(self) -> bool:
+        """Whether the actor adds the gradients of a streamed batch part by part, because nothing compares its parts."""
+        compares = self.algorithm.estimator.compares_batch
+        compares = getattr(self.algorithm, compares) if isinstance(compares, str) else compares
+        needs_all = compares or self.algorithm.filter_groups or self.actor.loss.selection
+        return self.trainer.stream and self.makes_one_update and not needs_all
 
     @property
     def corrects_rollouts(self) -> bool:

@@ -87,15 +87,15 @@ class AlgorithmConfig(Section):
     )
     kl_in_loss: bool = Field(default=False, description="Add kl_coef * KL to the policy loss (adds a reference model).")
     kl_coef: Annotated[float, Field(ge=0)] = Field(
-        default=0.001, description="Coefficient of the KL penalty; with the adaptive controller its initial value."
+        default=0.001, description="Coefficient of each KL penalty; with the adaptive controller its initial value."
     )
     kl_estimator: KLEstimatorName = Field(
         default="k3", description="KL estimator from the log-probs of sampled tokens."
     )
     kl_importance_weight: bool = Field(
         default=False,
-        description="kl_in_loss with k3: multiply the KL of each token by the probability ratio, which makes its "
-        "gradient unbiased (DeepSeek-V3.2).",
+        description="kl_in_loss: multiply the KL of each token by the probability ratio, which makes its gradient "
+        "unbiased (DeepSeek-V3.2).",
     )
     kl_controller: Literal["fixed", "adaptive"] = Field(
         default="fixed",
@@ -130,8 +130,8 @@ class AlgorithmConfig(Section):
 
     @property
     def estimator(self) -> Estimator:
-        """The needs of the estimator `advantage`; the user's own function declares none."""
-        return ESTIMATORS.get(self.advantage, Estimator(self.advantage))
+        """The needs of the estimator `advantage`; the user's own function may compare any rows."""
+        return ESTIMATORS.get(self.advantage, Estimator(self.advantage, compares_batch=True))
 
 
 class ActorConfig(Section):

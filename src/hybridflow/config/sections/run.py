@@ -45,7 +45,7 @@ class TrainerConfig(Section):
     stream: bool = Field(
         default=False,
         description="Score a batch, compute its log-probs and accumulate gradients in parts, as groups of responses "
-        "finish. Bits then differ from a step on the whole batch. Needs one optimizer step per batch.",
+        "finish; what needs the whole batch follows the last part. Bits differ from a step on the whole batch.",
     )
     val_before_train: bool = Field(
         default=True, description="Validate before the first step, if there are data.val_files."

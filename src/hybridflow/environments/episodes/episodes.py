@@ -211,7 +211,8 @@ class RunningEpisodes:
 
 
 def _take(player: Player, completion: Completion) -> Coroutine[Any, Any, list[int] | None]:
-    return player.take(completion.token_ids, completion.log_probs, completion.versions)
+    has_stopped = completion.finish_reason == "stop"
+    return player.take(completion.token_ids, completion.log_probs, completion.versions, has_stopped=has_stopped)
 
 
 class _Loop:

@@ -90,12 +90,18 @@ class Player:
         self.num_first_messages = len(answer.messages)
         return self._next(lambda: self._renderer.start(self.episode.messages))
 
-    async def take(self, ids: Sequence[int], log_probs: Sequence[float], versions: Sequence[int]) -> list[int] | None:
-        """Return the prompt of the next turn, None if the episode has ended; `ids` are the tokens of a turn."""
+    async def take(
+        self, ids: Sequence[int], log_probs: Sequence[float], versions: Sequence[int], *, has_stopped: bool = False
+    ) -> list[int] | None:
+        """Return the prompt of the next turn, None if the episode has ended; `ids` are the tokens of a turn.
+
+        A turn without a stop token at its end was cut, unless it `has_stopped` at a stop string.
+        """
         number = len(self.episode.turns)
         self.rows[-1].add_sampled(ids, log_probs, versions, number)
         said = self._renderer.parse(ids, self._stop_ids)
-        if not ids or ids[-1] not in self._stop_ids:
+        ends_with_token = bool(ids) and ids[-1] in self._stop_ids
+        if not ids or not (ends_with_token or has_stopped):
             self._cut_turn = said
             self._note(said, Answer())
             return self._end("tokens")
@@ -113,7 +119,9 @@ class Player:
             return self._end("seconds")
         history, new = list(self.episode.messages), list(answer.messages)
         self.episode.messages += new
-        return self._next(lambda: self._renderer.go_on(self._prompt, ids, history, new))
+        return self._next(
+            lambda: self._renderer.go_on(self._prompt, ids, history, new, ends_with_token=ends_with_token)
+        )
 
     async def finish(self) -> PlayedEpisode:
         """Return the episode with its rewards: none after a failure."""

@@ -96,20 +96,30 @@ class ChatRenderer:
         return True
 
     def go_on(
-        self, before: NextPrompt, sampled: Sequence[int], messages: Sequence[Message], new: Sequence[Message]
+        self,
+        before: NextPrompt,
+        sampled: Sequence[int],
+        messages: Sequence[Message],
+        new: Sequence[Message],
+        *,
+        ends_with_token: bool = True,
     ) -> NextPrompt:
         """Return the tokens between a sampled turn and the next one.
 
-        `before`: the prompt of the turn. `sampled`: its tokens, the last of which ended it. `messages`: the
-        conversation with the turn as its last message. `new`: the messages after it.
+        `before`: the prompt of the turn. `sampled`: its tokens, the last of which ended it, or a stop string did
+        (not `ends_with_token`). `messages`: the conversation with the turn as its last message. `new`: the messages
+        after it.
 
         The row goes on if the template writes the whole conversation with the sampled text in it, or if it writes the
         turn in one way, whether or not messages follow: then it may be written in another way than it was sampled.
+        After a stop string it may not, since nothing marks the place where the turn ended.
         """
         text, contents = self.render([*messages, *new], add_generation_prompt=True)
         said = before.text + self.decode(sampled)
         if text.startswith(said):
             return NextPrompt(self.encode(text[len(said) :], contents), text)
+        if not ends_with_token:
+            return self._new_row(text, contents, _difference(said, text))
         after_turn, _ = self.render(messages, add_generation_prompt=False)
         for earlier, later in ((before.text, after_turn), (after_turn, text)):
             if not later.startswith(earlier):

@@ -16,7 +16,8 @@ from typing import Any
 from hybridflow.checkpoint import Checkpoint
 from hybridflow.errors import BatchError, CheckpointError
 from hybridflow.protocol import DataProto, DataProtoFuture
-from hybridflow.trainers.sampling.sampled import Begun, NextPrompts, Sampled
+from hybridflow.trainers.sampling.generation import Begun
+from hybridflow.trainers.sampling.sampled import NextPrompts, Sampled
 from hybridflow.trainers.sampling.sampling import Sampling
 
 
@@ -39,8 +40,9 @@ class Ahead:
             self._begun.append(self._sampling.begin(next_prompts(), begins))
         begun = self._begun.popleft()
         self._taken = time.time(), begun
-        self.metrics = {"sampling/queue_length": float(len(self._begun))}
-        return self._sampling.score(begun)
+        sampled = self._sampling.finish(begun, next_prompts)
+        self.metrics = {"sampling/queue_length": float(len(self._begun))} | self._sampling.metrics
+        return sampled
 
     def take_wait(self) -> dict[str, float]:
         """Return `timing_s/queue_wait`: seconds from the end of generation of the last batch to its return, or 0.

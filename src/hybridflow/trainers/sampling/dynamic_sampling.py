@@ -8,7 +8,8 @@ import torch
 from hybridflow.config import Config
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers.read_columns import read
-from hybridflow.trainers.sampling.sampled import Begun, NextPrompts, Sampled, joined
+from hybridflow.trainers.sampling.generation import Begun
+from hybridflow.trainers.sampling.sampled import NextPrompts, Sampled, joined
 
 
 class Rounds(Protocol):
@@ -26,18 +27,20 @@ class Rounds(Protocol):
 
 
 def dynamic_sampling(
-    sampling: Rounds, first: Begun, num_groups: int, next_prompts: NextPrompts
+    sampling: Rounds, first: Begun, next_prompts: NextPrompts
 ) -> tuple[DataProtoFuture, dict[str, float]]:
-    """Sample until `num_groups` groups have differing scores or rounds run out; then fill up with others.
+    """Sample until as many groups as a round has have differing scores, or rounds run out; then fill up with others.
 
-    Return the chosen groups, in order, and metrics. `first`: the first round, which has begun.
+    Return the chosen groups, in order, and metrics. `first`: the first round, which has begun; with trainer.lag the
+    others begin with newer weights.
     """
     config = sampling.config
-    rounds = [joined(list(sampling.score(first)))]
+    rounds = [_in_order(sampling.score(first))]
     differing = [_differing_groups(rounds[0])]
+    num_groups = len(differing[0])
     while sum(map(np.count_nonzero, differing)) < num_groups and len(rounds) < config.algorithm.max_sampling_rounds:
         begun = sampling.begin(next_prompts(), first.step, first_group=sum(map(len, differing)))
-        rounds.append(joined(list(sampling.score(begun))))
+        rounds.append(_in_order(sampling.score(begun)))
         differing.append(_differing_groups(rounds[-1]))
     differs = np.concatenate(differing)
     kept = np.flatnonzero(differs)[:num_groups]
@@ -51,6 +54,15 @@ def dynamic_sampling(
     size = config.rollout.group_size * config.rows_per_episode
     rows = (groups[:, None] * size + np.arange(size)).ravel()
     return joined(rounds).select_rows(rows), metrics
+
+
+def _in_order(sampled: Sampled) -> DataProtoFuture:
+    """Return the rows of a round in the order of groups, so that those which finish first are not preferred."""
+    parts = list(sampled)
+    rows = joined(parts)
+    if len(parts) == 1:
+        return rows
+    return rows.select_rows(read(rows, ("group_ids",)).batch["group_ids"].argsort(stable=True).numpy())
 
 
 def _differing_groups(batch: DataProtoFuture) -> np.ndarray:

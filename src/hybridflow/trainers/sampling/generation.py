@@ -9,8 +9,9 @@ Calls return futures. Which groups are in a part depends on the lengths of respo
 give equal parts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 from typing import Any, Protocol
 
@@ -32,6 +33,25 @@ class Ticket:
 
     prompts: DataProto
     begun: Sequence[DataProtoFuture]
+
+
+class Begun:
+    """A batch of step `step` whose generation has begun: `group_size` rows for each prompt.
+
+    `take` calls the generation of what is left and returns the parts. They have scores if rewards run in processes of
+    their own; others are scored when they are read. `greedy`: the greedy response to each prompt, if the advantage
+    estimator compares with its score.
+    """
+
+    def __init__(
+        self, step: int, take: Callable[[], tuple[DataProtoFuture, ...]], greedy: DataProtoFuture | None = None
+    ) -> None:
+        self.step, self.greedy, self._take = step, greedy, take
+
+    @cached_property
+    def parts(self) -> tuple[DataProtoFuture, ...]:
+        """The parts of the batch; the first reading calls the generation."""
+        return self._take()
 
 
 class Generation(Protocol):

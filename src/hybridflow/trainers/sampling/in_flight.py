@@ -4,6 +4,7 @@ import os
 from functools import cached_property
 
 from hybridflow.config import Config
+from hybridflow.config.checks.generation import GREEDY_IN_FLIGHT
 from hybridflow.controller import WorkerGroup
 from hybridflow.errors import ConfigError
 from hybridflow.runtime.observe import JsonlWriter
@@ -15,11 +16,7 @@ from hybridflow.workers.engine_schedule import SCHEDULE, read_schedule
 def require_in_flight(config: Config) -> None:
     """Raise ConfigError if updates in flight cannot serve the estimator, or if the schedule cannot be read."""
     if config.updates_in_flight and reads_column(config, "baseline_scores"):
-        raise ConfigError(
-            f"rollout.on_new_weights={config.rollout.on_new_weights!r} is not supported with algorithm.advantage="
-            f"{config.algorithm.advantage!r}, whose greedy responses need an idle engine; use on_new_weights = 'wait', "
-            "or another estimator."
-        )
+        raise ConfigError(f"{GREEDY_IN_FLIGHT.problem(config)}.")
     if replay := config.rollout.replay:
         if os.path.realpath(replay) == os.path.realpath(config.trainer.run_dir):
             raise ConfigError(

@@ -1,8 +1,7 @@
-"""The batch of a step, in one part or several: while its generation runs (`Begun`), and with scores (`Sampled`)."""
+"""The scored batch of a step, in one part or several."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,25 +12,6 @@ from hybridflow.trainers.read_columns import read
 
 NextPrompts = Callable[[], DataProto]
 """A function that returns the next batch of prompts."""
-
-
-class Begun:
-    """A batch of step `step` whose generation has begun: `group_size` rows for each prompt.
-
-    `take` calls the generation of what is left and returns the parts. They have scores if rewards run in processes of
-    their own; others are scored when they are read. `greedy`: the greedy response to each prompt, if the advantage
-    estimator compares with its score.
-    """
-
-    def __init__(
-        self, step: int, take: Callable[[], tuple[DataProtoFuture, ...]], greedy: DataProtoFuture | None = None
-    ) -> None:
-        self.step, self.greedy, self._take = step, greedy, take
-
-    @cached_property
-    def parts(self) -> tuple[DataProtoFuture, ...]:
-        """The parts of the batch; the first reading calls the generation."""
-        return self._take()
 
 
 @dataclass(frozen=True)

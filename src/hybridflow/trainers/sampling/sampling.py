@@ -12,8 +12,8 @@ from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.protocol.meta_info import NOISE_KEY
 from hybridflow.trainers.read_columns import read
 from hybridflow.trainers.sampling.dynamic_sampling import dynamic_sampling
-from hybridflow.trainers.sampling.generation import generation_of
-from hybridflow.trainers.sampling.sampled import Begun, NextPrompts, Sampled
+from hybridflow.trainers.sampling.generation import Begun, generation_of, response_rows
+from hybridflow.trainers.sampling.sampled import NextPrompts, Sampled
 from hybridflow.trainers.stages import with_group_ids
 from hybridflow.workers.algorithm_functions import reads_column
 
@@ -31,17 +31,19 @@ class Sampling:
         self.metrics: dict[str, Any] = {}
 
     def __call__(self, next_prompts: NextPrompts, step: int) -> Sampled:
-        """Return `group_size` rows for each prompt, with responses and scores; `step` seeds their noise.
+        """Return `group_size` rows for each prompt, with responses and scores; `step` seeds their noise."""
+        return self.finish(self.begin(next_prompts(), step), next_prompts)
 
-        With `algorithm.filter_groups`, return as many groups as prompts, only with differing scores (DAPO,
-        https://arxiv.org/abs/2503.14476, equation 11).
+    def finish(self, begun: Begun, next_prompts: NextPrompts) -> Sampled:
+        """Return a batch that has begun, with scores.
+
+        With `algorithm.filter_groups` return as many groups, only with differing scores, in exchange for which further
+        prompts are sampled (DAPO, https://arxiv.org/abs/2503.14476, equation 11).
         """
         self.metrics = {}
-        prompts = next_prompts()
-        begun = self.begin(prompts, step)
         if self.config.algorithm.filter_groups:
-            batch, self.metrics = dynamic_sampling(self, begun, len(prompts), next_prompts)
-            begun = Begun(step, lambda: (batch,))
+            batch, self.metrics = dynamic_sampling(self, begun, next_prompts)
+            begun = Begun(begun.step, lambda: (batch,))
         return self.score(begun)
 
     def begin(self, prompts: DataProto, step: int, first_group: int = 0) -> Begun:
@@ -66,7 +68,7 @@ class Sampling:
         if not reads_column(self.config, "baseline_scores"):
             return None
         rollouts = self._rollout.generate_greedy_sequences.remote(prompts)
-        return self._scored_at_once(DataProtoFuture.of(prompts).union(rollouts))
+        return self._scored_at_once(response_rows(prompts, self.config, group_size=1).union(rollouts))
 
     def _score(self, begun: Begun) -> Iterator[DataProtoFuture]:
         baseline = None

@@ -1,0 +1,14 @@
+"""Values of the data, of validation and of rewards that another value makes wrong."""
+
+import pytest
+
+CONTRADICTIONS = [
+    ("reward.weights={a=1.0} reward.model_path=x", "reward.weights={'a': 1.0} needs the numbers of a reward"),
+    ("reward.overlong_buffer=600", "reward.overlong_buffer=600 exceeds data.max_response_length=512"),
+    ("trainer.val_every=5", "trainer.val_every=5, but data.val_files is empty"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "problem"), CONTRADICTIONS)
+def test_a_contradiction_of_the_data_shows_both_values_and_the_fix(only_problem, overrides, problem):
+    assert problem in only_problem(overrides)
