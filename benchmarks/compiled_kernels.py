@@ -26,7 +26,8 @@ from support.report import Row, print_rows, print_table
 from hybridflow.config import MemoryConfig, ModelConfig, OptimizerConfig
 from hybridflow.engines import TorchEngine
 from hybridflow.models.attention import run_attention
-from hybridflow.models.kernels import PackedLinear, causal_attention
+from hybridflow.models.kernels.attention import causal_attention
+from hybridflow.models.kernels.decoder import PackedLinear
 from hybridflow.protocol import DataProto
 from hybridflow.runtime.allocator import keep_freed_memory
 from hybridflow.runtime.threads import count_physical_cores, set_num_threads

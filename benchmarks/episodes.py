@@ -36,7 +36,7 @@ from hybridflow.environments import (
     Player,
     play_episodes,
 )
-from hybridflow.models.kernels import use_kernels
+from hybridflow.models.kernels.library import use_kernels
 from hybridflow.rollout import Completion, EmbeddedRollout, Request, SamplingParams, generate
 from hybridflow.runtime.threads import count_physical_cores, set_num_threads
 

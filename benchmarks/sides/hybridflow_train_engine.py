@@ -7,7 +7,7 @@ import torch
 import hybridflow
 from hybridflow.config import MemoryConfig, ModelConfig, OptimizerConfig
 from hybridflow.engines import TorchEngine
-from hybridflow.models.kernels import use_kernels
+from hybridflow.models.kernels.library import use_kernels
 from hybridflow.protocol import DataProto
 from hybridflow.runtime.allocator import bound_shape_caches, keep_freed_memory
 from sides.train_rows import Step, rows_of_rank, run

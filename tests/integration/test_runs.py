@@ -11,7 +11,7 @@ import torch
 
 from fixtures.tiny_run import differing, metrics_of
 from hybridflow.checkpoint import open_checkpoint
-from hybridflow.models.kernels import use_kernels
+from hybridflow.models.kernels.library import use_kernels
 from hybridflow.runtime.observe import METRICS, find_metric, read_jsonl
 
 TIMES = ("timing_s/gen", "timing_s/reward", "timing_s/step", "timing_s/update_actor", "timing_per_token_ms/gen")

@@ -8,7 +8,7 @@ from hybridflow.algorithms import log_probs_and_entropy_from_logits
 from hybridflow.models.attention import PackedPlan, PaddedPlan
 from hybridflow.models.forward import MAX_LOGITS, MOST_INDEXED, OwnForward, max_logits_on
 from hybridflow.models.fused_forward import FusedForward, forward_of
-from hybridflow.models.kernels import use_kernels
+from hybridflow.models.kernels.library import use_kernels
 from hybridflow.models.kv_cache import DecodePlan, KVCache, PrefillPlan
 from hybridflow.models.loading import load_causal_lm, load_value_model
 

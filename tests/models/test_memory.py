@@ -122,7 +122,7 @@ def test_memory_of_adapters_is_within_15_percent(directory_of, dtype):
 @pytest.fixture
 def without_kernels():
     """Compute with PyTorch's operations, as on a GPU."""
-    from hybridflow.models.kernels import use_kernels
+    from hybridflow.models.kernels.library import use_kernels
 
     use_kernels(False)
     yield

@@ -86,14 +86,11 @@ def require_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise DispatchError if no argument is a batch: every rank would repeat the same work."""
     values = [*args, *kwargs.values()]
     if values and not any(isinstance(value, (DataProto, DataProtoFuture, Parts)) for value in values):
+        types = ", ".join(type(value).__name__ for value in values)
         raise DispatchError(
-            f"this mode splits a DataProto over the ranks, but the arguments are {', '.join(_type_names(values))}; use "
+            f"this mode splits a DataProto over the ranks, but the arguments are {types}; use "
             f"DataProto.from_dict to make a batch, or Dispatch.ONE_TO_ALL to send all ranks the same arguments."
         )
-
-
-def _type_names(values: Sequence[Any]) -> list[str]:
-    return [type(value).__name__ for value in values]
 
 
 def split_or_one_for_each(value: Any, num_parts: int) -> list[Any]:

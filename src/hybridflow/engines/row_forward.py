@@ -26,7 +26,7 @@ from hybridflow.engines.ranks import SEQUENCE, Ranks
 from hybridflow.errors import BatchError
 from hybridflow.models.attention_backend import AttentionCase, AttentionName, attention_for
 from hybridflow.models.forward import Forward
-from hybridflow.models.kernels import fused_log_probs
+from hybridflow.models.kernels.fused_log_probs import fused_log_probs
 from hybridflow.models.model_sizes import decoder_shape, sequence_costs
 from hybridflow.models.sequence_parallel import GatherTokens, UlyssesPlan
 from hybridflow.protocol import DataProto

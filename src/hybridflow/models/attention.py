@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 
 from hybridflow.errors import ModelError
 from hybridflow.models.attention_backend import AttentionCase, attention_for, supports_flash
-from hybridflow.models.kernels import causal_attention
+from hybridflow.models.kernels.attention import causal_attention
 from hybridflow.models.varlen import PackedLayout, padded_attention, padding_pays, varlen_attention
 
 ATTENTION = "hybridflow"

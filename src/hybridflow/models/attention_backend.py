@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from hybridflow.models.kernels import serves
+from hybridflow.models.kernels.library import serves
 from hybridflow.runtime.observe import get_logger
 
 AttentionName = Literal["cpu_kernel", "varlen", "flex", "sdpa"]

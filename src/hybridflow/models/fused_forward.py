@@ -20,7 +20,9 @@ from transformers import PreTrainedModel
 from hybridflow.errors import ModelConfigError
 from hybridflow.models.attention import AttentionPlan
 from hybridflow.models.forward import Forward, OwnForward, ReadLogits, decode_by, is_causal_lm, max_logits_on
-from hybridflow.models.kernels import Decoder, DecoderLayer, PackedLinear, rms_norm, rotary, serves, silu_mul
+from hybridflow.models.kernels.decoder import Decoder, DecoderLayer, PackedLinear
+from hybridflow.models.kernels.elementwise import rms_norm, rotary, silu_mul
+from hybridflow.models.kernels.library import serves
 from hybridflow.models.kv_cache import DecodePlan
 from hybridflow.models.paged_kv_cache import PagedDecodePlan
 from hybridflow.models.support import FUSED_FAMILIES, has_angles_of_length

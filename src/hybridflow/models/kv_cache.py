@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from hybridflow.models.attention import PackedPlan
-from hybridflow.models.kernels import append_and_attend, serves
+from hybridflow.models.kernels.attention import append_and_attend
+from hybridflow.models.kernels.library import serves
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from hybridflow.models.attention import SHORT, pytorch_attention, run_attention
 from hybridflow.models.attention_backend import AttentionCase, AttentionName, attention_for
 from hybridflow.models.block_mask import block_mask_of, masked_attention
-from hybridflow.models.kernels import causal_attention
+from hybridflow.models.kernels.attention import causal_attention
 
 LONG_PROMPT = 256
 """Shortest shared prompt for which sharing is faster with PyTorch's attention, if it is at least half of the sequence

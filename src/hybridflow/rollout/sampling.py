@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hybridflow.models.kernels import draw, serves
-from hybridflow.models.kernels.sampling import block_sums
+from hybridflow.models.kernels.library import serves
+from hybridflow.models.kernels.sampling import block_sums, draw
 from hybridflow.rollout.base import SamplingParams
 
 

@@ -11,7 +11,7 @@ from hybridflow.controller import ClassWithInitArgs, Role
 from hybridflow.data import BatchLoader
 from hybridflow.data.loader import Dataset
 from hybridflow.errors import ConfigError, LostWorkerError
-from hybridflow.models.kernels import use_kernels
+from hybridflow.models.kernels.library import use_kernels
 from hybridflow.runtime.allocator import bound_shape_caches, keep_freed_memory, relax_garbage_collector
 from hybridflow.runtime.observe import get_logger
 from hybridflow.runtime.random_state import seed_random_state

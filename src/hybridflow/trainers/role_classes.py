@@ -47,24 +47,16 @@ def role_classes(config: Config, actor_updates: int = 1, critic_updates: int = 1
 
     Learning-rate schedules end after `actor_updates` and `critic_updates`.
     """
-    actor, given = actor_class(config), environment_closures(config)
+    actor = ActorWorker if config.has_rollout_pool else ActorRolloutWorker
+    rollout = InFlightRolloutWorker if config.updates_in_flight else RolloutWorker
+    given = environment_closures(config)
     own = given if actor is ActorRolloutWorker else {}  # who trains only plays no episodes
     classes = {
         Role.ActorRollout: ClassWithInitArgs(actor, config=config, total_updates=actor_updates, **own),
         Role.Reward: reward_worker(config),
-        Role.Rollout: ClassWithInitArgs(rollout_class(config), config=config, **given),
+        Role.Rollout: ClassWithInitArgs(rollout, config=config, **given),
         Role.Critic: ClassWithInitArgs(CriticWorker, config=config, total_updates=critic_updates),
         Role.RefPolicy: ClassWithInitArgs(ReferenceWorker, config=config),
         Role.Teacher: ClassWithInitArgs(TeacherWorker, config=config),
     }
     return {role: worker for role, worker in classes.items() if traits_of(role).has_group(config)}
-
-
-def actor_class(config: Config) -> type[ActorWorker]:
-    """Return the worker class of the processes that train the policy."""
-    return ActorWorker if config.has_rollout_pool else ActorRolloutWorker
-
-
-def rollout_class(config: Config) -> type[RolloutWorker]:
-    """Return the worker class of a pool that generates."""
-    return InFlightRolloutWorker if config.updates_in_flight else RolloutWorker

@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 from hybridflow.config import Config
 from hybridflow.controller import Dispatch, Worker, register
 from hybridflow.engines import join_process_group
-from hybridflow.models.kernels import use_kernels
+from hybridflow.models.kernels.library import use_kernels
 from hybridflow.models.loading import DTYPES
 from hybridflow.runtime.allocator import bound_shape_caches, keep_freed_memory
 from hybridflow.runtime.device import preferred_dtype, use_own_device

@@ -3,7 +3,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from hybridflow.errors import ModelError
-from hybridflow.models.kernels import append_and_attend, causal_attention
+from hybridflow.models.kernels.attention import append_and_attend, causal_attention
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 HEADS = [(4, 4, 64), (8, 2, 32), (6, 3, 20), (1, 1, 128), (2, 1, 16)]

@@ -3,7 +3,7 @@ import torch
 from torch.nn.functional import silu
 
 from hybridflow.errors import ModelError
-from hybridflow.models.kernels import PackedLinear
+from hybridflow.models.kernels.decoder import PackedLinear
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 6e-3}
 SHAPES = [(1, 8, 1), (3, 36, 33), (13, 64, 32), (121, 18, 83), (26, 256, 70)]  # rows, in, out

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from hybridflow.models.kernels import rms_norm, rotary, serves, silu_mul, use_kernels
+from hybridflow.models.kernels.elementwise import rms_norm, rotary, silu_mul
+from hybridflow.models.kernels.library import serves, use_kernels
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 6e-3}
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from hybridflow.algorithms import log_probs_and_entropy_from_logits, log_probs_from_logits
-from hybridflow.models.kernels import fused_log_probs
-from hybridflow.models.kernels.fused_log_probs import _backward, _forward
+from hybridflow.models.kernels.fused_log_probs import _backward, _forward, fused_log_probs
 from hybridflow.runtime.device import take_compilations
 
 fused = sys.modules[_forward.__module__]  # the package has a function of the same name

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from hybridflow.algorithms import log_probs_and_entropy_from_logits
-from hybridflow.models.kernels import fused_log_probs
+from hybridflow.models.kernels.fused_log_probs import fused_log_probs
 
 pytestmark = pytest.mark.gpu
 

@@ -3,11 +3,13 @@ import os
 import pytest
 import torch
 
-from hybridflow.models.kernels import serves
+from hybridflow.models.kernels.library import serves
 
 PROGRAM = """
 import torch
-from hybridflow.models.kernels import library, serves, rms_norm
+from hybridflow.models.kernels import library
+from hybridflow.models.kernels.elementwise import rms_norm
+from hybridflow.models.kernels.library import serves
 library.FLAGS = ("-O0", *library.FLAGS[1:])  # builds in a tenth of the time
 print(serves(torch.ones(2)), rms_norm(torch.full((1, 2), 3.0), torch.ones(2), 0.0).tolist())
 """

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybridflow.models.kernels import rms_norm, rotary, silu_mul
+from hybridflow.models.kernels.elementwise import rms_norm, rotary, silu_mul
 from hybridflow.models.kernels.paged_attention import LARGEST_HEAD_BYTES, append_to_pages, paged_attention
 from hybridflow.models.kernels.sampling import block_sums
 from hybridflow.models.kernels.triton_support import generation_kernels, runs_triton, runs_triton_elementwise

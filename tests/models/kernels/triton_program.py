@@ -8,15 +8,9 @@ import sys
 import torch
 from torch import Tensor
 
-from hybridflow.models.kernels import (
-    rms_norm,
-    rotary,
-    silu_mul,
-    triton_elementwise,
-    triton_paged_attention,
-    triton_sampling,
-    use_kernels,
-)
+from hybridflow.models.kernels import triton_elementwise, triton_paged_attention, triton_sampling
+from hybridflow.models.kernels.elementwise import rms_norm, rotary, silu_mul
+from hybridflow.models.kernels.library import use_kernels
 from hybridflow.models.kernels.paged_attention import _by_gathering
 from hybridflow.models.kernels.sampling import block_sums
 

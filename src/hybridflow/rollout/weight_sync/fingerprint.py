@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridflow.models.kernels import serves_words, sum_words
+from hybridflow.models.kernels.library import serves_words, sum_words
 from hybridflow.runtime.partial_tensor import contents_of
 from hybridflow.runtime.side_stream import SideStream
 

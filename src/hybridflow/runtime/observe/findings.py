@@ -36,7 +36,7 @@ Look = Callable[[Evidence, float], Seen | None]
 
 
 @dataclass(frozen=True)
-class Finding:
+class RunFinding:
     """A finding. `found_if` describes the condition, in which the threshold is `advice.<threshold>`, or a fixed number.
 
     `hides`: names of findings that say less if this one is found. `at_first_step`: the least threshold of a look at
@@ -258,8 +258,8 @@ SMALLER_UPDATES = {
     "actor.mini_batch_size": above(0, 0),
 }
 
-FINDINGS: tuple[Finding, ...] = (
-    Finding(
+FINDINGS: tuple[RunFinding, ...] = (
+    RunFinding(
         "task solved",
         "solved",
         "mean of `critic/score/mean`, relative to the lowest and highest score of the run, above the threshold, and a "
@@ -269,7 +269,7 @@ FINDINGS: tuple[Finding, ...] = (
         {"data.train_files": decide, "data.order": decide, "algorithm.filter_groups": instead(False, True)},
         hides=("equal rewards", "groups without variance", "entropy collapse"),
     ),
-    Finding(
+    RunFinding(
         "equal rewards",
         "score_std",
         "bound of the standard deviation of a step's scores, from their mean, minimum and maximum, below the threshold",
@@ -284,7 +284,7 @@ FINDINGS: tuple[Finding, ...] = (
         hides=("groups without variance",),
         at_first_step=0.0,
     ),
-    Finding(
+    RunFinding(
         "groups without variance",
         "zero_variance_groups",
         "`critic/zero_variance_groups` above the threshold; with dynamic sampling 1 - `sampling/differing_groups`",
@@ -299,7 +299,7 @@ FINDINGS: tuple[Finding, ...] = (
         },
         at_first_step=0.999,
     ),
-    Finding(
+    RunFinding(
         "format never right",
         "format",
         "`reward/<name>/mean` below the threshold, for a name with 'format'",
@@ -307,7 +307,7 @@ FINDINGS: tuple[Finding, ...] = (
         "A response in a wrong format earns nothing, however right it is; the policy cannot find the format by chance.",
         {"data.train_files": decide, "data.max_response_length": times(2, 4), "reward.function": decide},
     ),
-    Finding(
+    RunFinding(
         "reward errors",
         "reward_errors",
         "`reward/error_rate` above the threshold",
@@ -316,7 +316,7 @@ FINDINGS: tuple[Finding, ...] = (
         {"reward.function": decide, "reward.on_error": instead("zero", "stop")},
         at_first_step=0.3,
     ),
-    Finding(
+    RunFinding(
         "reward time-outs",
         "reward_timeouts",
         "`reward/timeout_rate` above the threshold",
@@ -325,7 +325,7 @@ FINDINGS: tuple[Finding, ...] = (
         {"reward.timeout_s": times(2, 5), "reward.processes": times(2, 4), "reward.concurrency": above(1, 1)},
         at_first_step=0.3,
     ),
-    Finding(
+    RunFinding(
         "KL running away",
         "kl",
         "`actor/kl_loss` or `critic/kl` above the threshold",
@@ -333,7 +333,7 @@ FINDINGS: tuple[Finding, ...] = (
         "A policy far from its reference forgets what it knew, and may earn rewards in unintended ways.",
         {"actor.optimizer.lr": SMALLER_LR, "algorithm.kl_coef": times_or(0.001, 0.01), "actor.epochs": above(1, 1)},
     ),
-    Finding(
+    RunFinding(
         "updates too large",
         "policy_change",
         "`actor/ppo_kl` above the threshold",
@@ -341,7 +341,7 @@ FINDINGS: tuple[Finding, ...] = (
         "Rewards of the old policy say little about a new one that differs from it by so much.",
         SMALLER_UPDATES,
     ),
-    Finding(
+    RunFinding(
         "entropy collapse",
         "entropy",
         "`actor/entropy` below the threshold times its first value",
@@ -354,7 +354,7 @@ FINDINGS: tuple[Finding, ...] = (
             "actor.optimizer.lr": SMALLER_LR,
         },
     ),
-    Finding(
+    RunFinding(
         "ratio clipped",
         "clip_fraction",
         "`actor/clipfrac` above the threshold",
@@ -362,7 +362,7 @@ FINDINGS: tuple[Finding, ...] = (
         "A clipped token has no gradient: the updates of a step move the policy further than the loss allows.",
         SMALLER_UPDATES,
     ),
-    Finding(
+    RunFinding(
         "log-prob mismatch",
         "log_prob_mismatch",
         "`rollout/log_prob_mismatch` above the threshold",
@@ -377,7 +377,7 @@ FINDINGS: tuple[Finding, ...] = (
             "rollout.backend": instead("vllm", "embedded"),
         },
     ),
-    Finding(
+    RunFinding(
         "learning rate 0",
         0.0,
         "the learning rate is 0 in all steps looked at: `actor/lr`, `critic/lr`, `sft/lr`, `dpo/lr`, `reward_model/lr`",
@@ -386,7 +386,7 @@ FINDINGS: tuple[Finding, ...] = (
         {},
         at_first_step=0.0,
     ),
-    Finding(
+    RunFinding(
         "truncation",
         "truncation",
         "`response_length/clip_ratio` above the threshold",
@@ -399,7 +399,7 @@ FINDINGS: tuple[Finding, ...] = (
         },
         at_first_step=0.999,
     ),
-    Finding(
+    RunFinding(
         "chat template suspicious",
         0.1,
         "share of the logged prompts above the threshold: with two BOS tokens, without the text of the prompt, without "
@@ -408,7 +408,7 @@ FINDINGS: tuple[Finding, ...] = (
         "The model reads prompts in another form than those it was trained on, and answers worse.",
         {"data.chat_template": lambda now: (not now,), "data.train_files": decide},
     ),
-    Finding(
+    RunFinding(
         "data contradictory",
         0.0,
         "share of the logged prompts with different ground truths above the threshold",
@@ -416,7 +416,7 @@ FINDINGS: tuple[Finding, ...] = (
         "The same answer is rewarded in one row and punished in another, so the policy cannot satisfy both.",
         {"data.train_files": decide, "data.overlong_prompts": instead("truncate-left", "drop")},
     ),
-    Finding(
+    RunFinding(
         "padding",
         0.5,
         "`<model>/padding_computed` above the threshold",
@@ -428,7 +428,7 @@ FINDINGS: tuple[Finding, ...] = (
             "memory.max_tokens_per_micro_batch": times(2, 4),
         },
     ),
-    Finding(
+    RunFinding(
         "idle processes",
         "idle",
         "`perf/<role>_idle_share` above the threshold",
