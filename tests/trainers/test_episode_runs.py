@@ -126,7 +126,7 @@ def test_a_template_that_changes_earlier_turns_makes_a_row_of_each(tmp_path):
     write_episode_task(tmp_path, template=CHANGING)
     code = (tmp_path / "environments.py").read_text()
     (tmp_path / "environments.py").write_text(code.replace("def count(", "def _count("))
-    with pytest.raises(ConfigError, match=r"'seq-mean-token-sum' would count the rows of an episode as sequences"):
+    with pytest.raises(ConfigError, match=r"'seq-mean-token-sum': it would count the rows of an episode as sequ"):
         train(tmp_path, tmp_path / "refused", "Talk", *HERE, "actor.loss_aggregation=seq-mean-token-sum")
     _, metrics = train(tmp_path, tmp_path / "run", "Talk", *HERE, "actor.epochs=2", "algorithm.filter_groups=true")
     assert "max_rows = 4" in (tmp_path / "run" / "config.toml").read_text()
