@@ -44,14 +44,14 @@ from hybridflow.controller.ray.local_cluster import LocalCluster
 from hybridflow.data import BatchLoader
 from hybridflow.data.prepare.prompt_file import prompt_row, write_prompt_file
 from hybridflow.runtime.observe import read_jsonl
-from hybridflow.trainers.build_generation import open_prompts
-from hybridflow.trainers.build_run import prepare_driver_process
-from hybridflow.trainers.groups import build_backend, meshes_of
-from hybridflow.trainers.ppo_trainer import PPOTrainer
-from hybridflow.trainers.role_classes import reward_class
-from hybridflow.trainers.run_directory import RunDirectory
-from hybridflow.trainers.run_trainer import RunParts
-from hybridflow.trainers.speed import Speedometer
+from hybridflow.trainers.build.build_generation import open_prompts
+from hybridflow.trainers.build.build_run import prepare_driver_process
+from hybridflow.trainers.build.groups import build_backend, meshes_of
+from hybridflow.trainers.build.role_classes import reward_class
+from hybridflow.trainers.run.ppo_trainer import PPOTrainer
+from hybridflow.trainers.run.run_directory import RunDirectory
+from hybridflow.trainers.run.run_trainer import RunParts
+from hybridflow.trainers.run.speed import Speedometer
 
 SCHEDULES = {
     "sync": (),

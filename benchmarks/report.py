@@ -28,8 +28,9 @@ from support.report import Row, print_rows
 from hybridflow.cli.inspect.report import write_report
 from hybridflow.config import load_config
 from hybridflow.runtime.observe.run_files import RunFiles
-from hybridflow.trainers import build_trainer, ppo_trainer
-from hybridflow.trainers.run_log import RunLog
+from hybridflow.trainers import build_trainer
+from hybridflow.trainers.run import ppo_trainer
+from hybridflow.trainers.run.run_log import RunLog
 
 sys.path.append(str(ROOT / "tests"))
 from fixtures.report_runs import write_run

@@ -30,7 +30,7 @@ from hybridflow.runtime.observe import (
     trace_row,
     transfer_metrics,
 )
-from hybridflow.trainers.groups import STAGE_OF_WORKER_METHOD
+from hybridflow.trainers.build.groups import STAGE_OF_WORKER_METHOD
 
 LIMIT = 0.01
 ROUNDS = 20

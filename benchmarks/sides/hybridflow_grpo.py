@@ -11,7 +11,8 @@ from support.serve import Channel, peak_resident_bytes
 
 import hybridflow
 from hybridflow.config import load_config
-from hybridflow.trainers import PPOTrainer, build_trainer, preconditions
+from hybridflow.trainers import PPOTrainer, build_trainer
+from hybridflow.trainers.build import preconditions
 
 
 def main() -> None:

@@ -120,8 +120,8 @@ def test_several_training_ranks_with_a_lag_equal_one_in_float64(task, lag_run, t
 
 IN_FLIGHT = """
 import os, time
-import hybridflow.trainers.role_classes as role_classes
-from hybridflow.trainers.ppo_trainer import PPOTrainer
+import hybridflow.trainers.build.role_classes as role_classes
+from hybridflow.trainers.run.ppo_trainer import PPOTrainer
 
 COLUMNS = ("group_ids", "responses", "response_mask", "rollout_log_probs", "rollout_versions", "finish_reasons")
 step, save = PPOTrainer.step, PPOTrainer.save

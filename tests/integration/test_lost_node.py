@@ -25,7 +25,7 @@ import ray
 from ray._private.state import available_resources_per_node
 from ray.cluster_utils import Cluster
 from hybridflow.cli.main import main
-from hybridflow.trainers import training_loop
+from hybridflow.trainers.run import training_loop
 
 ray._private.utils.set_sigterm_handler = lambda handler: None  # only the main thread may set one
 

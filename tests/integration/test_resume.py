@@ -37,7 +37,7 @@ def test_a_run_begun_in_the_dtype_of_a_gpu_continues_on_a_cpu(run, monkeypatch):
     changes = ("actor.mini_batch_size=4", "trainer.total_steps=2")
     whole = run(*changes, "model.dtype=bfloat16", name="whole")
     with monkeypatch.context() as patched:
-        patched.setattr("hybridflow.trainers.preconditions.gpu_has_bfloat16", lambda: True)
+        patched.setattr("hybridflow.trainers.build.preconditions.gpu_has_bfloat16", lambda: True)
         auto = run(*changes, "--stop-after", "1")
     assert 'dtype = "bfloat16"' in (auto / "config.toml").read_text()
     assert differing(run(*changes), whole, 2, names=WEIGHTS) == set()

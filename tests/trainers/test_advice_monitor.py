@@ -1,8 +1,8 @@
 import pytest
 
 from hybridflow.config import load_config
-from hybridflow.trainers.run_log import AdviceMonitor
-from hybridflow.trainers.samples import Samples
+from hybridflow.trainers.run.run_log import AdviceMonitor
+from hybridflow.trainers.run.samples import Samples
 
 GOOD = {"response_length/clip_ratio": 0.1, "actor/lr": 1e-6, "actor/entropy": 1.0}
 CUT = GOOD | {"response_length/clip_ratio": 0.9}

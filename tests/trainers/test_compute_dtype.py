@@ -4,8 +4,8 @@ import pytest
 
 from hybridflow.config import load_config
 from hybridflow.errors import CheckpointError
-from hybridflow.trainers import preconditions as compute_dtype
-from hybridflow.trainers.preconditions import settle_dtype
+from hybridflow.trainers.build import preconditions as compute_dtype
+from hybridflow.trainers.build.preconditions import settle_dtype
 
 DEVICES = (None, True, False)
 """No GPUs, GPUs with bfloat16, GPUs without it."""

@@ -17,8 +17,8 @@ from hybridflow.environments import CalledTool, ChatRenderer, Episode, EpisodeRo
 from hybridflow.errors import ConfigError, EnvironmentConfigError, RewardError
 from hybridflow.runtime.observe import read_jsonl
 from hybridflow.trainers import build_trainer
-from hybridflow.trainers.build_generation import build_generator
-from hybridflow.trainers.generation import typed_prompts
+from hybridflow.trainers.build.build_generation import build_generator
+from hybridflow.trainers.run.text_generation import typed_prompts
 from hybridflow.workers.episode_batch import episode_batch
 
 HERE = ("reward.processes=0",)

@@ -14,7 +14,7 @@ from hybridflow.config import load_config
 from hybridflow.errors import ConfigError
 from hybridflow.runtime.observe import MLflowTracker, PrometheusTracker, WandbTracker, read_jsonl
 from hybridflow.trainers import RunDirectory
-from hybridflow.trainers.run_log import run_trackers
+from hybridflow.trainers.run.run_log import run_trackers
 
 OWN = """
 import json

@@ -5,7 +5,7 @@ import pytest
 from fixtures import tiny_run
 from hybridflow.config import TrainerConfig, load_config
 from hybridflow.trainers import build_trainer
-from hybridflow.trainers.training_loop import SaveTimes
+from hybridflow.trainers.run.training_loop import SaveTimes
 
 
 class Clock:

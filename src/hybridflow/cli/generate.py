@@ -48,8 +48,8 @@ def run(args: argparse.Namespace) -> int:
     config = config_of(args, default_recipe=recipe_of_run(args), more=[*paths_of_run(args), *more])
     checkpoint = chosen_checkpoint(args)
     from hybridflow.trainers import build_generator
-    from hybridflow.trainers.generation import prompts_of_files, typed_prompts, with_system
-    from hybridflow.trainers.preconditions import with_required_files
+    from hybridflow.trainers.build.preconditions import with_required_files
+    from hybridflow.trainers.run.text_generation import prompts_of_files, typed_prompts, with_system
 
     if not config.model.path:
         raise ConfigError("no model is named; give --run DIR, --model DIR, a RECIPE or model.path=DIR.")

@@ -25,9 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print or write the drawing."""
     config = config_of(args)
+    from hybridflow.cli.loop_drawing import draw_loop, loop_edges
     from hybridflow.runtime.observe import dataflow_edges, draw_dot, draw_mermaid, draw_text
     from hybridflow.trainers import placement_notes, run_on_placeholders
-    from hybridflow.trainers.loop_drawing import draw_loop, loop_edges
 
     edges, notes, lag = dataflow_edges(run_on_placeholders(config)), placement_notes(config), config.trainer.lag
     if args.format == "text":

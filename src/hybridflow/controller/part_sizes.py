@@ -4,7 +4,7 @@
 
 Times are noisy, so shares change only if that saves time beyond the noise, by a bounded factor at once, and a change
 that did not help is taken back. A method that computes without collectives is measured by the durations of its calls;
-for others the program measures the ranks (`trainers/rank_speeds.py`).
+for others the program measures the ranks (`trainers/run/rank_speeds.py`).
 """
 
 import time

@@ -3,19 +3,19 @@
 from hybridflow.runtime.allocator import paused_collector
 
 with paused_collector():
-    from hybridflow.trainers.build import build_trainer
-    from hybridflow.trainers.build_generation import build_generator, build_validator
-    from hybridflow.trainers.build_offline import build_dpo_trainer, build_reward_model_trainer, build_sft_trainer
-    from hybridflow.trainers.generation import TextGenerator
-    from hybridflow.trainers.memory_estimate import estimate_memory, need_of_pools
-    from hybridflow.trainers.objectives import DPO, SFT, Objective, RewardModeling
-    from hybridflow.trainers.offline import OfflineTrainer
+    from hybridflow.trainers.build.build import build_trainer
+    from hybridflow.trainers.build.build_generation import build_generator, build_validator
+    from hybridflow.trainers.build.build_offline import build_dpo_trainer, build_reward_model_trainer, build_sft_trainer
+    from hybridflow.trainers.build.memory_estimate import estimate_memory, need_of_pools
+    from hybridflow.trainers.build.program import placement_notes, run_on_placeholders
+    from hybridflow.trainers.offline.objectives import DPO, SFT, Objective, RewardModeling
+    from hybridflow.trainers.offline.offline_trainer import OfflineTrainer
     from hybridflow.trainers.ppo import PPO
-    from hybridflow.trainers.ppo_trainer import PPOTrainer
-    from hybridflow.trainers.program import placement_notes, run_on_placeholders
-    from hybridflow.trainers.replay import LearnedSample, LearnedStep, Replay, replay_step
-    from hybridflow.trainers.run_directory import RunDirectory
-    from hybridflow.trainers.training_loop import fit
+    from hybridflow.trainers.run.ppo_trainer import PPOTrainer
+    from hybridflow.trainers.run.replay import LearnedSample, LearnedStep, Replay, replay_step
+    from hybridflow.trainers.run.run_directory import RunDirectory
+    from hybridflow.trainers.run.text_generation import TextGenerator
+    from hybridflow.trainers.run.training_loop import fit
     from hybridflow.trainers.validation import Validator, majority_at_k, pass_at_k
 
 __all__ = [

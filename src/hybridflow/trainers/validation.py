@@ -13,10 +13,10 @@ from hybridflow.controller import Backend, WorkerGroup
 from hybridflow.data import RLHFDataset
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.meta_info import NOISE_KEY
+from hybridflow.trainers.build.groups import BackendOwner
 from hybridflow.trainers.episode_rows import EpisodeRows
-from hybridflow.trainers.groups import BackendOwner
 from hybridflow.trainers.read_columns import read
-from hybridflow.trainers.samples import TEXTS, bounded_json, numbers_of_episodes, prompt_text
+from hybridflow.trainers.run.samples import TEXTS, bounded_json, numbers_of_episodes, prompt_text
 from hybridflow.trainers.sampling.generation import response_rows
 
 VALIDATION_STREAM = 1

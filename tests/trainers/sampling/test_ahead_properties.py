@@ -21,10 +21,10 @@ from hypothesis.stateful import (
 from hybridflow.checkpoint import CheckpointStore
 from hybridflow.data import BatchLoader
 from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.trainers.run.training_state import TrainingSaver, restore_training
 from hybridflow.trainers.sampling.ahead import Ahead, describe_pending, save_pending
 from hybridflow.trainers.sampling.generation import Begun
 from hybridflow.trainers.sampling.sampled import NextPrompts, joined
-from hybridflow.trainers.training_state import TrainingSaver, restore_training
 
 BATCH_SIZE, GROUP_SIZE = 2, 3
 

@@ -18,14 +18,14 @@ from hybridflow.environments.processes.closure import ENVIRONMENT, REWARD, Closu
 from hybridflow.errors import CheckpointConfigError, ConfigError
 from hybridflow.models.hub import local_model, require_upload, upload_model
 from hybridflow.runtime.observe.run_files import RunFiles
-from hybridflow.trainers import build
-from hybridflow.trainers.build_generation import build_generator, build_validator
-from hybridflow.trainers.build_offline import build_dpo_trainer, build_reward_model_trainer, build_sft_trainer
-from hybridflow.trainers.generation import typed_prompts
-from hybridflow.trainers.preconditions import with_required_files
-from hybridflow.trainers.replay import Replay, replay_step
-from hybridflow.trainers.run_directory import DATA
-from hybridflow.trainers.run_identity import Kind
+from hybridflow.trainers.build import build
+from hybridflow.trainers.build.build_generation import build_generator, build_validator
+from hybridflow.trainers.build.build_offline import build_dpo_trainer, build_reward_model_trainer, build_sft_trainer
+from hybridflow.trainers.build.preconditions import with_required_files
+from hybridflow.trainers.run.replay import Replay, replay_step
+from hybridflow.trainers.run.run_directory import DATA
+from hybridflow.trainers.run.run_identity import Kind
+from hybridflow.trainers.run.text_generation import typed_prompts
 
 if TYPE_CHECKING:
     import pandas

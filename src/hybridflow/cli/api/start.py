@@ -13,8 +13,8 @@ from hybridflow.data.row_forms import Kind, rows_of
 from hybridflow.data.tool_messages import without_nulls_of_columns
 from hybridflow.environments.processes.closure import Closure
 from hybridflow.errors import ConfigError, ModelConfigError, RewardConfigError
-from hybridflow.trainers.run_directory import DATA
-from hybridflow.trainers.run_identity import Kind as RunKind
+from hybridflow.trainers.run.run_directory import DATA
+from hybridflow.trainers.run.run_identity import Kind as RunKind
 
 
 def train(

@@ -8,7 +8,7 @@ from hybridflow.config.checks.generation import GREEDY_IN_FLIGHT
 from hybridflow.controller import WorkerGroup
 from hybridflow.errors import ConfigError
 from hybridflow.runtime.observe import JsonlWriter
-from hybridflow.trainers.run_directory import RunDirectory
+from hybridflow.trainers.run.run_directory import RunDirectory
 from hybridflow.workers.algorithm_functions import reads_column
 from hybridflow.workers.engine_schedule import SCHEDULE, read_schedule
 

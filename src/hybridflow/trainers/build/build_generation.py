@@ -1,0 +1,136 @@
+"""Builds programs that generate without training: `hybridflow evaluate` and `hybridflow generate`."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from hybridflow.checkpoint import Checkpoint
+from hybridflow.checkpoint.model_fingerprint import require_same_base
+from hybridflow.checkpoint.store import stored_weights
+from hybridflow.config import Config, EnvironmentConfig, ParallelConfig
+from hybridflow.controller import Backend, ClassWithInitArgs, Role, WorkerGroup
+from hybridflow.data import RLHFDataset, load_tokenizer
+from hybridflow.data.parquet_rows import Row
+from hybridflow.data.row_forms import RowForm
+from hybridflow.engines.engine_state import require_same_adapters
+from hybridflow.errors import CheckpointConfigError
+from hybridflow.trainers.build.build_run import prepare_driver_process
+from hybridflow.trainers.run.text_generation import TextGenerator, checked_prompts
+from hybridflow.trainers.build.groups import build_backend, build_groups, closing_on_error
+from hybridflow.trainers.build.preconditions import (
+    require_reward_functions,
+    require_rollout_engine,
+    settle_dtype,
+    settle_rows,
+    with_required_files,
+)
+from hybridflow.trainers.build.role_classes import environment_closures, reward_worker
+from hybridflow.trainers.validation import Validator
+from hybridflow.workers import ActorRolloutWorker
+
+
+def build_validator(config: Config, checkpoint: Checkpoint | None = None) -> Validator:
+    """Build the validator of `hybridflow evaluate`, with the weights of model.path or of a checkpoint."""
+    config = settle_rows(_prepare(config, checkpoint, "data.val_files"))
+    prompts = open_prompts(config, config.data.val_files, config.validation.max_samples)
+    require_reward_functions(config, prompts, config.data.val_files)
+    rewards = {Role.Reward: reward_worker(config)}
+    with _groups(config, checkpoint, rewards) as (backend, groups):
+        return build_group_validator(config, prompts, groups[Role.ActorRollout], groups[Role.Reward], backend)
+
+
+def build_generator(
+    config: Config,
+    checkpoint: Checkpoint | None = None,
+    prompts: Sequence[Row] = (),
+    *,
+    cap_response_length: bool = False,
+) -> TextGenerator:
+    """Build the generator of `hybridflow generate`, with the weights of model.path or of a checkpoint.
+
+    `checked_prompts` checks the given `prompts` before a worker starts. Environments take no part in it.
+    """
+    config = _prepare(config.model_copy(update={"environment": EnvironmentConfig()}), checkpoint)
+    config = checked_prompts(config, prompts, cap_response_length=cap_response_length)
+    tokenizer = load_tokenizer(config.model.path)
+    with _groups(config, checkpoint, {}) as (backend, groups):
+        return TextGenerator(config, tokenizer, groups[Role.ActorRollout], backend)
+
+
+def open_prompts(config: Config, files: tuple[str, ...], max_samples: int = 0, order_by: str = "") -> RLHFDataset:
+    """Open prompt files with the settings of the section `data`; `max_samples` 0: all rows."""
+    data = config.data
+    return RLHFDataset(
+        files,
+        load_tokenizer(config.model.path),
+        data.max_prompt_length,
+        overlong=data.overlong_prompts,
+        chat_template=data.chat_template,
+        max_samples=max_samples,
+        order_by=order_by,
+        form=RowForm(data.columns, data.map),
+    )
+
+
+def build_group_validator(
+    config: Config,
+    prompts: RLHFDataset,
+    rollout: WorkerGroup,
+    rewards: WorkerGroup,
+    backend: Backend | None = None,
+) -> Validator:
+    """Build a validator on existing groups; if it gets a `backend`, closing it stops their workers."""
+    return Validator(
+        prompts,
+        rollout,
+        rewards,
+        config,
+        backend,
+    )
+
+
+def _prepare(config: Config, checkpoint: Checkpoint | None, *file_keys: str) -> Config:
+    """Check the configuration, prepare this process, and return the configuration without training."""
+    config = with_required_files(config, *file_keys)
+    require_rollout_engine(config)
+    config = settle_dtype(_without_learning(config), resumes=False)
+    _require_base(config, checkpoint)
+    prepare_driver_process(config)
+    return config
+
+
+@contextmanager
+def _groups(
+    config: Config, checkpoint: Checkpoint | None, others: Mapping[Role, ClassWithInitArgs]
+) -> Iterator[tuple[Backend, Mapping[Role, WorkerGroup]]]:
+    """Yield the backend and the groups: generation with the weights of the checkpoint, and `others`."""
+    worker = ClassWithInitArgs(ActorRolloutWorker, config=config, **environment_closures(config))
+    classes = {Role.ActorRollout: worker, **others}
+    with closing_on_error(build_backend(config)) as backend:
+        groups = build_groups(config, backend, classes)
+        if checkpoint is not None:
+            groups[Role.ActorRollout].load(str(checkpoint.directory))
+        yield backend, groups
+
+
+def _without_learning(config: Config) -> Config:
+    """Return the configuration of a program that only generates; a rollout pool then holds the whole model."""
+    if not config.has_rollout_pool:
+        return config
+    roles = {**config.placement.roles, "actor_rollout": config.placement.roles["rollout"]}
+    placement = config.placement.model_copy(update={"roles": roles})
+    return config.model_copy(update={"placement": placement, "parallel": ParallelConfig()})
+
+
+def _require_base(config: Config, checkpoint: Checkpoint | None) -> None:
+    """Raise CheckpointConfigError if the checkpoint has no policy, or its adapters or their base model differ."""
+    if checkpoint is None:
+        return
+    if checkpoint.info.get("kind") == "reward-model":
+        raise CheckpointConfigError(
+            f"'{checkpoint.directory}' is a checkpoint of a reward model, which cannot generate; `hybridflow export` "
+            "writes it as a directory for reward.model_path."
+        )
+    with stored_weights(checkpoint) as (_, lora):
+        require_same_adapters(config.lora if config.lora.rank else None, {"lora": lora})
+    if config.lora.rank:
+        require_same_base(checkpoint, config.model.path)

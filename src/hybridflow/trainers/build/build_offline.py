@@ -1,0 +1,118 @@
+"""Builds the trainers of offline training (SFT, DPO and IPO, reward models) from a configuration."""
+
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from hybridflow.config import Config
+from hybridflow.config.checks.models import REWARD_MODEL_ADAPTERS
+from hybridflow.controller import ClassWithInitArgs, Role, Worker, WorkerGroup
+from hybridflow.data import PreferenceDataset, SFTDataset, load_tokenizer, stop_token_ids
+from hybridflow.data.row_forms import RowForm
+from hybridflow.environments import EpisodeEncoder
+from hybridflow.models.model_sizes import decoder_shape
+from hybridflow.trainers.build.build_run import OpenDataset, TrainingKind, build_run
+from hybridflow.trainers.offline.objectives import DPO, SFT, Objective, RewardModeling
+from hybridflow.trainers.offline.offline_trainer import OfflineTrainer
+from hybridflow.trainers.build.preconditions import require_room, settle_dtype, with_required_files
+from hybridflow.trainers.run.run_identity import Kind
+from hybridflow.trainers.run.speed import LearnerWork
+from hybridflow.workers import OfflinePolicyWorker, PreferenceModelWorker, ReferenceWorker
+
+Examples = SFTDataset | PreferenceDataset
+
+
+def build_sft_trainer(config: Config) -> OfflineTrainer:
+    """Build the trainer of `hybridflow sft`; see `build_run`."""
+    config = with_required_files(config, "data.train_files")
+    config = settle_dtype(config)
+
+    def examples(files: tuple[str, ...], max_samples: int, order_by: str) -> SFTDataset:
+        data = config.data
+        tokenizer = load_tokenizer(config.model.path)
+        return SFTDataset(
+            files,
+            tokenizer,
+            data.max_prompt_length,
+            data.max_response_length,
+            chat_template=data.chat_template,
+            max_samples=max_samples,
+            order_by=order_by,
+            form=RowForm(data.columns, data.map),
+            encode_episode=EpisodeEncoder(tokenizer, stop_token_ids(tokenizer, config.model.path)),
+        )
+
+    return _build(config, "sft", examples, OfflinePolicyWorker, lambda groups: SFT(groups[Role.Actor]))
+
+
+def build_dpo_trainer(config: Config) -> OfflineTrainer:
+    """Build the trainer of `hybridflow dpo`; the reference is reference.model_path, or the initial model."""
+    config = with_required_files(config, "data.train_files", reference=True)
+    config = settle_dtype(config)
+    reference = None
+    if not config.actor_is_reference:
+        reference = ClassWithInitArgs(ReferenceWorker, config=config, temperature=1.0)
+
+    def objective(groups: Mapping[Role, WorkerGroup]) -> DPO:
+        return DPO(config, groups[Role.Actor], groups[Role.Actor if reference is None else Role.RefPolicy])
+
+    return _build(config, "dpo", _pairs(config, "policy"), OfflinePolicyWorker, objective, reference)
+
+
+def build_reward_model_trainer(config: Config) -> OfflineTrainer:
+    """Build the trainer of `hybridflow reward-model`, which puts a scalar head on model.path."""
+    config = with_required_files(config, "data.train_files")
+    config = settle_dtype(config)
+    REWARD_MODEL_ADAPTERS.require(config)
+    pairs = _pairs(config, "reward_model")
+    return _build(
+        config, "reward-model", pairs, PreferenceModelWorker, lambda groups: RewardModeling(groups[Role.Actor])
+    )
+
+
+def _pairs(config: Config, layout: Literal["policy", "reward_model"]) -> OpenDataset[Examples]:
+    def pairs(files: tuple[str, ...], max_samples: int, order_by: str) -> PreferenceDataset:
+        data = config.data
+        return PreferenceDataset(
+            files,
+            load_tokenizer(config.model.path),
+            data.max_prompt_length,
+            data.max_response_length,
+            layout=layout,
+            chat_template=data.chat_template or layout == "reward_model",  # as in RewardModelWorker
+            max_samples=max_samples,
+            order_by=order_by,
+            form=RowForm(data.columns, data.map),
+        )
+
+    return pairs
+
+
+def _build(
+    config: Config,
+    kind: Kind,
+    open_examples: OpenDataset[Examples],
+    learner: type[Worker],
+    objective: Callable[[Mapping[Role, WorkerGroup]], Objective],
+    reference: ClassWithInitArgs | None = None,
+) -> OfflineTrainer:
+    def examples(files: tuple[str, ...], max_samples: int, order_by: str) -> Examples:
+        dataset = open_examples(files, max_samples, order_by)
+        require_room(config, dataset.longest)
+        return dataset
+
+    def classes(total_steps: int) -> dict[Role, ClassWithInitArgs]:
+        of_roles = {Role.Actor: ClassWithInitArgs(learner, config=config, total_updates=total_steps)}
+        return of_roles if reference is None else {**of_roles, Role.RefPolicy: reference}
+
+    shape = decoder_shape(config.model.path, has_lm_head=kind != "reward-model")
+    learners = {kind.replace("-", "_"): LearnerWork(1, shape)}
+    program = TrainingKind(
+        kind=kind,
+        open_dataset=examples,
+        batch_key="offline.batch_size",
+        batch_size=config.offline.batch_size,
+        classes=classes,
+        learners=learners,
+        trainer=lambda parts: OfflineTrainer(parts, objective(parts.groups)),
+    )
+    return build_run(config, program)

@@ -1,0 +1,260 @@
+"""Checks of files, models and settings that fail before any slow step of building a run."""
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import get_args
+
+from hybridflow.checkpoint import CheckpointStore
+from hybridflow.config import Config, DTypeName, check
+from hybridflow.data import RLHFDataset, load_tokenizer
+from hybridflow.data.tokenizer import require_tokenizer, stop_token_ids
+from hybridflow.environments import check_template
+from hybridflow.environments.rewards.table import require_known
+from hybridflow.errors import ConfigError, DataConfigError, EnvironmentConfigError, ModelConfigError, ModelError
+from hybridflow.models.hub import with_local_files
+from hybridflow.models.loading import vocabulary_size
+from hybridflow.rollout.vllm import require_vllm
+from hybridflow.runtime.device import gpu_has_bfloat16
+from hybridflow.runtime.observe import get_logger
+from hybridflow.runtime.observe.run_files import read_starts
+from hybridflow.trainers.build.groups import build_backend, closing_on_error
+
+
+def settle_dtype(config: Config, *, resumes: bool = True) -> Config:
+    """Return the configuration with the dtype that model.dtype = "auto" stands for.
+
+    A run that continues from a checkpoint keeps the recorded dtype (unless not `resumes`), also on other devices. Else
+    it is bfloat16 if the workers have GPUs that compute in it, otherwise float32. Raises CheckpointError if `run.json`
+    is damaged, ConfigError if the configured Ray cluster does not answer.
+    """
+    if config.model.dtype != "auto":
+        return config
+    if resumes and (recorded := _recorded_dtype(config)):
+        return config.with_dtype(recorded)
+    has_bfloat16 = _gpus_have_bfloat16(config)
+    if has_bfloat16 is False:
+        logger.warning(
+            "model.dtype='auto' is float32 here: the GPUs do not compute in bfloat16 (compute capability 8.0 or later "
+            "does); float32 is slower and takes twice the memory."
+        )
+    return config.with_dtype("bfloat16" if has_bfloat16 else "float32")
+
+
+def _recorded_dtype(config: Config) -> DTypeName | None:
+    """Return the dtype of the last start of the run in trainer.run_dir; None if there is no checkpoint to continue."""
+    directory = Path(config.trainer.run_dir)
+    if not directory.is_dir() or not CheckpointStore(directory / "checkpoints").list():
+        return None
+    starts = read_starts(directory)
+    last = starts[-1] if starts and isinstance(starts[-1], dict) else {}
+    recorded = dict(last.get("config") or {}).get("model.dtype")
+    return recorded if recorded in get_args(DTypeName) else None
+
+
+def _gpus_have_bfloat16(config: Config) -> bool | None:
+    """Return whether the GPUs of the workers compute in bfloat16; None if the workers have none."""
+    if config.controller.backend == "local":
+        return gpu_has_bfloat16()
+    from hybridflow.controller.ray import RayBackend
+
+    with closing_on_error(build_backend(config)) as backend:
+        assert isinstance(backend, RayBackend)
+        answer = backend.gpus_have_bfloat16()
+        backend.close()
+    return answer
+
+
+logger = get_logger(__name__)
+
+
+def settle_rows(config: Config) -> Config:
+    """Return the configuration with the number of rows that environment.max_rows = 0 stands for.
+
+    Raises EnvironmentConfigError for a chat template that cannot serve episodes, ConfigError for keys that do not go
+    with episodes of several rows.
+    """
+    environment = config.environment
+    if not environment.classes:
+        return config
+    tokenizer = load_tokenizer(config.model.path)
+    findings = check_template(tokenizer, stop_token_ids(tokenizer, config.model.path))
+    if failed := [each for each in findings if each.state == "failed" and each.check != "tools"]:
+        raise EnvironmentConfigError(
+            f"the chat template of model.path='{config.model.path}' cannot serve episodes: {failed[0].check}: "
+            f"{failed[0].detail}. `hybridflow check-template {config.model.path}` shows all checks."
+        )
+    if environment.max_rows:
+        return config
+    changing = [each.check for each in findings if each.state == "rows"]
+    rows = environment.max_turns if changing else 1
+    if changing:
+        logger.info(
+            "the chat template changes earlier turns (%s), so that an episode may have %d rows of tokens",
+            ", ".join(changing),
+            rows,
+        )
+    settled = config.model_copy(update={"environment": environment.model_copy(update={"max_rows": rows})})
+    check(settled)
+    return settled
+
+
+def require_model_directory(key: str, path: str) -> None:
+    """Raise ModelConfigError unless `path`, the value of `key`, is a directory with a config.json."""
+    if not (Path(path) / "config.json").is_file():
+        raise ModelConfigError(
+            f"{key}='{path}' is not a model directory: config.json not found; give a local Hugging Face directory (a "
+            f"relative path starts at '{Path.cwd()}'), or a model on the hub, as in Qwen/Qwen2.5-0.5B-Instruct."
+        )
+
+
+WITHOUT_TOKENIZER = ("critic.model_path", "reference.model_path")
+"""Models that read the policy's tokens, so that their directories need no tokenizer."""
+
+
+def with_required_files(config: Config, *file_keys: str, reference: bool = False) -> Config:
+    """Return the configuration with local copies of what it names on the hub, after checks of the models.
+
+    Raises ConfigError unless model.path and each of `file_keys` (of the section `data`) are set, ModelConfigError
+    unless every configured model path is a model directory, and DataError for one without the tokenizer that it needs.
+    """
+    values = {"model.path": config.model.path}
+    values |= {key: getattr(config.data, key.removeprefix("data.")) for key in file_keys}
+    if missing := [key for key, value in values.items() if not value]:
+        raise ConfigError(f"{' and '.join(missing)} must be set, in the recipe or as KEY=VALUE on the command line.")
+    config = with_local_files(config)
+    models = {"model.path": config.model.path}
+    if config.uses_critic:
+        models["critic.model_path"] = config.critic.model_path
+    if config.uses_reference or reference:
+        models["reference.model_path"] = config.reference.model_path
+    if config.reward.model_path:
+        models["reward.model_path"] = config.reward.model_path
+    if config.uses_teacher:
+        models["teacher.model_path"] = config.teacher.model_path
+    for key, path in models.items():
+        if path:
+            require_model_directory(key, path)
+            if key not in WITHOUT_TOKENIZER:
+                require_tokenizer(path, key)
+    require_known_tokens(config.model.path)
+    return config
+
+
+def require_known_tokens(path: str) -> None:
+    """Raise ModelError unless the policy's vocabulary has every token of its tokenizer and every stop token."""
+    tokenizer, entries = load_tokenizer(path), vocabulary_size(path)
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= entries:
+        token = tokenizer.convert_ids_to_tokens(largest)
+        raise ModelError(
+            f"model.path='{path}': the tokenizer has token {token!r} of id {largest}, but the model has a vocabulary "
+            f"of {entries}; remove the token, resize the model's embeddings, or copy both from one directory."
+        )
+    if beyond := [token_id for token_id in stop_token_ids(tokenizer, path) if not 0 <= token_id < entries]:
+        raise ModelError(
+            f"model.path='{path}': stop token {beyond[0]} (eos_token_id of generation_config.json or config.json) is "
+            f"not in the model's vocabulary of {entries}, so no response could end with it; correct it."
+        )
+
+
+def require_positions(config: Config, prompts: RLHFDataset) -> None:
+    """Raise DataConfigError if the longest prompt and response together exceed the positions of the policy."""
+    positions, longest = positions_of(config.model.path), prompts.longest_prompt
+    if isinstance(positions, int) and longest + config.data.max_response_length > positions:
+        raise DataConfigError(
+            f"the longest prompt has {longest} tokens and data.max_response_length={config.data.max_response_length}, "
+            f"but the model has {positions} positions; lower one of the limits."
+        )
+
+
+def require_reward_functions(config: Config, prompts: RLHFDataset, files: Iterable[str]) -> None:
+    """Raise ConfigError for a data source without an environment, or without a reward function."""
+    classes, sources = config.environment.classes, sorted(set(prompts.data_sources))
+    if len(classes) > 1 and (unknown := [source for source in sources if source not in classes]):
+        raise EnvironmentConfigError(
+            f"no environment serves data_source {', '.join(map(repr, unknown))} in {', '.join(files)}; "
+            f"environment.classes has {', '.join(classes)}. Name the class in the column data_source of each row."
+        )
+    if classes or config.reward.function or config.reward.model_path:
+        return
+    require_known(prompts.data_sources, files)
+
+
+def require_room(config: Config, longest: int) -> None:
+    """Raise DataConfigError if an example of `longest` tokens exceeds the positions of the model."""
+    positions = positions_of(config.model.path)
+    if isinstance(positions, int) and longest > positions:
+        raise DataConfigError(
+            f"the longest example has {longest} tokens, but the model has {positions} positions; lower "
+            f"data.max_prompt_length={config.data.max_prompt_length} or "
+            f"data.max_response_length={config.data.max_response_length}."
+        )
+
+
+def positions_of(path: str) -> object:
+    """Return max_position_embeddings of a model directory; None if its config.json has none."""
+    settings = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    return settings.get("max_position_embeddings")
+
+
+def require_same_tokenizer(config: Config) -> None:
+    """Raise ModelError if teacher and policy differ in tokens, ConfigError for a teacher.top_k above their number."""
+    if not config.uses_teacher:
+        return
+    path, top_k = config.teacher.model_path, config.teacher.top_k
+    theirs, ours = (load_tokenizer(model).get_vocab() for model in (path, config.model.path))
+    differing = sorted(token for token in theirs.keys() | ours.keys() if theirs.get(token) != ours.get(token))
+    if differing:
+        raise ModelError(
+            f"teacher.model_path='{path}' has another tokenizer than model.path='{config.model.path}': "
+            f"{len(differing)} tokens differ, such as {differing[0]!r}; use a teacher with the policy's tokenizer."
+        )
+    entries = vocabulary_size(path)
+    if entries <= max(ours.values()):
+        raise ModelError(
+            f"teacher.model_path='{path}' has a vocabulary of {entries} entries, but the largest token id of its "
+            f"tokenizer is {max(ours.values())}; config.json or the tokenizer belongs to another model."
+        )
+    both = min(entries, vocabulary_size(config.model.path))
+    if config.teacher.loss != "none" and top_k > both:
+        raise ConfigError(f"teacher.top_k={top_k}, but policy and teacher share {both} tokens; use at most {both}.")
+
+
+def require_one_rank(config: Config) -> None:
+    """Raise ConfigError for training on several ranks with the local backend, which cannot sum their gradients."""
+    if config.controller.backend == "local" and config.controller.num_workers > 1:
+        raise ConfigError(
+            f"controller.num_workers={config.controller.num_workers} with controller.backend='local' runs ranks one "
+            "after another, so their gradients cannot be summed; train with controller.backend = 'ray', or with "
+            "num_workers = 1 (generation and evaluation work with any number)."
+        )
+
+
+def require_snapshot_dir(config: Config) -> None:
+    """Raise ConfigError if recovery.snapshot_dir is set and is not a directory that can be written."""
+    directory = config.recovery.snapshot_dir
+    if directory and not Path(directory).is_dir():
+        raise ConfigError(f"recovery.snapshot_dir='{directory}' is not a directory; create it, or leave the key empty.")
+    if directory and not os.access(directory, os.W_OK | os.X_OK):
+        raise ConfigError(f"recovery.snapshot_dir='{directory}' cannot be written; choose another directory.")
+
+
+def require_rollout_engine(config: Config) -> None:
+    """Raise RolloutConfigError if this process must generate with vLLM, which is not installed.
+
+    Workers on Ray may have another environment; they check it themselves.
+    """
+    if config.rollout.backend == "vllm" and config.controller.backend == "local":
+        require_vllm()
+
+
+def require_profile_steps(config: Config, total_steps: int) -> None:
+    """Raise ConfigError unless a run of this many steps has every step of trainer.profile_steps."""
+    last = max(config.trainer.profile_steps, default=0)
+    if last > total_steps:
+        raise ConfigError(
+            f"trainer.profile_steps has step {last}, but the run ends with step {total_steps}; name earlier steps, or "
+            "train for longer (trainer.epochs, trainer.total_steps)."
+        )

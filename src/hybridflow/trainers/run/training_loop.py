@@ -1,0 +1,219 @@
+"""The training loop around the steps of any trainer: validation, logs, checkpoints, signals. Knows no algorithm."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from hybridflow.config import Config, TrainerConfig
+from hybridflow.controller import Role, WorkerGroup
+from hybridflow.errors import HybridFlowError, WorkerError
+from hybridflow.runtime.fault_points import fault_point
+from hybridflow.runtime.observe import TraceEvent, get_logger, memory_bytes
+from hybridflow.runtime.stop_signals import StopRequest
+from hybridflow.trainers.build.groups import groups_of_pools
+from hybridflow.trainers.run.rank_speeds import RankSpeeds, SlowRankWatch
+from hybridflow.trainers.run.recovery.recovery import Recovery, recovering
+from hybridflow.trainers.run.run_directory import RunDirectory
+from hybridflow.trainers.run.run_log import RunLog
+from hybridflow.trainers.run.samples import Samples
+
+
+class Profiled(Protocol):
+    """A trainer whose steps can be profiled."""
+
+    config: Config
+    groups: Mapping[Role, WorkerGroup]
+    global_step: int
+
+    def train_step(self) -> Samples:
+        """Train on the next batch, count the step and replace `metrics`; return samples to log."""
+        ...
+
+
+def train_step(trainer: Profiled) -> Samples:
+    """Make the trainer's next step, and write its profile if that is configured. Results do not depend on it."""
+    how, step = trainer.config.trainer, trainer.global_step + 1
+    if step not in how.profile_steps:
+        return trainer.train_step()
+    groups = groups_of_pools(trainer.config, trainer.groups, "begin_profile")
+    for group in groups:
+        group.begin_profile(how.profile_ranks)
+    samples = trainer.train_step()
+    directory = Path(how.run_dir, "profile", f"step_{step:06d}")
+    for group in groups:
+        group.end_profile(str(directory), group.name)
+    logger.info("wrote the profile of step %d to '%s'", step, directory)
+    return samples
+
+
+class SaveTimes:
+    """Saves every `save_every` steps; with `save_every_s` also after that many seconds and with each validation."""
+
+    def __init__(self, settings: TrainerConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._every_steps, self._every_s, self._clock = settings.save_every, settings.save_every_s, clock
+        self._last_save = clock()
+
+    def is_due(self, step: int, *, has_validated: bool) -> bool:
+        """Return whether to save after `step`."""
+        if self._every_steps and step % self._every_steps == 0:
+            return True
+        return self._every_s > 0 and (has_validated or self._clock() - self._last_save >= self._every_s)
+
+    def restart(self) -> None:
+        """Count the seconds from now, the end of a save."""
+        self._last_save = self._clock()
+
+
+logger = get_logger(__name__)
+
+
+class Trainer(Profiled, Protocol):
+    """The interface of a trainer for the loop. `metrics` are those of the current step."""
+
+    config: Config
+    run: RunDirectory
+    total_steps: int
+    global_step: int
+    metrics: dict[str, Any]
+    recovery: Recovery | None
+    slow_ranks: SlowRankWatch | None
+    rank_speeds: RankSpeeds | None
+
+    @property
+    def figures(self) -> Mapping[str, str]:
+        """The figures on the console: label -> metric."""
+        ...
+
+    def train_step(self) -> Samples:
+        """Train on the next batch, count the step and replace `metrics`; return samples to log."""
+        ...
+
+    def take_events(self) -> list[TraceEvent]:
+        """Return the trace events since the last call."""
+        ...
+
+    def validate(self) -> dict[str, float]:
+        """Return the validation metrics of the current weights; empty without validation data."""
+        ...
+
+    def save(self) -> None:
+        """Save a checkpoint of the full training state, or begin to; `finish_save` completes it."""
+        ...
+
+    def finish_save(self) -> None:
+        """Wait until a background save is complete."""
+        ...
+
+
+def fit(trainer: Trainer, stop_after: int | None = None) -> None:
+    """Train from the current step to the last one, or to step `stop_after` if that comes first.
+
+    Ctrl-C or SIGTERM finishes the step, saves and returns; a second one ends the process at once.
+    """
+    how, last_step = trainer.config.trainer, trainer.total_steps
+    if stop_after is not None:
+        last_step = min(last_step, stop_after)
+    if trainer.global_step >= last_step:
+        _log_nothing_to_do(trainer)
+        return
+    log = RunLog(trainer.run, total_steps=trainer.total_steps, figures=trainer.figures)
+    saves, recovery = SaveTimes(how), trainer.recovery
+    with log, StopRequest() as stop, _completing_saves(trainer):
+        is_begun = stopping = False
+        while not stopping:
+            with recovering(recovery, lambda: log.rewind(trainer.global_step)):
+                if not is_begun:
+                    _begin(trainer, log)
+                    is_begun = True
+                    if stop.requested:
+                        break
+                stopping = _train_one_step(trainer, log, saves, lambda step: step >= last_step or stop.requested)
+    if trainer.global_step < trainer.total_steps:
+        logger.warning(
+            "stopped after step %d of %d; run the same command to continue%s",
+            trainer.global_step,
+            trainer.total_steps,
+            "" if stop.requested else ", without --stop-after",
+        )
+
+
+def _begin(trainer: Trainer, log: RunLog) -> None:
+    """Take the snapshot of the state before the first step; validate there in a new run."""
+    if trainer.recovery:
+        trainer.recovery.begin_snapshot()
+        trainer.recovery.finish_snapshot()
+    if trainer.global_step == 0 and trainer.config.trainer.val_before_train:
+        log.write(0, trainer.validate(), events=trainer.take_events())
+
+
+def _train_one_step(trainer: Trainer, log: RunLog, saves: SaveTimes, is_last: Callable[[int], bool]) -> bool:
+    """Make a step, validate, log and save as configured; return whether the run stops, which `is_last(step)` tells."""
+    how, recovery = trainer.config.trainer, trainer.recovery
+    fault_point("step", trainer.global_step + 1)
+    samples = train_step(trainer)
+    trainer.finish_save()  # the background save of the step before
+    if recovery:
+        trainer.metrics |= recovery.note_step()
+    if trainer.slow_ranks:
+        trainer.metrics |= trainer.slow_ranks.note_step(trainer.global_step, trainer.metrics["timing_s/step"])
+    if trainer.rank_speeds:
+        trainer.rank_speeds.note_step(trainer.metrics["timing_s/step"])
+    step, validation = trainer.global_step, {}
+    if step == trainer.total_steps or (how.val_every and step % how.val_every == 0):
+        validation = trainer.validate()
+        trainer.metrics |= validation
+    trainer.metrics |= {f"memory_bytes/{kind}": size for kind, size in memory_bytes().items()}
+    # before saving: every checkpoint has its row
+    log.write(step, trainer.metrics, samples, trainer.take_events())
+    stops = is_last(step)  # read once: a later signal stops after the next step
+    if stops or saves.is_due(step, has_validated=bool(validation)):
+        if recovery:
+            recovery.finish_snapshot()  # each rank writes one state at a time
+        fault_point("log")
+        trainer.save()
+        saves.restart()
+    elif recovery:
+        recovery.begin_snapshot()
+    if recovery and not stops:
+        recovery.use_room()
+    return stops
+
+
+@contextmanager
+def _completing_saves(trainer: Trainer) -> Iterator[None]:
+    """Finish a pending save even if the loop raises; then also log the step to resume from."""
+    try:
+        yield
+    except Exception:
+        try:
+            trainer.finish_save()
+        except WorkerError:  # the error that ended the loop
+            logger.error("the checkpoint that was being written is lost")
+        except HybridFlowError as error:
+            logger.error("the checkpoint that was being written is lost: %s", error)
+        if steps := trainer.run.store.list():
+            logger.error(
+                "the newest checkpoint is that of step %d; run the same command to continue from there", steps[-1]
+            )
+        raise
+    trainer.finish_save()
+
+
+def _log_nothing_to_do(trainer: Trainer) -> None:
+    step, total_steps = trainer.global_step, trainer.total_steps
+    if step < total_steps:
+        logger.warning(
+            "'%s' is already at step %d: nothing to do. Remove --stop-after, or name a later step",
+            trainer.run.path,
+            step,
+        )
+    else:
+        logger.warning(
+            "'%s' is finished: it is at step %d of %d. Raise trainer.total_steps (or trainer.epochs) to continue, "
+            "or choose another trainer.run_dir",
+            trainer.run.path,
+            step,
+            total_steps,
+        )
