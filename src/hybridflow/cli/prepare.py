@@ -1,15 +1,15 @@
 """Write a dataset as train.parquet and test.parquet, ready for training.
 
-countdown and multiplication are generated. gsm8k, math, dapo and ultrafeedback are converted from files in the format
-of these data sets, table from any file with prompts and answers (all .jsonl, .json, .csv or .parquet).
+countdown and multiplication are generated, the others are converted from .jsonl, .json, .csv or .parquet files: table
+from any file with prompts and answers, the rest from files in the format of the data set.
 """
 
 import argparse
+from inspect import Parameter
+from typing import Any
 
 from hybridflow.data import (
     COUNTDOWN_PROMPT,
-    GSM8K_INSTRUCTION,
-    MATH_INSTRUCTION,
     MULTIPLICATION_PROMPT,
     PreparedFiles,
     prepare_countdown,
@@ -17,6 +17,7 @@ from hybridflow.data import (
     prepare_multiplication,
 )
 from hybridflow.data.parquet_rows import shorten_text
+from hybridflow.data.prepare.datasets import DATASETS, OPTIONS, options_of
 from hybridflow.models.hub import local_file
 
 
@@ -55,35 +56,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt-template", default=MULTIPLICATION_PROMPT, metavar="TEXT", help="with {a} and {b}"
     )
 
-    gsm8k = _add_task(tasks, "gsm8k", "grade-school word problems, from files with the columns question and answer")
-    gsm8k.add_argument("--train-file", required=True, metavar="FILE", help="training problems")
-    gsm8k.add_argument("--test-file", required=True, metavar="FILE", help="test problems")
-    gsm8k.add_argument(
-        "--instruction", default=GSM8K_INSTRUCTION, metavar="TEXT", help="appended to each question after a space"
-    )
-
-    math = _add_task(tasks, "math", "competition problems, from files with the columns problem and solution")
-    _add_files(math)
-    math.add_argument(
-        "--instruction", default=MATH_INSTRUCTION, metavar="TEXT", help="appended to each problem after a space"
-    )
-
-    dapo = _add_task(tasks, "dapo", "math problems, from files in the format of DAPO-Math-17k")
-    _add_files(dapo)
-
-    pairs = _add_task(tasks, "ultrafeedback", "pairs of answers, from files with the columns prompt, chosen, rejected")
-    _add_files(pairs)
-    pairs.add_argument("--keep-equal-scores", action="store_true", help="keep pairs whose answers have equal scores")
-
-    table = _add_task(tasks, "table", "your own prompts and answers, from a .jsonl, .json, .csv or .parquet file")
-    _add_files(table)
-    table.add_argument("--prompt", default="prompt", metavar="COLUMN", help="column of the prompts: texts or messages")
-    table.add_argument("--answer", default="answer", metavar="COLUMN", help="column of the answers, as a.b if nested")
-    table.add_argument(
-        "--data-source", required=True, metavar="NAME", help="a name, which can choose the reward function"
-    )
-    table.add_argument("--instruction", default="", metavar="TEXT", help="appended to each prompt after a space")
-    table.add_argument("--system", default="", metavar="TEXT", help="system message before each prompt")
+    for name, kind in DATASETS.items():
+        task = _add_task(tasks, name, kind.summary)
+        _add_files(task)
+        for option, default in options_of(kind.make_row).items():
+            metavar, help_text = OPTIONS[option]
+            how: dict[str, Any] = (
+                {"metavar": metavar, "required": default is Parameter.empty} if metavar else {"action": "store_true"}
+            )
+            default = None if default is Parameter.empty else default
+            task.add_argument(f"--{option.replace('_', '-')}", default=default, help=help_text, **how)
     tasks.metavar = "|".join(tasks.choices)
 
 

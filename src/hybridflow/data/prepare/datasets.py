@@ -32,14 +32,16 @@ MadeRow = dict[str, Any] | str
 
 
 class FileKind(NamedTuple):
-    """A kind of files: the columns that they need, for errors, and its row function.
+    """A kind of files."""
 
-    Rows with the same values in the columns `unique` are written once; with `unique=()` all are kept.
-    """
-
+    summary: str
+    """What `hybridflow prepare --help` says of it."""
     columns: Sequence[str]
+    """The columns that its files need."""
     make_row: Callable[..., MadeRow]
+    """Its row function; keyword-only parameters are options of the command, whose help `OPTIONS` has."""
     unique: Sequence[str] = ("prompt",)
+    """Rows with the same values in these columns are written once; (): all are kept."""
 
 
 def prepare_files(
@@ -62,10 +64,9 @@ def prepare_files(
     """
     if dataset not in DATASETS:
         raise DataConfigError(f"dataset={dataset!r} is invalid: expected one of {', '.join(DATASETS)}.")
-    columns, make_row, unique = DATASETS[dataset]
-    known = inspect.signature(make_row).parameters.values()
-    valid = {each.name: each.default is each.empty for each in known if each.kind is each.KEYWORD_ONLY}
-    needed = [name for name, is_needed in valid.items() if is_needed and name not in options]
+    _, columns, make_row, unique = DATASETS[dataset]
+    valid = options_of(make_row)
+    needed = [name for name, default in valid.items() if default is inspect.Parameter.empty and name not in options]
     if wrong := [*sorted(options.keys() - valid.keys()), *needed]:
         found = f"needs {needed[0]}" if wrong[0] in needed else f"has no option {wrong[0]!r}"
         raise DataConfigError(f"dataset={dataset!r} {found}; its options are {', '.join(valid) or 'none'}.")
@@ -81,6 +82,12 @@ def prepare_files(
         test_size=test_size,
         seed=seed,
     )
+
+
+def options_of(make_row: Callable[..., MadeRow]) -> dict[str, Any]:
+    """Return the options of a row function by name, with their defaults; `inspect.Parameter.empty`: it needs one."""
+    known = inspect.signature(make_row).parameters.values()
+    return {each.name: each.default for each in known if each.kind is each.KEYWORD_ONLY}
 
 
 def gsm8k_row(record: Record, place: str, *, instruction: str = GSM8K_INSTRUCTION) -> MadeRow:
@@ -231,11 +238,35 @@ def _row(
 
 
 DATASETS = {
-    "gsm8k": FileKind(("question", "answer"), gsm8k_row, unique=()),
-    "math": FileKind(("problem", "solution"), math_row),
-    "dapo": FileKind(("prompt", "reward_model", "data_source"), dapo_row),
-    "ultrafeedback": FileKind(
-        ("prompt", "chosen", "rejected"), ultrafeedback_row, unique=("prompt", "chosen", "rejected")
+    "gsm8k": FileKind(
+        "grade-school word problems, from files with the columns question and answer",
+        ("question", "answer"),
+        gsm8k_row,
+        unique=(),
     ),
-    "table": FileKind(("prompt", "answer"), table_row),
+    "math": FileKind(
+        "competition problems, from files with the columns problem and solution", ("problem", "solution"), math_row
+    ),
+    "dapo": FileKind(
+        "math problems, from files in the format of DAPO-Math-17k", ("prompt", "reward_model", "data_source"), dapo_row
+    ),
+    "ultrafeedback": FileKind(
+        "pairs of answers, from files with the columns prompt, chosen, rejected",
+        ("prompt", "chosen", "rejected"),
+        ultrafeedback_row,
+        unique=("prompt", "chosen", "rejected"),
+    ),
+    "table": FileKind(
+        "your own prompts and answers, from a .jsonl, .json, .csv or .parquet file", ("prompt", "answer"), table_row
+    ),
 }
+
+OPTIONS = {
+    "instruction": ("TEXT", "appended to each prompt after a space"),
+    "system": ("TEXT", "system message before each prompt"),
+    "prompt": ("COLUMN", "column of the prompts: texts or messages"),
+    "answer": ("COLUMN", "column of the answers, as a.b if nested"),
+    "data_source": ("NAME", "a name, which can choose the reward function"),
+    "keep_equal_scores": ("", "keep pairs whose answers have equal scores"),
+}
+"""The placeholder and the help of each option of a row function; one without a placeholder is a switch."""

@@ -9,7 +9,10 @@ Metrics = Mapping[str, Any]
 
 
 class Tracker(Protocol):
-    """A receiver of metrics. `log` is called once per step, in order; when it returns, the metrics are stored."""
+    """A receiver of metrics. `log` is called for each step, in order; when it returns, the metrics are stored.
+
+    A run that goes back after a failure or resumes logs the steps that it repeats again.
+    """
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Store or show the metrics of a step. Values that the tracker does not support are left out."""
