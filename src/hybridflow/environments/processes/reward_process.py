@@ -25,7 +25,7 @@ import struct
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, BinaryIO
 
 HEAD = struct.Struct("<4sQ")
@@ -46,11 +46,7 @@ def main() -> None:
     replies, samples = connected(settings["memory_bytes"])
     folder = os.path.dirname(__file__)
     calls = module_of(os.path.join(folder, "arguments.py"))
-    # The directory of the user's file replaces that of this file, as if the user's file were run. The working directory
-    # of the run comes last, so that a file there does not shadow a library.
-    source = settings["function"].rpartition(":")[0]
-    sys.path[:1] = [os.path.dirname(source)] if source.endswith(".py") else []
-    sys.path.append(os.getcwd())
+    use_path([settings["function"]])
     try:
         own = receive(samples) if settings["is_closure"] else None
         function = load(settings["function"], own, settings["loader"], settings["kwargs"], calls)
@@ -67,11 +63,21 @@ def main() -> None:
         return calls.arguments_of(function, sample, settings["kwargs"])
 
     if is_async:
-        asyncio.run(serve(function, samples, replies, settings, arguments_of))
+        asyncio.run(serve(answer_of(function, settings, arguments_of), samples, replies))
         return
     while (sample := receive(samples)) is not None:
         number, seed, arguments = sample
         replies.send({**result_of(function, seed, arguments, arguments_of), "number": number})
+
+
+def use_path(names: Iterable[str]) -> None:
+    """Look for modules as if the files of user code were run: in their directories instead of that of this program.
+
+    The working directory of the run comes last, so that a file there does not shadow a library.
+    """
+    files = [source for source in (name.rpartition(":")[0] for name in names) if source.endswith(".py")]
+    sys.path[:1] = dict.fromkeys(os.path.dirname(os.path.abspath(file)) for file in files)
+    sys.path.append(os.getcwd())
 
 
 def connected(memory_bytes: int) -> tuple["Replies", BinaryIO]:
@@ -165,40 +171,44 @@ def file_of(function: Any) -> str:
     return ""
 
 
-async def serve(
-    function: Any,
-    incoming: BinaryIO,
-    replies: Replies,
-    settings: Mapping[str, Any],
-    arguments_of: Callable[[dict[str, Any]], dict[str, Any]],
-) -> None:
-    """Answer samples as they arrive, concurrently; the sender decides how many at a time."""
-    loop, samples = asyncio.get_running_loop(), asyncio.Queue[Any]()
+async def serve(answer: Callable[..., Awaitable[dict[str, Any]]], incoming: BinaryIO, replies: Replies) -> None:
+    """Answer questions as they arrive, concurrently, until there are no more; the sender decides how many at a time."""
+    loop, questions = asyncio.get_running_loop(), asyncio.Queue[Any]()
 
     def read() -> None:
-        while (sample := receive(incoming)) is not None:
-            loop.call_soon_threadsafe(samples.put_nowait, sample)
-        loop.call_soon_threadsafe(samples.put_nowait, None)
+        while (question := receive(incoming)) is not None:
+            loop.call_soon_threadsafe(questions.put_nowait, question)
+        loop.call_soon_threadsafe(questions.put_nowait, None)
 
-    async def answer(number: int, seed: int, arguments: dict[str, Any]) -> None:
+    async def reply(number: int, *question: Any) -> None:
+        replies.send({**await answer(*question), "number": number})
+
+    threading.Thread(target=read, daemon=True).start()
+    tasks: set[asyncio.Task[None]] = set()
+    while (question := await questions.get()) is not None:
+        task = asyncio.create_task(reply(*question))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+
+def answer_of(
+    function: Any, settings: Mapping[str, Any], arguments_of: Callable[[dict[str, Any]], dict[str, Any]]
+) -> Callable[..., Awaitable[dict[str, Any]]]:
+    """Return what calls an `async` function on a sample or a batch, within its time; see `result_of`."""
+
+    async def answer(seed: int, arguments: dict[str, Any]) -> dict[str, Any]:
         timeout_s = settings["timeout_s"] and settings["timeout_s"] * num_samples_of(arguments)
         limit = asyncio.timeout(timeout_s)
         try:
             async with limit:
                 result = function(**arguments_of(arguments))
-                message = as_message(await result if inspect.isawaitable(result) else result)
+                return as_message(await result if inspect.isawaitable(result) else result)
         except BaseException as error:  # a user's function may raise anything
-            message = failure(error, function)
             if limit.expired():
-                message = {"error": f"took longer than reward.timeout_s={settings['timeout_s']}", "kind": "timeout"}
-        replies.send({**message, "number": number})
+                return {"error": f"took longer than reward.timeout_s={settings['timeout_s']}", "kind": "timeout"}
+            return failure(error, function)
 
-    threading.Thread(target=read, daemon=True).start()
-    tasks: set[asyncio.Task[None]] = set()
-    while (sample := await samples.get()) is not None:
-        task = asyncio.create_task(answer(*sample))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
+    return answer
 
 
 def num_samples_of(arguments: Mapping[str, Any]) -> int:
