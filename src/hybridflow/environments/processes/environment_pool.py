@@ -9,7 +9,6 @@ others; a second loss is a failure of that episode.
 
 import asyncio
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,25 +29,17 @@ GRACE_S = 10.0
 class _EnvironmentProcess(UserProcess):
     """A process with the classes, which tells again and again that its event loop is not blocked."""
 
-    PROGRAM, KIND, LOAD_ERROR = "environment_process.py", "environment", EnvironmentConfigError
-
-    def __init__(self, settings: str, limit_s: float | None) -> None:
-        super().__init__(settings, START_TIMEOUT_S)
-        self._silence_s = None if limit_s is None else limit_s + GRACE_S
-        self.num_stuck = 0
-
-    def read_ready(self, message: Mapping[str, Any]) -> list[EnvironmentKind]:
-        return [EnvironmentKind.of_message(kind) for kind in message["kinds"]]
-
-    def read_answer(self, message: Mapping[str, Any]) -> Answer:
-        return Answer.of_message(message["answer"])
+    def __init__(self, silence_s: float | None) -> None:
+        super().__init__("environment")
+        self._silence_s, self.num_stuck = silence_s, 0
 
     def handle(self, message: Mapping[str, Any]) -> None:
-        if "beat" in message and self.ready.done():
-            self.num_stuck = int(message.get("num_stuck", 0))
-        else:
+        if "beat" not in message:
             super().handle(message)
-        if self._silence_s is not None and not self.is_lost:
+            return
+        num_stuck = message.get("num_stuck")
+        self.num_stuck = num_stuck if isinstance(num_stuck, int) else 0
+        if self._silence_s is not None:
             self.set_time_limit(
                 self._silence_s,
                 f"gave no sign of life for {self._silence_s:g} s: an `async` method does not return to the event loop; "
@@ -76,20 +67,19 @@ class EnvironmentPool(ProcessPool[_EnvironmentProcess]):
         self._shared: list[_EnvironmentProcess | None] = [None] * num_processes
         self._starting = [asyncio.Lock() for _ in range(num_processes)]
         self._alone, self._ids = asyncio.Lock(), itertools.count()
-        self._settings = json.dumps(
-            {
-                "classes": {name: self._resolved(source) for name, source in classes.items()},
-                "by_value": list(self._closures),
-                "memory_bytes": memory_bytes,
-                "timeout_s": limits.seconds,
-                "concurrency": limits.concurrency,
-            }
-        )
+        self._settings = {
+            "classes": {name: self._resolved(source) for name, source in classes.items()},
+            "closures": {name: (each.contents, each.paths) for name, each in self._closures.items()},
+            "memory_bytes": memory_bytes,
+            "timeout_s": limits.seconds,
+            "concurrency": limits.concurrency,
+        }
         self._classes: dict[str, Any] = {}
         super().__init__("environments")
         try:
             if num_processes:
-                self.kinds = dict(zip(classes, self._run(self.shared(0)).loaded, strict=True))
+                self.kinds: dict[str, EnvironmentKind] = {}
+                self._run(self.shared(0))
             else:
                 self.kinds = self._load_here(classes)
         except BaseException:
@@ -141,15 +131,12 @@ class EnvironmentPool(ProcessPool[_EnvironmentProcess]):
                 process = self._shared[number] = await self._start()
             return process
 
-    def _new_process(self) -> _EnvironmentProcess:
-        process = _EnvironmentProcess(self._settings, self._limits.seconds)
-        if self._closures:
-            process.put({name: (each.contents, each.paths) for name, each in self._closures.items()})
-        return process
-
     async def _start(self) -> _EnvironmentProcess:
+        silence_s = None if self._limits.seconds is None else self._limits.seconds + GRACE_S
         try:
-            return await self._ready_process()
+            process, kinds = await self._started(
+                lambda: _EnvironmentProcess(silence_s), self._settings, _kinds_of, START_TIMEOUT_S
+            )
         except LostError as lost:
             problem = f": {_described(lost)}"
             if lost.reason == "late":
@@ -158,6 +145,8 @@ class EnvironmentPool(ProcessPool[_EnvironmentProcess]):
                     "class"
                 )
             raise EnvironmentConfigError(f"the import of environment.classes{problem}.") from lost
+        self.kinds = kinds
+        return process
 
     async def ask_alone(self, name: str, questions: Sequence[Question]) -> Answer:
         """Ask all questions of an episode in a process of its own. Raises LostError if it is lost too."""
@@ -166,7 +155,7 @@ class EnvironmentPool(ProcessPool[_EnvironmentProcess]):
             try:
                 answer = Answer()
                 for question in questions:
-                    answer = await process.ask(0, name, question)
+                    answer = await process.answer(_answer_of, 0, name, question)
                 return answer
             finally:
                 await process.stop("has answered")
@@ -195,7 +184,7 @@ class _RemoteEnvironment:
                 self._process, self._id, self._num_had = process, self._pool.new_id(), 0
             answer = Answer()
             for question in questions[self._num_had :]:
-                answer = await process.ask(self._id, self._name, question)
+                answer = await process.answer(_answer_of, self._id, self._name, question)
                 self._num_had += 1
             return answer
         except LostError:
@@ -205,6 +194,17 @@ class _RemoteEnvironment:
         except LostError as lost:
             self._failed = Answer(failure="timeout" if lost.reason == "late" else "died", error=_described(lost))
             return self._failed
+
+
+def _kinds_of(message: Mapping[str, Any]) -> dict[str, EnvironmentKind] | EnvironmentConfigError:
+    """Return what a process says of the classes that it has loaded, or the error with which it could not."""
+    if "not_loaded" in message:
+        return EnvironmentConfigError(str(message["not_loaded"]))
+    return {name: EnvironmentKind.of_message(kind) for name, kind in message["kinds"].items()}
+
+
+def _answer_of(message: Mapping[str, Any]) -> Answer:
+    return Answer.of_message(message["answer"])
 
 
 def _described(lost: LostError) -> str:

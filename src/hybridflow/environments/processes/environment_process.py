@@ -1,59 +1,43 @@
 """Entry point of an environment process: holds the environments of many episodes, and answers their questions.
 
-It is started as a file. A frame of input is a pickle of (number, episode, name, question), the first one that of the
-classes by value, if there are some; a reply is JSON with the number and the answer. `beat` replies show that the event
-loop is not blocked; `num_stuck` counts calls of tools that were given up but still run in their threads.
+It is started as a file. The first question has the settings, a later one is (number, episode, name, question); a reply
+has the number and the answer, see reward_process.py. `beat` replies show that the event loop is not blocked;
+`num_stuck` counts calls of tools that were given up but still run in their threads.
 """
 
 import asyncio
-import json
 import os
-import pickle
-import sys
 from typing import Any, BinaryIO
 
-from hybridflow.environments.processes.reward_process import (
-    Replies,
-    connected,
-    described,
-    receive,
-    serve,
-    source_of,
-    use_path,
-)
+from hybridflow.environments.processes.reward_process import Replies, begin, by_value, described, serve, source_of
 
 BEAT_S = 0.5
 """Seconds between two signs of life."""
 
 
 def main() -> None:
-    """Load the classes that the settings in the first argument name, and answer questions until stdin ends."""
-    settings = json.loads(sys.argv[1])
-    replies, questions = connected(settings["memory_bytes"])
-    use_path(settings["classes"].values())
+    """Load the classes that the settings name, and answer questions until stdin ends."""
+    settings, replies, questions = begin(lambda settings: settings["classes"].values())
     from hybridflow.environments.processes.host import EnvironmentKind  # within the limits of this process
     from hybridflow.errors import EnvironmentConfigError
     from hybridflow.runtime.user_code import load_user_function
 
     classes: dict[str, Any] = {}
     try:
-        kinds = []
-        given = receive(questions) if settings["by_value"] else {}
+        kinds = {}
         for name, source in settings["classes"].items():
-            if source in given:
-                contents, paths = given[source]
-                sys.path += [path for path in paths if path not in sys.path]
-                classes[name], digest = pickle.loads(contents), ""
+            if source in settings["closures"]:
+                classes[name], digest = by_value(*settings["closures"][source]), ""
             else:
                 key = f"environment.classes.{name}"
                 classes[name] = load_user_function(source, key, EnvironmentConfigError, is_class=True)
                 digest = source_of(classes[name])
-            kinds.append(EnvironmentKind.of(classes[name], source, digest))
+            kinds[name] = EnvironmentKind.of(classes[name], source, digest).to_message()
     except BaseException as error:  # a user's file may raise anything
         is_ours = isinstance(error, EnvironmentConfigError)
-        replies.send({"not_loaded": str(error) if is_ours else described(error, None)})
+        replies.send({"number": 0, "not_loaded": str(error) if is_ours else described(error, None)})
         return
-    replies.send({"ready": True, "kinds": [kind.to_message() for kind in kinds]})
+    replies.send({"number": 0, "kinds": kinds})
     asyncio.run(_serve(classes, questions, replies, settings))
 
 

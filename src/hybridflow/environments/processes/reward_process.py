@@ -3,8 +3,8 @@
 It is started as a file and imports nothing of hybridflow's packages, so that it starts in milliseconds. A function that
 hangs, allocates too much memory or crashes affects this process only; supervisor.py, beside this file, ends what it has
 started and removes its temporary directory. A frame is a mark, a length of 8 bytes and its contents: pickles of
-(number, seed, arguments) as input, JSON with the number as output, because the run must not unpickle what a user's
-function produced.
+(number, seed, arguments) as input, the first one of (0, settings), and JSON with the number as output, because the run
+must not unpickle what a user's function produced.
 """
 
 import asyncio
@@ -41,23 +41,22 @@ class NotLoaded(Exception):
 
 
 def main() -> None:
-    """Load the function that the settings in the first argument name, and answer samples until stdin ends."""
-    settings = json.loads(sys.argv[1])
-    replies, samples = connected(settings["memory_bytes"])
-    folder = os.path.dirname(__file__)
-    calls = module_of(os.path.join(folder, "arguments.py"))
-    use_path([settings["function"]])
+    """Load the function that the settings name, and answer samples until stdin ends."""
+    settings, replies, samples = begin(lambda settings: [settings["function"]])
+    calls = module_of(os.path.join(os.path.dirname(__file__), "arguments.py"))
+    name, own = settings["function"], settings["closure"]
     try:
-        own = receive(samples) if settings["is_closure"] else None
-        function = load(settings["function"], own, settings["loader"], settings["kwargs"], calls)
+        loader = module_of(settings["loader"])
+        function = by_value(*own) if own else loader.load_user_function(name, WHAT, NotLoaded)
+        loader.require_arguments(function, name, WHAT, calls.checked_arguments(function, settings["kwargs"]), NotLoaded)
         is_async = returns_awaitable(function)
         forms = {"takes_batches": calls.takes_batches(function), "takes_names": calls.takes_names(function)}
         kind = {"is_async": is_async, **forms, "source": "" if own else source_of(function)}
     except BaseException as error:  # a user's object may fail in any of its methods
-        problem = f"{WHAT} '{settings['function']}' cannot be loaded: {described(error, None)}"
-        replies.send({"not_loaded": str(error) if isinstance(error, NotLoaded) else problem})
+        problem = f"{WHAT} '{name}' cannot be loaded: {described(error, None)}"
+        replies.send({"number": 0, "not_loaded": str(error) if isinstance(error, NotLoaded) else problem})
         return
-    replies.send({"ready": True, **kind})
+    replies.send({"number": 0, **kind})
 
     def arguments_of(sample: dict[str, Any]) -> dict[str, Any]:
         return calls.arguments_of(function, sample, settings["kwargs"])
@@ -70,34 +69,39 @@ def main() -> None:
         replies.send({**result_of(function, seed, arguments, arguments_of), "number": number})
 
 
-def use_path(names: Iterable[str]) -> None:
-    """Look for modules as if the files of user code were run: in their directories instead of that of this program.
-
-    The working directory of the run comes last, so that a file there does not shadow a library.
-    """
-    files = [source for source in (name.rpartition(":")[0] for name in names) if source.endswith(".py")]
-    sys.path[:1] = dict.fromkeys(os.path.dirname(os.path.abspath(file)) for file in files)
-    sys.path.append(os.getcwd())
-
-
-def connected(memory_bytes: int) -> tuple["Replies", BinaryIO]:
+def begin(names_of: Callable[[Any], Iterable[str]]) -> tuple[dict[str, Any], "Replies", BinaryIO]:
     """Begin a process of user code: supervised, within its memory, and with its connection to the run for itself.
 
-    Return the connection as replies and as a stream of frames. Standard output then goes to standard error, and
-    standard input is empty.
+    Return the settings, and the connection as replies and as a stream of frames. Standard output then goes to standard
+    error, and standard input is empty. Modules are looked for as if the files of the user's code were run, which
+    `names_of` the settings name: in their directories instead of that of this program. The working directory of the run
+    comes last, so that a file there does not shadow a library.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run handles Ctrl-C
     folder, temporary = os.path.dirname(__file__), os.environ["TMPDIR"]
     remove_tree = module_of(os.path.join(folder, "tree_removal.py")).remove_tree
     module_of(os.path.join(folder, "supervisor.py")).supervise(lambda: remove_tree(temporary))
-    replies, samples = Replies(os.fdopen(os.dup(1), "wb")), os.fdopen(os.dup(0), "rb")
-    os.dup2(2, 1)  # the function must not write replies or read samples
+    replies, questions = Replies(os.fdopen(os.dup(1), "wb")), os.fdopen(os.dup(0), "rb")
+    os.dup2(2, 1)  # the user's code must not write replies or read questions
     with open(os.devnull, "rb") as empty:
         os.dup2(empty.fileno(), 0)
-    if memory_bytes:
+    first = receive(questions)
+    if first is None:  # the run has ended
+        os._exit(0)
+    settings = first[1]
+    files = [source for source in (name.rpartition(":")[0] for name in names_of(settings)) if source.endswith(".py")]
+    sys.path[:1] = dict.fromkeys(os.path.dirname(os.path.abspath(file)) for file in files)
+    sys.path.append(os.getcwd())
+    if limit := settings["memory_bytes"]:
         # limits allocated memory; address space that is only reserved does not count
-        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-    return replies, samples
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    return settings, replies, questions
+
+
+def by_value(contents: bytes, paths: Sequence[str]) -> Any:
+    """Return a function or class of a Python program, which looks for modules in `paths`."""
+    sys.path += [path for path in paths if path not in sys.path]
+    return pickle.loads(contents)
 
 
 class Replies:
@@ -119,24 +123,6 @@ class Replies:
             self._stream.flush()
         except BrokenPipeError:  # the rank was killed, and this process exits with it
             os._exit(0)
-
-
-def load(
-    name: str, own: tuple[bytes, Sequence[str]] | None, loader_file: str, kwargs: Mapping[str, Any], calls: Any
-) -> Any:
-    """Return the function that 'path.py:function' or 'module:function' names, loaded by `runtime.user_code`.
-
-    `own`: the pickle of a function of a Python program, and where the program looks for modules.
-    """
-    loader = module_of(loader_file)
-    if own:
-        contents, paths = own
-        sys.path += [path for path in paths if path not in sys.path]
-        function = pickle.loads(contents)
-    else:
-        function = loader.load_user_function(name, WHAT, NotLoaded)
-    loader.require_arguments(function, name, WHAT, calls.checked_arguments(function, kwargs), NotLoaded)
-    return function
 
 
 def module_of(file: str) -> Any:

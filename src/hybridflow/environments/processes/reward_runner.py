@@ -13,12 +13,12 @@ Samples that were submitted later run beside earlier ones, whether something wai
 import asyncio
 import concurrent.futures
 import hashlib
-import json
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,6 @@ class Submitted:
         self.samples, self._on_outcome = samples, on_outcome
         self._known: dict[int, Outcome] = {}
         self.outcomes: concurrent.futures.Future[list[Outcome]] = concurrent.futures.Future()
-        if not samples:
-            self.outcomes.set_result([])
 
     def record(self, number: int, outcome: Outcome) -> None:
         """Store the outcome of a sample and pass it to the callback, whose error is that of all samples."""
@@ -61,9 +59,12 @@ class Submitted:
             if self._on_outcome:
                 self._on_outcome(number, outcome)
         except BaseException as error:  # `wait` raises it
-            self.outcomes.set_exception(error)
-            return
-        if len(self._known) == len(self.samples):
+            self.fail(error)
+        self.end_if_complete()
+
+    def end_if_complete(self) -> None:
+        """Let `wait` return if all outcomes are known."""
+        if len(self._known) == len(self.samples) and not self.outcomes.done():
             self.outcomes.set_result([self._known[number] for number in range(len(self.samples))])
 
     def fail(self, error: BaseException) -> None:
@@ -72,7 +73,7 @@ class Submitted:
             self.outcomes.set_exception(error)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Call:
     """A sample to be scored. `is_suspect`: a process was lost with it, so that it is tried alone."""
 
@@ -91,29 +92,18 @@ class _Call:
 class _RewardProcess(UserProcess):
     """A process with the function, and the samples that it has."""
 
-    PROGRAM, KIND, LOAD_ERROR = "reward_process.py", "reward", RewardConfigError
-
-    def __init__(self, settings: str, start_timeout_s: float) -> None:
-        super().__init__(settings, start_timeout_s)
-        self.calls: dict[asyncio.Future[Outcome], _Call] = {}  # the current one first
+    def __init__(self) -> None:
+        super().__init__("reward")
+        self.calls: list[_Call] = []  # the current one first
         self.last: _Call | None = None  # that it has answered
-
-    def read_ready(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        kinds = {"ready": bool, "is_async": bool, "takes_batches": bool, "takes_names": bool, "source": str}
-        if any(type(message.get(name)) is not kind for name, kind in kinds.items()):
-            raise ValueError("it does not tell the kind of the function")
-        self.answers_in_order = not message["is_async"]
-        return message
-
-    def read_answer(self, message: Mapping[str, Any]) -> Outcome:
-        return Outcome.of_message(message)
 
     def may_have(self, call: _Call, in_flight: int) -> bool:
         """Return whether the process may get this sample; a suspect is tried alone."""
         if not self.calls:
             return self.is_alive
-        is_alone = call.is_suspect or any(other.is_suspect for other in self.calls.values())
-        return not self.is_lost and not is_alone and len(self.calls) < in_flight
+        if self.is_lost or len(self.calls) >= in_flight:
+            return False
+        return not (call.is_suspect or any(other.is_suspect for other in self.calls))
 
 
 class RewardRunner(ProcessPool[_RewardProcess]):
@@ -136,17 +126,22 @@ class RewardRunner(ProcessPool[_RewardProcess]):
         concurrency: int = 32,
         closure: Closure | None = None,
     ) -> None:
-        self._closure = closure
         self.name, self.kwargs, self._num_processes = name, dict(kwargs or {}), num_processes
         self._timeout_s, self._concurrency = timeout_s, concurrency
+        self._late = f"took longer than reward.timeout_s={timeout_s}"
         self.takes_batches, self.takes_names, self._is_async = False, False, False
         self.source = ""  # digest of the file that defines the function
         source, _, function = name.rpartition(":")
         if source.endswith(".py"):
             name = f"{Path(source).expanduser().resolve()}:{function}"
-        settings = {"function": name, "is_closure": bool(closure), "loader": user_code.__file__}
-        limits = {"memory_bytes": memory_bytes, "timeout_s": timeout_s}
-        self._settings = json.dumps({**settings, **limits, "kwargs": self.kwargs})
+        self._settings = {
+            "function": name,
+            "closure": (closure.contents, closure.paths) if closure else None,
+            "loader": user_code.__file__,
+            "memory_bytes": memory_bytes,
+            "timeout_s": timeout_s,
+            "kwargs": self.kwargs,
+        }
         self._is_known = False  # whether a process has reported the kind of the function
         self._waiting: deque[_Call] = deque()  # samples that no process has
         self._serving: list[_RewardProcess] = []  # that were ready and are not known to be lost
@@ -168,6 +163,7 @@ class RewardRunner(ProcessPool[_RewardProcess]):
     def submit(self, samples: Sequence[Sample], on_outcome: OnOutcome | None = None) -> Submitted:
         """Give samples to the processes, for `wait`; `on_outcome` is called in the thread of the event loop."""
         submitted = Submitted(samples, on_outcome)
+        submitted.end_if_complete()
         try:
             self.loop.call_soon_threadsafe(self._add, submitted)
         except RuntimeError as error:
@@ -188,24 +184,19 @@ class RewardRunner(ProcessPool[_RewardProcess]):
         if not self._is_known:
             self._run(self._learn())
 
-    def _new_process(self) -> _RewardProcess:
-        process = _RewardProcess(self._settings, self._start_timeout_s)
-        if self._closure:
-            process.put((self._closure.contents, self._closure.paths))
-        return process
-
     async def _learn(self) -> None:
         await (next(iter(self._starts), None) or self._begin_start())
 
     async def _start(self) -> None:
         """Start a process and give it samples. Raises RewardError if the function cannot be loaded."""
+        timeout_s = self._start_timeout_s
         try:
-            process = await self._ready_process()
+            process, function = await self._started(_RewardProcess, self._settings, _function_of, timeout_s)
         except LostError as lost:
             raise self._import_error(lost) from lost
-        function, self._is_known = process.loaded, True
-        self.takes_batches, self.takes_names = function["takes_batches"], function["takes_names"]
+        self._is_known, self.takes_batches, self.takes_names = True, function["takes_batches"], function["takes_names"]
         self.source, self._is_async = function["source"], function["is_async"]
+        process.answers_in_order = not self._is_async
         self._serving.append(process)
         process.lost.add_done_callback(partial(self._on_loss, process))
         self._feed()
@@ -218,11 +209,11 @@ class RewardRunner(ProcessPool[_RewardProcess]):
         """Fail all samples that were submitted, and end the processes that work on some of them."""
         submitted.fail(error)
         for process in self._serving:
-            if any(call.submitted is submitted for call in process.calls.values()):
+            if any(call.submitted is submitted for call in process.calls):
                 process.lose("works on what nothing waits for", "ended")
 
     def _fail_all(self, error: BaseException) -> None:
-        held = [call for process in self._serving for call in process.calls.values()]
+        held = [call for process in self._serving for call in process.calls]
         for call in [*self._waiting, *held]:
             call.submitted.fail(error)
 
@@ -237,18 +228,19 @@ class RewardRunner(ProcessPool[_RewardProcess]):
                     break
                 self._give(min(free, key=lambda process: len(process.calls)), call)
             self._waiting.popleft()
-        num_samples = len(self._waiting) + sum(len(process.calls) for process in self._serving)
         num_running = len(self._serving) + len(self._starts)
-        for _ in range(num_running, min(self._num_processes, num_samples)):
-            self._begin_start()
+        if num_running < self._num_processes:
+            num_samples = len(self._waiting) + sum(len(process.calls) for process in self._serving)
+            for _ in range(num_running, min(self._num_processes, num_samples)):
+                self._begin_start()
 
     def _begin_start(self) -> "asyncio.Task[None]":
         start = self.loop.create_task(self._start())
         self._starts.add(start)
-        start.add_done_callback(self._started)
+        start.add_done_callback(self._end_start)
         return start
 
-    def _started(self, start: "asyncio.Task[None]") -> None:
+    def _end_start(self, start: "asyncio.Task[None]") -> None:
         self._starts.discard(start)
         if start.cancelled():
             self._fail_all(self._closed())
@@ -257,28 +249,29 @@ class RewardRunner(ProcessPool[_RewardProcess]):
 
     def _give(self, process: _RewardProcess, call: _Call) -> None:
         seed, arguments = call.sample
-        answer = process.ask(seed, dict(arguments))
-        process.calls[answer] = call
+        try:
+            process.ask(Outcome.of_message, partial(self._on_answer, process, call), seed, dict(arguments))
+        except Exception as error:  # of any type: the sample cannot be pickled
+            call.submitted.fail(error)
+            return
+        process.calls.append(call)
         if self._is_async or len(process.calls) == 1:
             self._limit_time(process)
-        answer.add_done_callback(partial(self._on_answer, process))
 
     def _limit_time(self, process: _RewardProcess) -> None:
         """Begin the time of the current sample; an async function has all samples at a time."""
-        calls = [*process.calls.values()] if self._is_async else [*process.calls.values()][:1]
-        seconds = None
-        if self._timeout_s and calls:
-            grace_s = GRACE_S if self._is_async else 0.0
-            seconds = self._timeout_s * max(num_samples_of(call.sample[1]) for call in calls) + grace_s
-        process.set_time_limit(seconds, f"took longer than reward.timeout_s={self._timeout_s}")
-
-    def _answered(self, process: _RewardProcess, answer: "asyncio.Future[Outcome]") -> None:
-        if answer.exception():  # `_lost` handles it
+        if not self._timeout_s:
             return
-        process.last = process.calls.pop(answer)
-        process.last.record(answer.result())
-        if not process.is_lost:
-            self._limit_time(process)
+        calls = islice(process.calls, None if self._is_async else 1)
+        num_samples = max((num_samples_of(call.sample[1]) for call in calls), default=0)
+        seconds = self._timeout_s * num_samples + (GRACE_S if self._is_async else 0.0)
+        process.set_time_limit(seconds if num_samples else None, self._late)
+
+    def _answered(self, process: _RewardProcess, call: _Call, outcome: Outcome) -> None:
+        process.calls.remove(call)
+        process.last = call
+        call.record(outcome)
+        self._limit_time(process)
         self._feed()
 
     def _lost(self, process: _RewardProcess, lost: "asyncio.Future[LostError]") -> None:
@@ -286,12 +279,12 @@ class RewardRunner(ProcessPool[_RewardProcess]):
 
         If the process has answered a sample twice, that sample has failed instead.
         """
-        error, calls = lost.result(), [*process.calls.values()]
+        error, calls = lost.result(), process.calls
         if error.reason == "closed":
             self._fail_all(self._closed())
             return
         self._serving.remove(process)
-        if error.reason == "wrong reply" and not calls and not process.has_answered:
+        if error.reason == "wrong reply" and not calls and not process.last:
             self._fail_all(self._import_error(error))
         elif error.reason == "ended" or not (calls or process.has_repeated):
             pass
@@ -323,6 +316,16 @@ class RewardRunner(ProcessPool[_RewardProcess]):
 
     def _closed(self) -> RewardError:
         return RewardError(f"the processes of reward function '{self.name}' were closed; make another RewardRunner.")
+
+
+def _function_of(message: Mapping[str, Any]) -> Mapping[str, Any] | RewardConfigError:
+    """Return what a process says of the function that it has loaded, or the error with which it could not."""
+    if isinstance(message.get("not_loaded"), str):
+        return RewardConfigError(message["not_loaded"])
+    kinds = {"is_async": bool, "takes_batches": bool, "takes_names": bool, "source": str}
+    if any(type(message.get(name)) is not kind for name, kind in kinds.items()):
+        raise ValueError("it does not tell the kind of the function")
+    return message
 
 
 def batch_of(samples: Sequence[Sample]) -> Sample:
