@@ -39,6 +39,10 @@ class _EnvironmentProcess(UserProcess):
             return
         num_stuck = message.get("num_stuck")
         self.num_stuck = num_stuck if isinstance(num_stuck, int) else 0
+        self.limit_silence()
+
+    def limit_silence(self) -> None:
+        """Lose the process if it gives no other sign of life in time."""
         if self._silence_s is not None:
             self.set_time_limit(
                 self._silence_s,
@@ -68,6 +72,7 @@ class EnvironmentPool(ProcessPool[_EnvironmentProcess]):
         self._starting = [asyncio.Lock() for _ in range(num_processes)]
         self._alone, self._ids = asyncio.Lock(), itertools.count()
         self._settings = {
+            "sources": [self._resolved(source) for source in classes.values()],
             "classes": {name: self._resolved(source) for name, source in classes.items()},
             "closures": {name: (each.contents, each.paths) for name, each in self._closures.items()},
             "memory_bytes": memory_bytes,
@@ -145,6 +150,7 @@ class EnvironmentPool(ProcessPool[_EnvironmentProcess]):
                     "class"
                 )
             raise EnvironmentConfigError(f"the import of environment.classes{problem}.") from lost
+        process.limit_silence()
         self.kinds = kinds
         return process
 

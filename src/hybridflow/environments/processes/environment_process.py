@@ -17,7 +17,7 @@ BEAT_S = 0.5
 
 def main() -> None:
     """Load the classes that the settings name, and answer questions until stdin ends."""
-    settings, replies, questions = begin(lambda settings: settings["classes"].values())
+    settings, replies, questions = begin()
     from hybridflow.environments.processes.host import EnvironmentKind  # within the limits of this process
     from hybridflow.errors import EnvironmentConfigError
     from hybridflow.runtime.user_code import load_user_function

@@ -270,6 +270,11 @@ class ProcessPool(Generic[P]):
         self._thread.start()
         self._end = weakref.finalize(self, _end, self.loop, self._thread, self._processes)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the pool was closed, or is about to be."""
+        return not self._end.alive
+
     def close(self) -> None:
         """End all processes and the event loop."""
         self._end()

@@ -25,7 +25,7 @@ import struct
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, BinaryIO
 
 HEAD = struct.Struct("<4sQ")
@@ -42,7 +42,7 @@ class NotLoaded(Exception):
 
 def main() -> None:
     """Load the function that the settings name, and answer samples until stdin ends."""
-    settings, replies, samples = begin(lambda settings: [settings["function"]])
+    settings, replies, samples = begin()
     calls = module_of(os.path.join(os.path.dirname(__file__), "arguments.py"))
     name, own = settings["function"], settings["closure"]
     try:
@@ -69,13 +69,13 @@ def main() -> None:
         replies.send({**result_of(function, seed, arguments, arguments_of), "number": number})
 
 
-def begin(names_of: Callable[[Any], Iterable[str]]) -> tuple[dict[str, Any], "Replies", BinaryIO]:
+def begin() -> tuple[dict[str, Any], "Replies", BinaryIO]:
     """Begin a process of user code: supervised, within its memory, and with its connection to the run for itself.
 
     Return the settings, and the connection as replies and as a stream of frames. Standard output then goes to standard
-    error, and standard input is empty. Modules are looked for as if the files of the user's code were run, which
-    `names_of` the settings name: in their directories instead of that of this program. The working directory of the run
-    comes last, so that a file there does not shadow a library.
+    error, and standard input is empty. Modules are looked for as if the files of the user's code were run: in their
+    directories instead of that of this program. The working directory of the run comes last, so that a file there does
+    not shadow a library.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run handles Ctrl-C
     folder, temporary = os.path.dirname(__file__), os.environ["TMPDIR"]
@@ -89,7 +89,7 @@ def begin(names_of: Callable[[Any], Iterable[str]]) -> tuple[dict[str, Any], "Re
     if first is None:  # the run has ended
         os._exit(0)
     settings = first[1]
-    files = [source for source in (name.rpartition(":")[0] for name in names_of(settings)) if source.endswith(".py")]
+    files = [source for source in (name.rpartition(":")[0] for name in settings["sources"]) if source.endswith(".py")]
     sys.path[:1] = dict.fromkeys(os.path.dirname(os.path.abspath(file)) for file in files)
     sys.path.append(os.getcwd())
     if limit := settings["memory_bytes"]:

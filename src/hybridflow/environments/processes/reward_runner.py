@@ -135,6 +135,7 @@ class RewardRunner(ProcessPool[_RewardProcess]):
         if source.endswith(".py"):
             name = f"{Path(source).expanduser().resolve()}:{function}"
         self._settings = {
+            "sources": [name],
             "function": name,
             "closure": (closure.contents, closure.paths) if closure else None,
             "loader": user_code.__file__,
@@ -168,6 +169,8 @@ class RewardRunner(ProcessPool[_RewardProcess]):
             self.loop.call_soon_threadsafe(self._add, submitted)
         except RuntimeError as error:
             raise self._closed() from error
+        if self.is_closed:  # the loop may have stopped before
+            submitted.fail(self._closed())
         return submitted
 
     def wait(self, submitted: Submitted) -> list[Outcome]:
@@ -219,6 +222,9 @@ class RewardRunner(ProcessPool[_RewardProcess]):
 
     def _feed(self) -> None:
         """Give waiting samples to the processes that may have them, and start processes that are missing."""
+        if self.is_closed:
+            self._fail_all(self._closed())
+            return
         in_flight = self._concurrency if self._is_async else IN_FLIGHT
         while self._waiting:
             call = self._waiting[0]
@@ -280,13 +286,10 @@ class RewardRunner(ProcessPool[_RewardProcess]):
         If the process has answered a sample twice, that sample has failed instead.
         """
         error, calls = lost.result(), process.calls
-        if error.reason == "closed":
-            self._fail_all(self._closed())
-            return
         self._serving.remove(process)
         if error.reason == "wrong reply" and not calls and not process.last:
             self._fail_all(self._import_error(error))
-        elif error.reason == "ended" or not (calls or process.has_repeated):
+        elif error.reason in ("ended", "closed") or not (calls or process.has_repeated):
             pass
         elif process.has_repeated and process.last:
             process.last.record(Outcome(None, "died", str(error)))
