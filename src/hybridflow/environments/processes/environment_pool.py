@@ -27,7 +27,7 @@ GRACE_S = 10.0
 
 
 class _EnvironmentProcess(UserProcess):
-    """A process with the classes, which tells again and again that its event loop is not blocked."""
+    """A process with the classes, which reports again and again that its event loop is not blocked."""
 
     def __init__(self, silence_s: float | None) -> None:
         super().__init__("environment")

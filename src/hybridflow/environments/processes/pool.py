@@ -143,7 +143,7 @@ class UserProcess:
         if reason == "closed":
             self.lost.set_result(LostError(problem, reason))
         else:
-            self._killing = self._loop.create_task(self._kill_and_tell(problem, reason))
+            self._killing = self._loop.create_task(self._kill_and_report(problem, reason))
 
     async def stop(self, problem: str) -> None:
         """Lose the process, and wait until it is killed."""
@@ -171,7 +171,7 @@ class UserProcess:
                     "'%s' of a process (%s) could not be removed (%s); remove it.", self._temporary, self._kind, error
                 )
 
-    async def _kill_and_tell(self, problem: str, reason: Reason) -> None:
+    async def _kill_and_report(self, problem: str, reason: Reason) -> None:
         try:
             if reason == "exited":  # its exit status is not to become that of the kill
                 with suppress(subprocess.TimeoutExpired):
@@ -350,7 +350,7 @@ def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, processes: l
             for task in others:
                 task.cancel()
             await asyncio.wait(others, timeout=END_S)
-        await asyncio.sleep(0)  # those that wait for processes are told
+        await asyncio.sleep(0)  # callbacks of lost processes run
         loop.stop()
 
     if not loop.is_closed():

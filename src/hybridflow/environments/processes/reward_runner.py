@@ -327,7 +327,7 @@ def _function_of(message: Mapping[str, Any]) -> Mapping[str, Any] | RewardConfig
         return RewardConfigError(message["not_loaded"])
     kinds = {"is_async": bool, "takes_batches": bool, "takes_names": bool, "source": str}
     if any(type(message.get(name)) is not kind for name, kind in kinds.items()):
-        raise ValueError("it does not tell the kind of the function")
+        raise ValueError("it does not say the kind of the function")
     return message
 
 
