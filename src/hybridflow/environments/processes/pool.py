@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import json
 import logging
+import math
 import os
 import pickle
 import signal
@@ -93,6 +94,7 @@ class UserProcess:
         self._numbers, self._last_number = itertools.count(), -1
         self._kill_lock, self.is_killed = threading.RLock(), False
         self._killing: asyncio.Task[None] | None = None
+        self._deadline, self._late = math.inf, ""
         self._timer: asyncio.TimerHandle | None = None
         self._loop.add_reader(self.connection, self._read)
         self._watcher = self._loop.call_later(WATCH_S, self._watch)
@@ -107,10 +109,9 @@ class UserProcess:
         number = next(self._numbers)
         contents = pickle.dumps((number, *question))
         self._asked[number] = read, on_answer
-        is_sending = bool(self._to_send)
+        if not self._to_send:
+            self._loop.call_soon(self._send)  # with all questions that are asked now
         self._to_send += HEAD.pack(MARK, len(contents)) + contents
-        if not is_sending:
-            self._send()
 
     async def answer(self, read: Read, *question: Any) -> Any:
         """Return the answer to a question. Raises LostError if the process is lost before."""
@@ -124,9 +125,19 @@ class UserProcess:
 
     def set_time_limit(self, seconds: float | None, problem: str = "") -> None:
         """Lose the process in so many seconds, in place of the limit before; None: there is no limit."""
-        if self._timer:
+        self._deadline, self._late = math.inf if seconds is None else self._loop.time() + seconds, problem
+        if self._timer and self._deadline < self._timer.when():
             self._timer.cancel()
-        self._timer = None if seconds is None else self._loop.call_later(seconds, self.lose, problem, "late")
+            self._timer = None
+        if not self._timer and seconds is not None:
+            self._timer = self._loop.call_at(self._deadline, self._check_time)
+
+    def _check_time(self) -> None:
+        self._timer = None
+        if self._loop.time() >= self._deadline:
+            self.lose(self._late, "late")
+        elif self._deadline < math.inf:  # it was moved, which costs less than a timer for each question
+            self._timer = self._loop.call_at(self._deadline, self._check_time)
 
     def lose(self, problem: str, reason: Reason) -> None:
         """Expect nothing of the process any more, and kill it, unless its pool is "closed" and will do so."""
@@ -136,7 +147,8 @@ class UserProcess:
             reason = "exited"
         self.is_lost = True
         self._watcher.cancel()
-        self.set_time_limit(None)
+        if self._timer:
+            self._timer.cancel()
         with suppress(OSError, ValueError):  # it was killed
             self._loop.remove_reader(self.connection)
             self._loop.remove_writer(self.connection)
@@ -191,6 +203,8 @@ class UserProcess:
 
     def _send(self) -> None:
         """Send as much as the connection accepts, and the rest when it accepts more."""
+        if self.is_lost:
+            return
         try:
             del self._to_send[: self.connection.send(self._to_send)]
         except BlockingIOError:
