@@ -129,7 +129,7 @@ def play(engine: Any, tokenizer: PreTrainedTokenizerFast, pool: EnvironmentPool,
     limits = EpisodeLimits(turns=args.turns, tokens=longest, context_tokens=2 * longest, rows=1)
     starts = [
         EpisodeStart(
-            Player(EpisodeClient(pool.place("waiting", number)), renderer, stop_ids, limits),
+            Player(EpisodeClient(pool.environment("waiting", number)), renderer, stop_ids, limits),
             {"prompt": f"{PROMPT}{number}"},
             (0, number),
         )

@@ -12,29 +12,27 @@ if TYPE_CHECKING:
     from hybridflow.environments.episodes.episode_tokens import EpisodeRow
     from hybridflow.environments.episodes.episodes import EpisodeStart, play_episodes
     from hybridflow.environments.episodes.formats import FORMATS, ToolFormat, format_of, parse_plain
-    from hybridflow.environments.episodes.kinds import EnvironmentKind
     from hybridflow.environments.episodes.messages import AssistantTurn, ToolCall
     from hybridflow.environments.episodes.playing import EpisodeLimits, PlayedEpisode, Player
     from hybridflow.environments.episodes.rendering import ChatRenderer, NextPrompt
     from hybridflow.environments.episodes.sft_rows import EpisodeEncoder
     from hybridflow.environments.episodes.template_check import Finding, check_template
     from hybridflow.environments.episodes.tools import Tool, tool_of, tools_of
-    from hybridflow.environments.processes.client import EpisodeClient, LocalPlace
-    from hybridflow.environments.processes.environment_processes import EnvironmentPool
-    from hybridflow.environments.processes.host import CallLimits, EnvironmentHost
+    from hybridflow.environments.processes.client import EpisodeClient, LocalEnvironment
+    from hybridflow.environments.processes.environment_pool import EnvironmentPool
+    from hybridflow.environments.processes.host import CallLimits, EnvironmentHost, EnvironmentKind
 
 _NAMES = {
     "episodes.answers": ("Answer",),
-    "processes.client": ("EpisodeClient", "LocalPlace"),
+    "processes.client": ("EpisodeClient", "LocalEnvironment"),
     "episodes.environment": ("CalledTool", "Done", "Environment", "Episode", "Reply", "Turn"),
     "episodes.episode_tokens": ("EpisodeRow",),
     "episodes.episodes": ("EpisodeStart", "play_episodes"),
     "episodes.formats": ("FORMATS", "ToolFormat", "format_of", "parse_plain"),
-    "processes.host": ("CallLimits", "EnvironmentHost"),
-    "episodes.kinds": ("EnvironmentKind",),
+    "processes.host": ("CallLimits", "EnvironmentHost", "EnvironmentKind"),
     "episodes.messages": ("AssistantTurn", "ToolCall"),
     "episodes.playing": ("EpisodeLimits", "PlayedEpisode", "Player"),
-    "processes.environment_processes": ("EnvironmentPool",),
+    "processes.environment_pool": ("EnvironmentPool",),
     "episodes.rendering": ("ChatRenderer", "NextPrompt"),
     "episodes.sft_rows": ("EpisodeEncoder",),
     "episodes.template_check": ("Finding", "check_template"),
@@ -61,7 +59,7 @@ __all__ = [
     "EpisodeRow",
     "EpisodeStart",
     "Finding",
-    "LocalPlace",
+    "LocalEnvironment",
     "NextPrompt",
     "PlayedEpisode",
     "Player",

@@ -172,7 +172,9 @@ class EpisodeWorker:
 
     def _client(self, name: str, number: int, key: tuple[int, ...], journal: RewardJournal | None) -> EpisodeClient:
         seconds = self._config.environment.max_seconds
-        return EpisodeClient(self._pool.place(name, number), key, journal, math.inf if seconds is None else seconds)
+        return EpisodeClient(
+            self._pool.environment(name, number), key, journal, math.inf if seconds is None else seconds
+        )
 
     def _name_of(self, data_source: str) -> str:
         """Return the class of a row: the only one, or the one that its data source names."""

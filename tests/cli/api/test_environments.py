@@ -137,7 +137,7 @@ def test_classes_of_one_function_are_different_ones():
     try:
         questions = [Begin({"prompt": "a"}), Finish("done")]
         for name, value in (("a", 1.0), ("b", 2.0)):
-            answer = asyncio.run_coroutine_threadsafe(pool.place(name, 0).run(questions), pool.loop).result(60)
+            answer = asyncio.run_coroutine_threadsafe(pool.environment(name, 0).ask(questions), pool.loop).result(60)
             assert answer.rewards == {"score": value}
     finally:
         pool.close()

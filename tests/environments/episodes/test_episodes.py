@@ -16,7 +16,7 @@ from hybridflow.environments import (
     EpisodeClient,
     EpisodeLimits,
     EpisodeStart,
-    LocalPlace,
+    LocalEnvironment,
     Player,
     play_episodes,
 )
@@ -61,7 +61,7 @@ def loop():
 
 
 def player_of(environment, turns=LIMITS.turns):
-    client = EpisodeClient(LocalPlace(lambda: EnvironmentHost(lambda: environment, CallLimits())))
+    client = EpisodeClient(LocalEnvironment(lambda: EnvironmentHost(lambda: environment, CallLimits())))
     return Player(client, ChatRenderer(TOKENIZER), [STOP], EpisodeLimits(turns=turns, tokens=LIMITS.tokens))
 
 

@@ -15,7 +15,7 @@ from hybridflow.environments import (
     EnvironmentHost,
     EpisodeClient,
     EpisodeLimits,
-    LocalPlace,
+    LocalEnvironment,
     Player,
     Reply,
     Tool,
@@ -61,7 +61,7 @@ class Calculator(Environment):
 
 
 def client_of(environment, call_seconds=60.0, seconds=math.inf):
-    place = LocalPlace(lambda: EnvironmentHost(lambda: environment, CallLimits(call_seconds)))
+    place = LocalEnvironment(lambda: EnvironmentHost(lambda: environment, CallLimits(call_seconds)))
     return EpisodeClient(place, seconds=seconds)
 
 

@@ -20,7 +20,7 @@ from hybridflow.environments import (
     EpisodeClient,
     EpisodeEncoder,
     EpisodeLimits,
-    LocalPlace,
+    LocalEnvironment,
     Player,
     tools_of,
 )
@@ -119,7 +119,7 @@ def test_rows_equal_those_of_an_episode_with_the_same_turns(family):
     tokenizer = TOKENIZERS[family]
     rows = encoder_of(family)(EPISODE, TOOLS, "row 0")
     renderer = ChatRenderer(tokenizer, list(tools_of(Calculator(), METHODS).values()))
-    client = EpisodeClient(LocalPlace(lambda: EnvironmentHost(Calculator, CallLimits())))
+    client = EpisodeClient(LocalEnvironment(lambda: EnvironmentHost(Calculator, CallLimits())))
     player = Player(client, renderer, stop_ids_of(family), EpisodeLimits())
 
     async def play():

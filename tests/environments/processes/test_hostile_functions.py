@@ -130,7 +130,7 @@ def test_a_file_that_cannot_be_imported_is_one_error(file, code, message):
 @pytest.mark.parametrize(("code", "message"), IMPORTED_ALONE.items())
 def test_a_file_that_ends_its_process_at_import_is_one_error(file, runner, monkeypatch, code, message):
     if "2 s" in message:
-        monkeypatch.setattr("hybridflow.environments.processes.reward_runner.START_TIMEOUT_S", 2.0)
+        monkeypatch.setattr("hybridflow.environments.processes.pool.START_TIMEOUT_S", 2.0)
     file.write_text(code)
     with pytest.raises(RewardError, match=message):
         runner(timeout_s=None, memory_bytes=2**28).start()

@@ -1,17 +1,18 @@
 """Failing reward functions in separate processes: the other samples keep their scores."""
 
+import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 
 from fixtures.reward_samples import samples
-from hybridflow.environments.processes import reward_runner as runner_module
-from hybridflow.environments.rewards import RewardScorer
+from hybridflow.environments.rewards import RewardRunner, RewardScorer
 from hybridflow.environments.rewards.in_rank import call_here
 from hybridflow.errors import RewardError
 from hybridflow.runtime.progress import progress
@@ -110,8 +111,7 @@ def test_samples_submitted_later_run_beside_earlier_ones(runner, tmp_path, first
     assert [outcomes[number][0].result for number in range(2)] == [0.0, 1.0]
 
 
-def test_samples_submitted_while_another_thread_waits_run_at_once(runner, tmp_path, monkeypatch):
-    monkeypatch.setattr(runner_module, "POLL_S", 1000.0)
+def test_samples_submitted_while_another_thread_waits_run_at_once(runner, tmp_path):
     directory = tmp_path / "calls"
     directory.mkdir()
     at_once = runner("at_once", timeout_s=None)
@@ -140,18 +140,68 @@ def test_an_error_while_waiting_leaves_the_samples_of_other_calls(runner):
         assert [outcome.result["score"] for outcome in scores.wait(submitted)] == [score] * 3
 
 
-def test_each_sample_has_the_whole_time_limit(runner, monkeypatch):
-    now = [0.0]
-    scores = runner(timeout_s=1.0)
+def test_each_sample_has_the_whole_time_limit(runner):
+    outcomes = runner(timeout_s=1.0).run(of_texts(*["do time.sleep(0.7)"] * 3))
+    assert [outcome.kind for outcome in outcomes] == [None] * 3
+
+
+def test_a_sample_that_cannot_be_sent_is_an_error_of_its_call(runner):
+    scores = runner()
+    with pytest.raises(Exception, match="pickle"):
+        scores.run(samples(["a", "bb"], {"function": lambda: 1}))
+    assert [outcome.result["score"] for outcome in scores.run(of_texts("a", "bb"))] == [1, 2]
+
+
+def test_an_interrupt_frees_the_processes_for_other_samples(runner):
+    scores = runner(timeout_s=None)
     scores.start()
-    monkeypatch.setattr(runner_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Timer(0.5, signal.pthread_kill, [threading.get_ident(), signal.SIGINT]).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            scores.run(of_texts(LOOP, LOOP, LOOP))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert [outcome.result["score"] for outcome in scores.run(of_texts("a", "bb"))] == [1, 2]
 
-    def spend_time(number, outcome):
-        now[0] += 0.9
 
-    outcomes = scores.call(of_texts(*["fine"] * 8), spend_time)
-    assert [outcome.kind for outcome in outcomes] == [None] * 8
-    assert now == [pytest.approx(7.2)]
+def test_closing_a_runner_ends_the_wait_of_another_thread(runner):
+    scores = runner(timeout_s=None)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(scores.run, of_texts(LOOP, LOOP, LOOP))
+        while not scores._serving or not scores._serving[0].calls:
+            time.sleep(0.01)
+        scores.close()
+        with pytest.raises(RewardError, match=r"were closed; make another RewardRunner"):
+            waits.result()
+    with pytest.raises(RewardError, match=r"were closed; make another RewardRunner"):
+        scores.run(of_texts("a"))
+
+
+def test_processes_end_with_a_runner_that_nothing_refers_to(file):
+    scores = RewardRunner(f"{file}:score", num_processes=1, timeout_s=None, memory_bytes=0)
+    scores.start()
+    scores.submit(of_texts(LOOP, "a"))
+    (process,), thread = scores._processes, scores._thread
+    del scores
+    gc.collect()
+    thread.join(60)  # the loop itself may have had the last reference
+    assert process.popen.poll() is not None
+    assert not thread.is_alive()
+
+
+def test_a_program_that_ends_with_samples_in_progress_leaves_no_process(file):
+    program = f"""
+from hybridflow.environments.rewards import RewardRunner
+runner = RewardRunner({f"{file}:score"!r}, num_processes=1, timeout_s=None, memory_bytes=0)
+runner.start()
+runner.submit([(0, dict(data_source="", solution_str={LOOP!r}, ground_truth=None, extra_info=None))])
+print(runner._processes[0].popen.pid)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(done.stdout), 0)
 
 
 @pytest.mark.exhaustive

@@ -14,15 +14,15 @@ from hybridflow.environments.rewards.outcome import Outcome
 from hybridflow.errors import RewardError
 
 
-class Place(Protocol):
-    """Where the environment of one episode is: in this process, or in another one."""
+class EnvironmentHandle(Protocol):
+    """The environment of one episode, in this process or in another one."""
 
-    async def run(self, questions: Sequence[Question]) -> Answer:
+    async def ask(self, questions: Sequence[Question]) -> Answer:
         """Return the answer to the last of all questions so far; those that the environment has not had come first."""
         ...
 
 
-class LocalPlace:
+class LocalEnvironment:
     """An environment in this process, made when it is needed."""
 
     def __init__(self, make_host: Callable[[], EnvironmentHost]) -> None:
@@ -30,8 +30,8 @@ class LocalPlace:
         self._host: EnvironmentHost | None = None
         self._num_had = 0
 
-    async def run(self, questions: Sequence[Question]) -> Answer:
-        """Ask the environment, see `Place.run`."""
+    async def ask(self, questions: Sequence[Question]) -> Answer:
+        """Return the answer to the last question, see `EnvironmentHandle.ask`."""
         self._host = self._host or self._make_host()
         answer = Answer()
         for question in questions[self._num_had :]:
@@ -48,13 +48,13 @@ class EpisodeClient:
 
     def __init__(
         self,
-        place: Place,
+        environment: EnvironmentHandle,
         key: Sequence[int] = (),
         journal: RewardJournal | None = None,
         seconds: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._place, self._key, self._journal = place, list(key), journal
+        self._environment, self._key, self._journal = environment, list(key), journal
         self._seconds, self._clock, self._started = seconds, clock, clock()
         self._questions: list[Question] = []
         self._history = ""  # digest of the earlier questions
@@ -73,7 +73,7 @@ class EpisodeClient:
             known = None if call.known is None else _answer_of(call.known, self._journal)
             if known and (not known.failure or self._journal.keeps_failures):
                 return known
-        answer = await self._place.run(self._questions)
+        answer = await self._environment.ask(self._questions)
         if self._clock() - self._started > self._seconds:
             answer = replace(answer, is_late=True)
         if self._journal and call:

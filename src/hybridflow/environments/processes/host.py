@@ -8,7 +8,7 @@ import math
 import numbers
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from hybridflow.environments.episodes.answers import Answer, Begin, Failure, Finish, Question, ScoreGroup, TakeTurn
@@ -209,6 +209,37 @@ def require_rewards(environment: type[Environment], name: str) -> None:
 def scores_groups(environment: type[Environment]) -> bool:
     """Return whether the class compares the episodes of a prompt."""
     return environment.group_rewards is not Environment.group_rewards
+
+
+@dataclass(frozen=True)
+class EnvironmentKind:
+    """A class of environments: the schemas of its tools, whether it compares the episodes of a prompt, and its source.
+
+    `source` is a digest of the file that defines the class; empty if there is none.
+    """
+
+    name: str
+    schemas: tuple[Mapping[str, Any], ...]
+    scores_groups: bool
+    source: str
+
+    @classmethod
+    def of(cls, environment: type[Environment], name: str, source: str = "") -> "EnvironmentKind":
+        """Return the kind of a class. Raises EnvironmentConfigError if it has no reward, or a tool without a schema."""
+        require_rewards(environment, name)
+        tools = tools_of(object.__new__(environment), METHODS)  # types and docstrings do not depend on the object
+        return cls(name, tuple(tool.schema() for tool in tools.values()), scores_groups(environment), source)
+
+    def to_message(self) -> dict[str, Any]:
+        """Return the kind as values of JSON."""
+        return asdict(self)
+
+    @classmethod
+    def of_message(cls, message: Mapping[str, Any]) -> "EnvironmentKind":
+        """Return the kind that `to_message` has written."""
+        return cls(
+            str(message["name"]), tuple(message["schemas"]), bool(message["scores_groups"]), str(message["source"])
+        )
 
 
 async def _outcome(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:

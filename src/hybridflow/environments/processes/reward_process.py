@@ -3,8 +3,8 @@
 It is started as a file and imports nothing of hybridflow's packages, so that it starts in milliseconds. A function that
 hangs, allocates too much memory or crashes affects this process only; supervisor.py, beside this file, ends what it has
 started and removes its temporary directory. A frame is a mark, a length of 8 bytes and its contents: pickles of
-(number, seed, arguments) as input, JSON with the number as output, because the run must not unpickle what a user's
-function produced.
+(number, seed, arguments) as input, the first one of (0, settings), and JSON with the number as output, because the run
+must not unpickle what a user's function produced.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ import struct
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, BinaryIO
 
 HEAD = struct.Struct("<4sQ")
@@ -41,57 +41,67 @@ class NotLoaded(Exception):
 
 
 def main() -> None:
-    """Load the function that the settings in the first argument name, and answer samples until stdin ends."""
-    settings = json.loads(sys.argv[1])
-    replies, samples = connected(settings["memory_bytes"])
-    folder = os.path.dirname(__file__)
-    calls = module_of(os.path.join(folder, "arguments.py"))
-    # The directory of the user's file replaces that of this file, as if the user's file were run. The working directory
-    # of the run comes last, so that a file there does not shadow a library.
-    source = settings["function"].rpartition(":")[0]
-    sys.path[:1] = [os.path.dirname(source)] if source.endswith(".py") else []
-    sys.path.append(os.getcwd())
+    """Load the function that the settings name, and answer samples until stdin ends."""
+    settings, replies, samples = begin()
+    calls = module_of(os.path.join(os.path.dirname(__file__), "arguments.py"))
+    name, own = settings["function"], settings["closure"]
     try:
-        own = receive(samples) if settings["is_closure"] else None
-        function = load(settings["function"], own, settings["loader"], settings["kwargs"], calls)
+        loader = module_of(settings["loader"])
+        function = by_value(*own) if own else loader.load_user_function(name, WHAT, NotLoaded)
+        loader.require_arguments(function, name, WHAT, calls.checked_arguments(function, settings["kwargs"]), NotLoaded)
         is_async = returns_awaitable(function)
         forms = {"takes_batches": calls.takes_batches(function), "takes_names": calls.takes_names(function)}
         kind = {"is_async": is_async, **forms, "source": "" if own else source_of(function)}
     except BaseException as error:  # a user's object may fail in any of its methods
-        problem = f"{WHAT} '{settings['function']}' cannot be loaded: {described(error, None)}"
-        replies.send({"not_loaded": str(error) if isinstance(error, NotLoaded) else problem})
+        problem = f"{WHAT} '{name}' cannot be loaded: {described(error, None)}"
+        replies.send({"number": 0, "not_loaded": str(error) if isinstance(error, NotLoaded) else problem})
         return
-    replies.send({"ready": True, **kind})
+    replies.send({"number": 0, **kind})
 
     def arguments_of(sample: dict[str, Any]) -> dict[str, Any]:
         return calls.arguments_of(function, sample, settings["kwargs"])
 
     if is_async:
-        asyncio.run(serve(function, samples, replies, settings, arguments_of))
+        asyncio.run(serve(answer_of(function, settings, arguments_of), samples, replies))
         return
     while (sample := receive(samples)) is not None:
         number, seed, arguments = sample
         replies.send({**result_of(function, seed, arguments, arguments_of), "number": number})
 
 
-def connected(memory_bytes: int) -> tuple["Replies", BinaryIO]:
+def begin() -> tuple[dict[str, Any], "Replies", BinaryIO]:
     """Begin a process of user code: supervised, within its memory, and with its connection to the run for itself.
 
-    Return the connection as replies and as a stream of frames. Standard output then goes to standard error, and
-    standard input is empty.
+    Return the settings, and the connection as replies and as a stream of frames. Standard output then goes to standard
+    error, and standard input is empty. Modules are looked for as if the files of the user's code were run: in their
+    directories instead of that of this program. The working directory of the run comes last, so that a file there does
+    not shadow a library.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run handles Ctrl-C
     folder, temporary = os.path.dirname(__file__), os.environ["TMPDIR"]
     remove_tree = module_of(os.path.join(folder, "tree_removal.py")).remove_tree
     module_of(os.path.join(folder, "supervisor.py")).supervise(lambda: remove_tree(temporary))
-    replies, samples = Replies(os.fdopen(os.dup(1), "wb")), os.fdopen(os.dup(0), "rb")
-    os.dup2(2, 1)  # the function must not write replies or read samples
+    replies, questions = Replies(os.fdopen(os.dup(1), "wb")), os.fdopen(os.dup(0), "rb")
+    os.dup2(2, 1)  # the user's code must not write replies or read questions
     with open(os.devnull, "rb") as empty:
         os.dup2(empty.fileno(), 0)
-    if memory_bytes:
+    first = receive(questions)
+    if first is None:  # the run has ended
+        os._exit(0)
+    settings = first[1]
+    files = [source for source in (name.rpartition(":")[0] for name in settings["sources"]) if source.endswith(".py")]
+    sys.path[:1] = dict.fromkeys(os.path.dirname(os.path.abspath(file)) for file in files)
+    sys.path.append(os.getcwd())
+    if limit := settings["memory_bytes"]:
         # limits allocated memory; address space that is only reserved does not count
-        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-    return replies, samples
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    return settings, replies, questions
+
+
+def by_value(contents: bytes, paths: Sequence[str]) -> Any:
+    """Return a function or class of a Python program, which looks for modules in `paths`."""
+    sys.path += [path for path in paths if path not in sys.path]
+    return pickle.loads(contents)
 
 
 class Replies:
@@ -113,24 +123,6 @@ class Replies:
             self._stream.flush()
         except BrokenPipeError:  # the rank was killed, and this process exits with it
             os._exit(0)
-
-
-def load(
-    name: str, own: tuple[bytes, Sequence[str]] | None, loader_file: str, kwargs: Mapping[str, Any], calls: Any
-) -> Any:
-    """Return the function that 'path.py:function' or 'module:function' names, loaded by `runtime.user_code`.
-
-    `own`: the pickle of a function of a Python program, and where the program looks for modules.
-    """
-    loader = module_of(loader_file)
-    if own:
-        contents, paths = own
-        sys.path += [path for path in paths if path not in sys.path]
-        function = pickle.loads(contents)
-    else:
-        function = loader.load_user_function(name, WHAT, NotLoaded)
-    loader.require_arguments(function, name, WHAT, calls.checked_arguments(function, kwargs), NotLoaded)
-    return function
 
 
 def module_of(file: str) -> Any:
@@ -165,40 +157,44 @@ def file_of(function: Any) -> str:
     return ""
 
 
-async def serve(
-    function: Any,
-    incoming: BinaryIO,
-    replies: Replies,
-    settings: Mapping[str, Any],
-    arguments_of: Callable[[dict[str, Any]], dict[str, Any]],
-) -> None:
-    """Answer samples as they arrive, concurrently; the sender decides how many at a time."""
-    loop, samples = asyncio.get_running_loop(), asyncio.Queue[Any]()
+async def serve(answer: Callable[..., Awaitable[dict[str, Any]]], incoming: BinaryIO, replies: Replies) -> None:
+    """Answer questions as they arrive, concurrently, until there are no more; the sender decides how many at a time."""
+    loop, questions = asyncio.get_running_loop(), asyncio.Queue[Any]()
 
     def read() -> None:
-        while (sample := receive(incoming)) is not None:
-            loop.call_soon_threadsafe(samples.put_nowait, sample)
-        loop.call_soon_threadsafe(samples.put_nowait, None)
+        while (question := receive(incoming)) is not None:
+            loop.call_soon_threadsafe(questions.put_nowait, question)
+        loop.call_soon_threadsafe(questions.put_nowait, None)
 
-    async def answer(number: int, seed: int, arguments: dict[str, Any]) -> None:
+    async def reply(number: int, *question: Any) -> None:
+        replies.send({**await answer(*question), "number": number})
+
+    threading.Thread(target=read, daemon=True).start()
+    tasks: set[asyncio.Task[None]] = set()
+    while (question := await questions.get()) is not None:
+        task = asyncio.create_task(reply(*question))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+
+def answer_of(
+    function: Any, settings: Mapping[str, Any], arguments_of: Callable[[dict[str, Any]], dict[str, Any]]
+) -> Callable[..., Awaitable[dict[str, Any]]]:
+    """Return what calls an `async` function on a sample or a batch, within its time; see `result_of`."""
+
+    async def answer(seed: int, arguments: dict[str, Any]) -> dict[str, Any]:
         timeout_s = settings["timeout_s"] and settings["timeout_s"] * num_samples_of(arguments)
         limit = asyncio.timeout(timeout_s)
         try:
             async with limit:
                 result = function(**arguments_of(arguments))
-                message = as_message(await result if inspect.isawaitable(result) else result)
+                return as_message(await result if inspect.isawaitable(result) else result)
         except BaseException as error:  # a user's function may raise anything
-            message = failure(error, function)
             if limit.expired():
-                message = {"error": f"took longer than reward.timeout_s={settings['timeout_s']}", "kind": "timeout"}
-        replies.send({**message, "number": number})
+                return {"error": f"took longer than reward.timeout_s={settings['timeout_s']}", "kind": "timeout"}
+            return failure(error, function)
 
-    threading.Thread(target=read, daemon=True).start()
-    tasks: set[asyncio.Task[None]] = set()
-    while (sample := await samples.get()) is not None:
-        task = asyncio.create_task(answer(*sample))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
+    return answer
 
 
 def num_samples_of(arguments: Mapping[str, Any]) -> int:

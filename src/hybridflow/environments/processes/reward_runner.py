@@ -7,84 +7,109 @@ A process gets its next sample before it has answered the current one, so that i
 has failed and its next one goes to another process. If it was working on many samples, each of them is retried alone.
 What a process did that has ended, its sample or its start, is retried, since it may have been killed from outside.
 
-Samples may be submitted in one thread while another waits for those of earlier calls: the processes work on both.
+Samples that were submitted later run beside earlier ones, whether something waits for them or not.
 """
 
+import asyncio
+import concurrent.futures
 import hashlib
-import json
-import selectors
-import socket
-import subprocess
-import threading
-import time
-import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from hybridflow.environments.processes import pool
 from hybridflow.environments.processes.arguments import as_batch
 from hybridflow.environments.processes.closure import Closure
-from hybridflow.environments.processes.framed_process import FramedProcess, WrongReplyError
+from hybridflow.environments.processes.pool import LostError, ProcessPool, UserProcess, weakly
 from hybridflow.environments.processes.reward_process import num_samples_of
-from hybridflow.environments.rewards.outcome import OnOutcome, Outcome, Outcomes, split
+from hybridflow.environments.rewards.outcome import OnOutcome, Outcome, split
 from hybridflow.errors import RewardConfigError, RewardError
-from hybridflow.runtime import user_code
+from hybridflow.runtime import note_progress, user_code
 
 IN_FLIGHT = 2
 """Samples that a process has at a time: the current one and the next."""
 
-POLL_S = 1.0
-"""Interval, in seconds, of checking for processes that exited without closing their connection."""
-
 GRACE_S = 5.0
 """Seconds beyond the timeout before a process with an async function, which applies the timeout itself, is killed."""
-
-MOST_FAILED_STARTS = 2
-"""Number of processes in a row that may end while they start, and all of them at least once if the file was imported
-before; the next such end is an error of the function's file."""
-
-START_TIMEOUT_S = 120.0
-"""Seconds for starting a process and importing the function's file, or `timeout_s` if that is longer."""
 
 Sample = tuple[int, Mapping[str, Any]]
 """A seed and the keyword arguments."""
 
 
-@dataclass(frozen=True)
 class Submitted:
-    """Samples that were submitted together, and their outcomes; the runner counts samples, from `first`."""
+    """Samples that were submitted together, and the future of their outcomes, in order."""
 
-    first: int
-    samples: Sequence[Sample]
-    outcomes: Outcomes
+    def __init__(self, samples: Sequence[Sample], on_outcome: OnOutcome | None) -> None:
+        self.samples, self._on_outcome = samples, on_outcome
+        self._known: dict[int, Outcome] = {}
+        self.outcomes: concurrent.futures.Future[list[Outcome]] = concurrent.futures.Future()
+        self.is_over = False  # whether `outcomes` has them or an error
+
+    def record(self, number: int, outcome: Outcome) -> None:
+        """Store the outcome of a sample and pass it to the callback, whose error is that of all samples."""
+        if self.is_over:
+            return
+        self._known[number] = outcome
+        note_progress()
+        try:
+            if self._on_outcome:
+                self._on_outcome(number, outcome)
+        except BaseException as error:  # `wait` raises it
+            self.fail(error)
+        self.end_if_complete()
+
+    def end_if_complete(self) -> None:
+        """Let `wait` return if all outcomes are known."""
+        if len(self._known) == len(self.samples) and not self.is_over:
+            self.is_over = True
+            self.outcomes.set_result([self._known[number] for number in range(len(self.samples))])
+
+    def fail(self, error: BaseException) -> None:
+        """Let `wait` raise an error, unless all outcomes are known."""
+        if not self.is_over:
+            self.is_over = True
+            self.outcomes.set_exception(error)
 
 
-class _Process(FramedProcess):
-    """A process, the samples that it has, and its deadline."""
+@dataclass(eq=False)
+class _Call:
+    """A sample to be scored. `is_suspect`: a process was lost with it, so that it is tried alone."""
 
-    def __init__(self, settings: str, start_timeout_s: float, closure: Closure | None) -> None:
-        super().__init__(settings)
-        if closure:
-            self.put((closure.contents, closure.paths))
-        self.numbers: deque[int] = deque()  # of its samples, the current one first
-        self.is_ready = False
-        self.last_number: int | None = None  # that it has answered, as sent
-        self.has_repeated = False  # whether it has answered that sample again
-        self.deadline = time.monotonic() + start_timeout_s
+    submitted: Submitted
+    number: int
+    is_suspect: bool = False
 
     @property
-    def is_at_work(self) -> bool:
-        return bool(self.numbers) or not self.is_ready
+    def sample(self) -> Sample:
+        return self.submitted.samples[self.number]
 
-    @property
-    def is_late(self) -> bool:
-        return self.is_at_work and time.monotonic() > self.deadline
+    def record(self, outcome: Outcome) -> None:
+        self.submitted.record(self.number, outcome)
 
 
-class RewardRunner:
+class _RewardProcess(UserProcess):
+    """A process with the function, and the samples that it has."""
+
+    def __init__(self) -> None:
+        super().__init__("reward")
+        self.calls: list[_Call] = []  # the current one first
+        self.last: _Call | None = None  # that it has answered
+
+    def may_have(self, call: _Call, in_flight: int) -> bool:
+        """Return whether the process may get this sample; a suspect is tried alone."""
+        if not self.calls:
+            return self.is_alive
+        if self.is_lost or len(self.calls) >= in_flight:
+            return False
+        return not (call.is_suspect or any(other.is_suspect for other in self.calls))
+
+
+class RewardRunner(ProcessPool[_RewardProcess]):
     """Pool of `num_processes` processes that run the function `name`, until `close` or the end of this process.
 
     The function is called with the four arguments of each sample and `kwargs`. An `async` function works on
@@ -104,33 +129,29 @@ class RewardRunner:
         concurrency: int = 32,
         closure: Closure | None = None,
     ) -> None:
-        self._closure = closure
         self.name, self.kwargs, self._num_processes = name, dict(kwargs or {}), num_processes
         self._timeout_s, self._concurrency = timeout_s, concurrency
-        self.takes_batches, self.takes_names, self._in_flight, self._grace_s = False, False, IN_FLIGHT, 0.0
+        self._late = f"took longer than reward.timeout_s={timeout_s}"
+        self.takes_batches, self.takes_names, self._is_async = False, False, False
         self.source = ""  # digest of the file that defines the function
-        self._num_submitted = 0  # samples, whose numbers are never used again
-        self._submitted: dict[int, Submitted] = {}  # by the number of each sample, until `wait` returns
-        self._waiting: deque[int] = deque()  # samples that no process has
-        self._turn = threading.Lock()  # to use the processes
-        self._woken, self._waker = socket.socketpair()
-        for end in (self._woken, self._waker):
-            end.setblocking(False)
-        self._is_known = False  # whether a process has reported the kind of the function
-        self._failed_starts = 0  # processes that have ended before they were ready, since one was
         source, _, function = name.rpartition(":")
         if source.endswith(".py"):
             name = f"{Path(source).expanduser().resolve()}:{function}"
-        settings = {"function": name, "is_closure": bool(closure), "loader": user_code.__file__}
-        limits = {"memory_bytes": memory_bytes, "timeout_s": timeout_s}
-        self._settings = json.dumps({**settings, **limits, "kwargs": self.kwargs})
-        self._processes: list[_Process] = []
-        self._suspects: set[int] = set()
-        weakref.finalize(self, _end, self._processes, (self._woken, self._waker))
-
-    def close(self) -> None:
-        """Kill the processes."""
-        _kill_all(self._processes)
+        self._settings = {
+            "sources": [name],
+            "function": name,
+            "closure": (closure.contents, closure.paths) if closure else None,
+            "loader": user_code.__file__,
+            "memory_bytes": memory_bytes,
+            "timeout_s": timeout_s,
+            "kwargs": self.kwargs,
+        }
+        self._is_known = False  # whether a process has reported the kind of the function
+        self._waiting: deque[_Call] = deque()  # samples that no process has
+        self._serving: list[_RewardProcess] = []  # that were ready and are not known to be lost
+        self._starts: set[asyncio.Task[None]] = set()
+        self._on_answer, self._on_loss = weakly(self._answered), weakly(self._lost)
+        super().__init__("rewards")
 
     def run(self, samples: Sequence[Sample]) -> list[Outcome]:
         """Return the outcome of each sample, in order."""
@@ -144,223 +165,173 @@ class RewardRunner:
         return self.wait(self.submit(samples, on_outcome))
 
     def submit(self, samples: Sequence[Sample], on_outcome: OnOutcome | None = None) -> Submitted:
-        """Submit samples for `wait`; the processes begin with them during any call of `wait`."""
-        submitted = Submitted(self._num_submitted, samples, Outcomes([None] * len(samples), on_outcome))
-        numbers = range(submitted.first, submitted.first + len(samples))
-        self._num_submitted += len(samples)
-        self._submitted.update(dict.fromkeys(numbers, submitted))
-        self._waiting.extend(numbers)
-        with suppress(BlockingIOError):  # it is woken already
-            self._waker.send(b" ")
+        """Give samples to the processes, for `wait`; `on_outcome` is called in the thread of the event loop."""
+        submitted = Submitted(samples, on_outcome)
+        submitted.end_if_complete()
+        try:
+            self.loop.call_soon_threadsafe(self._add, submitted)
+        except RuntimeError as error:
+            raise self._closed() from error
+        if self.is_closed:  # the loop may have stopped before
+            submitted.fail(self._closed())
         return submitted
 
     def wait(self, submitted: Submitted) -> list[Outcome]:
         """Return the outcome of each submitted sample, in order; an error leaves what others have submitted."""
-        with self._turn:
-            try:
-                self._remove_killed()
-                while submitted.outcomes.num_missing:
-                    self._start_missing()
-                    for process in self._processes:
-                        self._feed(process)
-                    self._communicate()
-            except BaseException:
-                self._withdraw(submitted)
-                raise
-            finally:
-                for number in range(submitted.first, submitted.first + len(submitted.samples)):
-                    del self._submitted[number]
-        return [outcome for outcome in submitted.outcomes.known if outcome is not None]
+        try:
+            return submitted.outcomes.result()
+        except BaseException as error:  # also a KeyboardInterrupt
+            with suppress(RuntimeError):  # the runner was closed
+                self.loop.call_soon_threadsafe(self._withdraw, submitted, error)
+            raise
 
     def start(self) -> None:
         """Start a process to learn the kind of the function, unless it is known."""
-        if self._is_known:
+        if not self._is_known:
+            self._run(self._learn())
+
+    async def _learn(self) -> None:
+        await (next(iter(self._starts), None) or self._begin_start())
+
+    async def _start(self) -> None:
+        """Start a process and give it samples. Raises RewardError if the function cannot be loaded."""
+        timeout_s = self._start_timeout_s
+        try:
+            process, function = await self._started(_RewardProcess, self._settings, _function_of, timeout_s)
+        except LostError as lost:
+            raise self._import_error(lost) from lost
+        self._is_known, self.takes_batches, self.takes_names = True, function["takes_batches"], function["takes_names"]
+        self.source, self._is_async = function["source"], function["is_async"]
+        process.answers_in_order = not self._is_async
+        self._serving.append(process)
+        process.lost.add_done_callback(partial(self._on_loss, process))
+        self._feed()
+
+    def _add(self, submitted: Submitted) -> None:
+        self._waiting += [_Call(submitted, number) for number in range(len(submitted.samples))]
+        self._feed()
+
+    def _withdraw(self, submitted: Submitted, error: BaseException) -> None:
+        """Fail all samples that were submitted, and end the processes that work on some of them."""
+        submitted.fail(error)
+        for process in self._serving:
+            if any(call.submitted is submitted for call in process.calls):
+                process.lose("works on what nothing waits for", "ended")
+
+    def _fail_all(self, error: BaseException) -> None:
+        held = [call for process in self._serving for call in process.calls]
+        for call in [*self._waiting, *held]:
+            call.submitted.fail(error)
+
+    def _feed(self) -> None:
+        """Give waiting samples to the processes that may have them, and start processes that are missing."""
+        if self.is_closed:
+            self._fail_all(self._closed())
             return
-        with self._turn:
-            try:
-                while not any(process.is_ready for process in self._processes):
-                    if not self._processes:
-                        self._processes.append(_Process(self._settings, self._start_timeout_s, self._closure))
-                    self._communicate()
-            except BaseException:
-                _kill_all(self._processes)
-                raise
-
-    def _remove_killed(self) -> None:
-        """Remove processes that were killed while they were idle."""
-        for process in [p for p in self._processes if not p.numbers and p.popen.poll() is not None]:
-            self._processes.remove(process)
-            process.kill()
-
-    def _withdraw(self, submitted: Submitted) -> None:
-        """Kill the processes; samples that were submitted with others wait for new ones."""
-        numbers = [number for process in self._processes for number in process.numbers]
-        _kill_all(self._processes)  # pending answers would be taken for answers to the next call
+        in_flight = self._concurrency if self._is_async else IN_FLIGHT
         while self._waiting:
-            numbers.append(self._waiting.popleft())
-        others = [number for number in sorted(numbers) if self._submitted[number] is not submitted]
-        self._suspects.intersection_update(others)
-        self._waiting.extendleft(reversed(others))
+            call = self._waiting[0]
+            if not call.submitted.is_over:
+                free = [process for process in self._serving if process.may_have(call, in_flight)]
+                if not free:
+                    break
+                self._give(min(free, key=lambda process: len(process.calls)), call)
+            self._waiting.popleft()
+        num_running = len(self._serving) + len(self._starts)
+        if num_running < self._num_processes:
+            num_samples = len(self._waiting) + sum(len(process.calls) for process in self._serving)
+            for _ in range(num_running, min(self._num_processes, num_samples)):
+                self._begin_start()
 
-    def _communicate(self) -> None:
-        """Wait until a process can be written to, has answered or is late, and handle it; or until samples come."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._woken, selectors.EVENT_READ)
-            for process in self._processes:
-                selector.register(process.connection, process.events, process)
-            events = [(key.data, what) for key, what in selector.select(min(self._seconds_left(), POLL_S))]
-        with suppress(BlockingIOError):
-            self._woken.recv(1 << 16)
-        readable = {process for process, what in events if process and what & selectors.EVENT_READ}
-        for process, _ in events:
-            if process:
-                process.send()
-        for process in readable:
-            self._read(process)
-        for process in list(self._processes):
-            has_exited = (
-                process not in readable and process.popen.poll() is not None
-            )  # a child may keep its connection open
-            if process.is_late or has_exited:
-                self._give_up(process)
+    def _begin_start(self) -> "asyncio.Task[None]":
+        start = self.loop.create_task(self._start())
+        self._starts.add(start)
+        start.add_done_callback(self._end_start)
+        return start
 
-    def _start_missing(self) -> None:
-        wanted = min(self._num_processes, len(self._processes) + len(self._waiting))
-        while len(self._processes) < wanted:
-            self._processes.append(_Process(self._settings, self._start_timeout_s, self._closure))
+    def _end_start(self, start: "asyncio.Task[None]") -> None:
+        self._starts.discard(start)
+        if start.cancelled():
+            self._fail_all(self._closed())
+        elif error := start.exception():
+            self._fail_all(error)
 
-    def _feed(self, process: _Process) -> None:
-        if not process.is_ready:
-            return
-        while self._waiting and self._may_have(process, self._waiting[0]):
-            number = self._waiting.popleft()
-            submitted = self._submitted[number]
-            seed, arguments = submitted.samples[number - submitted.first]
-            if not process.numbers or self._grace_s:
-                process.deadline = self._deadline(num_samples_of(arguments))
-            process.numbers.append(number)
-            process.put((number, seed, dict(arguments)))
-        process.send()
-
-    def _may_have(self, process: _Process, number: int) -> bool:
-        """Return whether the process may get this sample; suspects of a lost process are tried alone."""
-        if number in self._suspects or any(other in self._suspects for other in process.numbers):
-            return not process.numbers
-        return len(process.numbers) < self._in_flight
-
-    def _read(self, process: _Process) -> None:
-        if not process.receive():
-            self._give_up(process)
-            return
+    def _give(self, process: _RewardProcess, call: _Call) -> None:
+        seed, arguments = call.sample
         try:
-            for message in process.messages():
-                self._handle(message, process)
-        except WrongReplyError as error:
-            self._give_up(process, str(error))
-
-    def _handle(self, message: Mapping[str, Any], process: _Process) -> None:
-        """Record the outcome in a message; raise WrongReplyError for one that is not expected now."""
-        if not process.is_ready:
-            if isinstance(message.get("not_loaded"), str):
-                raise RewardConfigError(message["not_loaded"])
-            self._set_kind(message)
-            process.is_ready = self._is_known = True
-            self._failed_starts = 0
+            process.ask(Outcome.of_message, partial(self._on_answer, process, call), seed, dict(arguments))
+        except Exception as error:  # of any type: the sample cannot be pickled
+            call.submitted.fail(error)
             return
-        number = message.get("number")
-        if type(number) is not int:
-            raise WrongReplyError(f"sent {shorten(message)}, which is not a reply to a sample")
-        process.has_repeated = number == process.last_number
-        # The samples of a function that is not async are answered in order.
-        if number not in (process.numbers if self._grace_s else list(process.numbers)[:1]):
-            raise WrongReplyError(f"sent a reply that is not expected, {shorten(message)}")
-        try:
-            outcome = Outcome.of_message(message)
-        except (ValueError, RecursionError) as error:
-            raise WrongReplyError(f"sent {shorten(message)}, which is not a reply: {error}") from None
-        process.numbers.remove(number)
-        process.last_number = number
-        process.deadline = self._deadline()
-        self._record(number, outcome)
+        process.calls.append(call)
+        if self._is_async or len(process.calls) == 1:
+            self._limit_time(process)
 
-    def _record(self, number: int, outcome: Outcome) -> None:
-        """Store the outcome of a sample, unless it was returned already."""
-        self._suspects.discard(number)
-        if submitted := self._submitted.get(number):
-            submitted.outcomes.record(number - submitted.first, outcome)
+    def _limit_time(self, process: _RewardProcess) -> None:
+        """Begin the time of the current sample; an async function has all samples at a time."""
+        if not self._timeout_s:
+            return
+        calls = islice(process.calls, None if self._is_async else 1)
+        num_samples = max((num_samples_of(call.sample[1]) for call in calls), default=0)
+        seconds = self._timeout_s * num_samples + (GRACE_S if self._is_async else 0.0)
+        process.set_time_limit(seconds if num_samples else None, self._late)
 
-    def _set_kind(self, message: Mapping[str, Any]) -> None:
-        """Keep the kind of the function, of which each process informs the run when it is ready."""
-        kinds = {"ready": bool, "is_async": bool, "takes_batches": bool, "takes_names": bool, "source": str}
-        if any(type(message.get(name)) is not kind for name, kind in kinds.items()):
-            raise WrongReplyError(f"sent {shorten(message)} while it was imported")
-        self.takes_batches, self.takes_names = message["takes_batches"], message["takes_names"]
-        self.source = message["source"]
-        if message["is_async"]:
-            self._in_flight, self._grace_s = self._concurrency, GRACE_S
+    def _answered(self, process: _RewardProcess, call: _Call, outcome: Outcome) -> None:
+        process.calls.remove(call)
+        process.last = call
+        call.record(outcome)
+        self._limit_time(process)
+        self._feed()
 
-    def _give_up(self, process: _Process, problem: str = "") -> None:
-        """Kill a process that is late, has exited, or has another `problem`; its current sample has failed.
+    def _lost(self, process: _RewardProcess, lost: "asyncio.Future[LostError]") -> None:
+        """Let the current sample of a lost process fail, or try it again; the others go to other processes.
 
         If the process has answered a sample twice, that sample has failed instead.
         """
-        is_late = not problem and process.is_late and process.popen.poll() is None
-        self._processes.remove(process)
-        if not (is_late or problem):
-            with suppress(subprocess.TimeoutExpired):
-                process.popen.wait(1.0)  # for its exit status
-        process.kill()
-        most = max(MOST_FAILED_STARTS, self._num_processes if self._is_known else 0)
-        if not (process.is_ready or is_late or problem) and self._failed_starts < most:
-            self._failed_starts += 1
-            return
-        if not process.is_ready or (problem and process.last_number is None and not process.numbers):
-            late = (
-                f"took longer than {self._start_timeout_s:.0f} s, the limit for starting a reward process; move slow "
-                "work from the import of the file into the function"
-            )
-            raise RewardError(
-                f"the import of reward function '{self.name}' "
-                + (late if is_late else problem or f"ended its process: {process.end()}")
-                + "."
-            )
-        if process.has_repeated and process.last_number is not None:
-            self._record(process.last_number, Outcome(None, "died", problem))
-        elif not process.numbers:
-            return
-        elif self._grace_s and len(process.numbers) > 1:  # it was working on all of them
-            self._suspects.update(process.numbers)
-        elif not (is_late or problem) and process.numbers[0] not in self._suspects:
-            self._suspects.add(process.numbers[0])
+        error, calls = lost.result(), process.calls
+        self._serving.remove(process)
+        if error.reason == "wrong reply" and not calls and not process.last:
+            self._fail_all(self._import_error(error))
+        elif error.reason in ("ended", "closed") or not (calls or process.has_repeated):
+            pass
+        elif process.has_repeated and process.last:
+            process.last.record(Outcome(None, "died", str(error)))
+        elif self._is_async and len(calls) > 1:  # it was working on all of them
+            for call in calls:
+                call.is_suspect = True
+        elif error.reason == "exited" and not calls[0].is_suspect:
+            calls[0].is_suspect = True
         else:
-            if is_late:
-                problem = f"took longer than reward.timeout_s={self._timeout_s}"
-            problem = problem or f"ended its process: {process.end()}"
-            self._record(process.numbers.popleft(), Outcome(None, "timeout" if is_late else "died", problem))
-        self._waiting.extendleft(reversed(process.numbers))
-
-    def _deadline(self, num_samples: int = 1) -> float:
-        if not self._timeout_s:
-            return float("inf")
-        return time.monotonic() + self._timeout_s * num_samples + self._grace_s
+            problem = f"ended its process: {error}" if error.reason == "exited" else str(error)
+            calls.pop(0).record(Outcome(None, "timeout" if error.reason == "late" else "died", problem))
+        self._waiting.extendleft(reversed(calls))
+        self._feed()
 
     @property
     def _start_timeout_s(self) -> float:
-        return max(START_TIMEOUT_S, self._timeout_s or 0.0)
+        return max(pool.START_TIMEOUT_S, self._timeout_s or 0.0)
 
-    def _seconds_left(self) -> float:
-        busy = [process.deadline for process in self._processes if process.is_at_work]
-        first = min(busy, default=float("inf"))
-        return max(0.0, first - time.monotonic()) + 0.001
+    def _import_error(self, lost: LostError) -> RewardError:
+        problem = f"ended its process: {lost}" if lost.reason == "exited" else str(lost)
+        if lost.reason == "late":
+            problem = (
+                f"took longer than {self._start_timeout_s:.0f} s, the limit for starting a reward process; move slow "
+                "work from the import of the file into the function"
+            )
+        return RewardError(f"the import of reward function '{self.name}' {problem}.")
+
+    def _closed(self) -> RewardError:
+        return RewardError(f"the processes of reward function '{self.name}' were closed; make another RewardRunner.")
 
 
-def shorten(message: Mapping[str, Any]) -> str:
-    """Return the start of a message's text, for an error."""
-    try:
-        text = repr(message)
-    except RecursionError:
-        return "a message that is nested too deeply"
-    return text if len(text) <= 200 else f"{text[:200]}..."
+def _function_of(message: Mapping[str, Any]) -> Mapping[str, Any] | RewardConfigError:
+    """Return what a process says of the function that it has loaded, or the error with which it could not."""
+    if isinstance(message.get("not_loaded"), str):
+        return RewardConfigError(message["not_loaded"])
+    kinds = {"is_async": bool, "takes_batches": bool, "takes_names": bool, "source": str}
+    if any(type(message.get(name)) is not kind for name, kind in kinds.items()):
+        raise ValueError("it does not say the kind of the function")
+    return message
 
 
 def batch_of(samples: Sequence[Sample]) -> Sample:
@@ -368,14 +339,3 @@ def batch_of(samples: Sequence[Sample]) -> Sample:
     seeds = " ".join(str(seed) for seed, _ in samples).encode()
     seed = int.from_bytes(hashlib.blake2b(seeds, digest_size=7).digest(), "little")
     return seed, as_batch([arguments for _, arguments in samples])
-
-
-def _end(processes: list[_Process], sockets: Sequence[socket.socket]) -> None:
-    _kill_all(processes)
-    for each in sockets:
-        each.close()
-
-
-def _kill_all(processes: list[_Process]) -> None:
-    while processes:
-        processes.pop().kill()

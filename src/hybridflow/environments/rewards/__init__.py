@@ -15,9 +15,8 @@ from hybridflow.environments.rewards.judge import judge_reward
 from hybridflow.environments.rewards.math_answer import boxed_answer, math_reward
 from hybridflow.environments.rewards.multiple_choice import chosen_letter, multiple_choice_reward
 from hybridflow.environments.rewards.multiplication import multiplication_reward
-from hybridflow.environments.rewards.no_reward import no_reward
 from hybridflow.environments.rewards.shaping import format_score, length_score, shaped_reward
-from hybridflow.environments.rewards.table import ANSWERS, REWARDS, RewardFunction
+from hybridflow.environments.rewards.table import ANSWERS, REWARDS, RewardFunction, no_reward
 
 if TYPE_CHECKING:
     from hybridflow.environments.processes.arguments import load_reward_function

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from operator import index
 from typing import Any
 
-from hybridflow.environments.rewards.answer_tag import last_answer
+from hybridflow.environments.rewards.answer_text import last_answer
 from hybridflow.environments.rewards.arithmetic import ExpressionError, evaluate_arithmetic
 from hybridflow.errors import RewardError
 

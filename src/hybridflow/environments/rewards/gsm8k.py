@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hybridflow.environments.rewards.number_text import last_number, number_of_truth
+from hybridflow.environments.rewards.answer_text import last_number, number_of_truth
 
 
 def gsm8k_reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:

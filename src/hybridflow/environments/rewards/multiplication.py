@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from hybridflow.environments.rewards.answer_tag import last_answer
-from hybridflow.environments.rewards.number_text import number_of_truth, parse_number
+from hybridflow.environments.rewards.answer_text import last_answer, number_of_truth, parse_number
 
 
 def multiplication_reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from hybridflow.environments.processes.reward_process import as_message
-from hybridflow.runtime import note_progress
 
 FailureKind = Literal["raised", "timeout", "memory", "died"]
 
@@ -39,25 +38,6 @@ class Outcome:
 
 OnOutcome = Callable[[int, "Outcome"], None]
 """Callback that gets the number of a sample and its outcome as soon as it is known."""
-
-
-@dataclass
-class Outcomes:
-    """The outcomes known so far, by the number of the sample."""
-
-    known: list[Outcome | None]
-    on_outcome: OnOutcome | None = None
-
-    def __post_init__(self) -> None:
-        self.num_missing = self.known.count(None)
-
-    def record(self, number: int, outcome: Outcome) -> None:
-        """Store the outcome of a sample and pass it to the callback."""
-        self.num_missing -= self.known[number] is None
-        self.known[number] = outcome
-        note_progress()
-        if self.on_outcome:
-            self.on_outcome(number, outcome)
 
 
 class _Representation:

@@ -5,18 +5,22 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from hybridflow.environments.code.code_tests import code_reward
-from hybridflow.environments.rewards.answer_tag import last_answer
+from hybridflow.environments.rewards.answer_text import last_answer, last_number, parse_number
 from hybridflow.environments.rewards.countdown import countdown_reward
 from hybridflow.environments.rewards.gsm8k import gsm8k_flexible_reward, gsm8k_reward
 from hybridflow.environments.rewards.math_answer import MAX_CHARS, boxed_answer, math_reward
 from hybridflow.environments.rewards.multiple_choice import chosen_letter, multiple_choice_reward
 from hybridflow.environments.rewards.multiplication import multiplication_reward
-from hybridflow.environments.rewards.no_reward import no_reward
-from hybridflow.environments.rewards.number_text import last_number, parse_number
 from hybridflow.errors import RewardConfigError
 
 # Called with the keyword arguments data_source, solution_str, ground_truth, extra_info.
 RewardFunction = Callable[..., float | Mapping[str, Any]]
+
+
+def no_reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    """Return 0.0 for every response: for data without a ground truth, such as the prompts of a distillation."""
+    return 0.0
+
 
 REWARDS: dict[str, RewardFunction] = {
     "openai/gsm8k": gsm8k_reward,

@@ -144,7 +144,7 @@ def run(pool, coroutine):
 
 def episode(pool, *questions, number=0, **options):
     """Return the answers to questions of one episode."""
-    client = EpisodeClient(pool.place("counter", number), **options)
+    client = EpisodeClient(pool.environment("counter", number), **options)
 
     async def ask():
         return [await client(question) for question in (Begin({"prompt": "Count."}), *questions)]
@@ -169,7 +169,7 @@ def test_an_episode_in_a_process_equals_one_in_the_rank(pool_of, processes):
     assert [answer.reward for answer in answers] == [0.0, 0.5, 0.5, 0.0]
     assert answers[3].rewards == {"score": 2.0, "turns": 2.0}
     question = ScoreGroup([Episode({}, turns=turns) for turns in ([1, 2], [1], [1, 2])])
-    assert run(pool, pool.place("counter", 0).run([question])).group == (1.0, 0.0, 1.0)
+    assert run(pool, pool.environment("counter", 0).ask([question])).group == (1.0, 0.0, 1.0)
     for text, error in (
         ("raise SystemExit(3)", "step raised SystemExit: 3"),
         ("answer = Hostile()", "what it returned cannot be used: ValueError: not shown"),
@@ -212,7 +212,7 @@ def test_a_tool_that_ends_its_process_fails_its_episode_alone(pool_of):
     pool = pool_of(seconds=20)
 
     async def both():
-        bad, good = (EpisodeClient(pool.place("counter", 0)) for _ in range(2))
+        bad, good = (EpisodeClient(pool.environment("counter", 0)) for _ in range(2))
         begun = Begin({"prompt": "Count."})
         assert not (await bad(begun)).failure
         assert not (await good(begun)).failure
@@ -317,7 +317,7 @@ def test_a_killed_process_costs_a_repetition_of_its_questions(pool_of, tmp_path,
 
 @in_processes
 def test_a_step_that_blocks_its_process_is_late(pool_of, monkeypatch):
-    monkeypatch.setattr("hybridflow.environments.processes.environment_processes.GRACE_S", 1.0)
+    monkeypatch.setattr("hybridflow.environments.processes.environment_pool.GRACE_S", 1.0)
     answers = episode(pool_of(), said("do while True: pass"), Finish("error"))
     assert answers[1].failure == "timeout"
     assert "gave no sign of life for 1.5 s" in answers[1].error

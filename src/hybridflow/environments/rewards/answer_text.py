@@ -1,4 +1,4 @@
-"""Exact parsing of numbers such as 1,234 and $5 and -0.50 into fractions."""
+"""Answers in the text of a response: between <answer> and </answer>, and exact numbers such as 1,234, $5 and -0.50."""
 
 import re
 from fractions import Fraction
@@ -10,6 +10,7 @@ from hybridflow.errors import RewardError
 NUMBER = r"(?:(?<![\w)])[-+]\$?|\$-?)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?=\.[0-9]))(?:\.[0-9]+)?"
 _NUMBER = re.compile(NUMBER)
 _MAX_CHARS = 100
+_OPEN, _CLOSE = "<answer>", "</answer>"
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -34,3 +35,13 @@ def last_number(text: str, after: str = "") -> Fraction | None:
     for match in re.finditer(rf"{re.escape(after)}\s*({NUMBER})" if after else rf"({NUMBER})", text):  # noqa: B007
         pass
     return None if match is None else parse_number(match[1])
+
+
+def last_answer(text: str) -> str | None:
+    """Return the stripped content of the last complete <answer>...</answer>, or None, in linear time."""
+    end = text.rfind(_CLOSE)
+    start = text.rfind(_OPEN, 0, max(end, 0))
+    if start < 0:
+        return None
+    start += len(_OPEN)
+    return text[start : text.find(_CLOSE, start)].strip()

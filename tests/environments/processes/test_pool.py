@@ -42,7 +42,7 @@ def frame(message):
 
 
 ATTACK = 2
-"""Number of the attacking sample."""
+"""Index of the attacking sample, whose question has the number 3: that of the settings has 0."""
 
 ATTACKS = [
     ("text", b"hello\n", r"wrote b'hello\\n"),
@@ -51,11 +51,15 @@ ATTACKS = [
     ("deep nesting", frame(b"[" * 100_000), r"wrote b'\[\[\["),
     ("a number of text", frame({"number": "2", "result": 1.0}), r"sent {'number': '2', 'result': 1\.0}, which"),
     ("an unknown number", frame({"number": 10**9, "result": 1.0}), r"sent a reply that is not expected,"),
-    ("a reply to the next sample", frame({"number": 3, "result": 1.0}), r"sent a reply that is not expected"),
-    ("its own reply, so that it has two", frame({"number": 2, "result": 9.0}), r"sent a reply that is not expected"),
-    ("ready again", frame({"ready": True, "is_async": True, "takes_batches": True, "source": ""}), r"not a reply to a"),
-    ("an unknown kind", frame({"number": 2, "kind": "x"}), r"which is not a reply: kind='x' is not one of raised,"),
-    ("a result that is a table", frame({"number": 2, "result": {"a": 1}}), r"not a reply: {'a': 1} is not a value"),
+    ("a reply to the next sample", frame({"number": 4, "result": 1.0}), r"sent a reply that is not expected"),
+    ("its own reply, so that it has two", frame({"number": 3, "result": 9.0}), r"sent a reply that is not expected"),
+    (
+        "loaded again",
+        frame({"number": 0, "is_async": True, "takes_batches": True}),
+        r"sent a reply that is not expected",
+    ),
+    ("an unknown kind", frame({"number": 3, "kind": "x"}), r"which is not a reply: kind='x' is not one of raised,"),
+    ("a result that is a table", frame({"number": 3, "result": {"a": 1}}), r"not a reply: {'a': 1} is not a value"),
 ]
 
 
@@ -71,12 +75,14 @@ def test_bytes_that_are_not_a_reply_fail_their_sample_alone(runner, contents, pr
 
 
 def test_a_late_reply_to_an_earlier_call_is_not_taken_for_a_new_one(runner):
-    scores, forged = runner(), frame({"number": 1, "result": 9.0})
+    scores, forged = runner(), frame({"number": 2, "result": 9.0})
     assert [outcome.result for outcome in scores.run(samples(["a", "attack and wait"], forged.hex()))] == [1, 9.0]
     assert [outcome.result for outcome in scores.run(samples(["a", "bb", "ccc"], ""))] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("contents", [b"hello", frame({"number": 0, "result": 1.0}), frame({"ready": 5})])
+@pytest.mark.parametrize(
+    "contents", [b"hello", frame({"number": 0, "result": 1.0}), frame({"number": 0, "is_async": 5})]
+)
 def test_bytes_that_are_not_a_reply_at_import_are_an_error(runner, file, contents):
     file.write_text(f"{FUNCTIONS}\nwrite_to_a_socket({contents!r})\n")
     with pytest.raises(RewardError, match=r"the import of reward function '.*mine\.py:score' (wrote|sent) "):
@@ -87,7 +93,7 @@ def test_a_process_whose_rank_was_killed_exits_without_a_traceback():
     program = (
         "import os; from hybridflow.environments.processes.reward_process import Replies; "
         "read, write = os.pipe(); os.close(read); "
-        "Replies(os.fdopen(write, 'wb')).send({'ready': True}); raise SystemExit(3)"
+        "Replies(os.fdopen(write, 'wb')).send({'number': 0}); raise SystemExit(3)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
