@@ -121,7 +121,7 @@ class PPO:
         if algorithm.kl_in_reward:
             self._adjust_kl(float(torch.cat(kls).mean()), num_samples=len(batch))
         # Each part was balanced, but a rank's share of all rows is not that of the parts.
-        rows = batch if len(parts) == 1 else self._balanced(batch)[0]
+        rows = self._balanced(batch)[0] if len(parts) > 1 and (self.critic or not in_parts) else batch
         if self.critic:
             is_apart = self.critic.shares.of_ranks is not self.actor.shares.of_ranks  # other processes, other speeds
             of_critic = self._balanced(batch, self.critic)[0] if is_apart else rows

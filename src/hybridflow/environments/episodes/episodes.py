@@ -15,7 +15,7 @@ from hybridflow.environments.episodes.playing import PlayedEpisode, Player
 from hybridflow.errors import EnvironmentConfigError, RolloutError
 from hybridflow.rollout import Completion, Request, RolloutEngine, SamplingParams
 from hybridflow.rollout.running_groups import longest_first
-from hybridflow.runtime import note_progress
+from hybridflow.runtime.progress import note_progress
 
 WAIT_S = 1.0
 """Seconds after which a wait for environments reports progress, so that a deadline of the process is not theirs."""

@@ -10,7 +10,8 @@ from typing import Any
 from hybridflow.environments.processes.reward_process import WHAT
 from hybridflow.environments.rewards.table import RewardFunction
 from hybridflow.errors import RewardConfigError
-from hybridflow.runtime import load_user_function, require_arguments
+from hybridflow.runtime.user_code import require_arguments
+from hybridflow.runtime.user_import import load_user_function
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")

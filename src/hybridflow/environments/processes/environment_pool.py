@@ -20,7 +20,7 @@ from hybridflow.environments.processes.host import CallLimits, EnvironmentHost, 
 from hybridflow.environments.processes.pool import START_TIMEOUT_S, LostError, ProcessPool, UserProcess
 from hybridflow.environments.processes.reward_process import source_of
 from hybridflow.errors import EnvironmentConfigError
-from hybridflow.runtime import load_user_function
+from hybridflow.runtime.user_import import load_user_function
 
 GRACE_S = 10.0
 """Seconds beyond the limit of a call without a sign of life, after which a process is killed."""

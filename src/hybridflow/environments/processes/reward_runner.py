@@ -29,7 +29,8 @@ from hybridflow.environments.processes.pool import LostError, ProcessPool, UserP
 from hybridflow.environments.processes.reward_process import num_samples_of
 from hybridflow.environments.rewards.outcome import OnOutcome, Outcome, split
 from hybridflow.errors import RewardConfigError, RewardError
-from hybridflow.runtime import note_progress, user_code
+from hybridflow.runtime import user_code
+from hybridflow.runtime.progress import note_progress
 
 IN_FLIGHT = 2
 """Samples that a process has at a time: the current one and the next."""

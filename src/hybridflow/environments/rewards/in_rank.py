@@ -11,7 +11,8 @@ from hybridflow.environments.processes.arguments import arguments_of, as_batch, 
 from hybridflow.environments.processes.reward_process import as_message, described, returns_awaitable
 from hybridflow.environments.rewards.outcome import Outcome, split
 from hybridflow.environments.rewards.table import RewardFunction
-from hybridflow.runtime import Interrupts, note_progress
+from hybridflow.runtime.progress import note_progress
+from hybridflow.runtime.user_import import Interrupts
 
 Samples = Sequence[Mapping[str, Any]]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from hybridflow.environments.rewards.outcome import Outcome
 from hybridflow.errors import RewardError
-from hybridflow.runtime import require_plain_file
+from hybridflow.runtime.files import require_plain_file
 from hybridflow.runtime.observe import JsonlWriter
 
 _NAME = re.compile(r"step_(\d+)_rank_(\d+)\.jsonl")

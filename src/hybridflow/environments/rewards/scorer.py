@@ -18,8 +18,8 @@ from hybridflow.environments.rewards.journal import RewardJournal
 from hybridflow.environments.rewards.outcome import Outcome, split
 from hybridflow.environments.rewards.table import ANSWERS, IN_PROCESSES, RewardFunction, reward_of
 from hybridflow.errors import RewardConfigError, RewardError
-from hybridflow.runtime import derive_seed
 from hybridflow.runtime.observe import get_logger
+from hybridflow.runtime.random_streams import derive_seed
 
 logger = get_logger(__name__)
 
