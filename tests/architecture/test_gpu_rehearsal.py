@@ -55,7 +55,7 @@ def test_make_test_gpu_names_every_gpu_test_and_installs_nothing():
 @pytest.mark.parametrize(
     ("arguments", "error", "hint"),
     [
-        (["test-gpu", "PART=observability", "ARGS=-q -n 0"], "need a CUDA device", "`make test-gpu ARGS=--rehearse`"),
+        (["test-gpu", "PART=runtime", "ARGS=-q -n 0"], "need a CUDA device", "`make test-gpu ARGS=--rehearse`"),
         (["bench-gpu", "ARGS=--part mfu"], "error: this benchmark needs a CUDA device", "ARGS=--smoke"),
     ],
 )

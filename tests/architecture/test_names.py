@@ -104,6 +104,17 @@ def test_names_of_the_root_package_are_listed_and_others_are_errors():
         hybridflow.DataProtos  # noqa: B018
 
 
+@pytest.mark.parametrize(
+    ("path", "package"), [("rewards", "environments.rewards"), ("observability", "runtime.observe")]
+)
+def test_a_public_path_has_the_objects_of_its_package_and_no_modules(path, package):
+    public, own = importlib.import_module(f"hybridflow.{path}"), importlib.import_module(f"hybridflow.{package}")
+    assert all(getattr(public, name) is getattr(own, name) for name in own.__all__)
+    assert set(own.__all__) <= set(dir(public))
+    with pytest.raises(ModuleNotFoundError, match=f"'hybridflow.{path}' is not a package"):
+        importlib.import_module(f"hybridflow.{path}.table")
+
+
 def test_the_citation_has_the_version_of_the_package():
     assert re.fullmatch(r"\d+\.\d+\.\d+", hybridflow.__version__)
     assert f"\nversion: {hybridflow.__version__}\n" in (ROOT / "CITATION.cff").read_text("utf-8")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-KINDS = ("*.py", "*.c", "*.h", "*.js", "*.css", "*.html", "py.typed", "recipe.toml")
+KINDS = ("*.py", "*.md", "*.c", "*.h", "*.js", "*.css", "*.html", "py.typed", "recipe.toml")
 SOURCES = [path for kind in KINDS for path in (ROOT / "src/hybridflow").rglob(kind)]
 SHARED = [*(ROOT / "recipes").rglob("*.toml"), *(ROOT / "examples").glob("*.py")]
 

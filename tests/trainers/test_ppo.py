@@ -16,6 +16,7 @@ KEYS = (
     *("trainer.stream=true", "algorithm.advantage=gae", "algorithm.whiten_advantages=false", "model.path="),
     *("controller.backend=ray", "placement.pools={learn=[2]}", "data.train_batch_size=4", "rollout.group_size=2"),
 )
+SUMS = ("entropy_sum", "mismatch_sum", "mismatch_kl_sum", "mismatch_share_sum", "mismatch_max", "num_tokens")
 LENGTHS = ([2, 3, 9, 8], [4, 7, 20, 30])
 """The response lengths of two parts, each of two groups."""
 
@@ -36,7 +37,7 @@ def part_of(lengths, first_group):
 
 def step(*changes, shares=None):
     """Return the lengths of each call by rank, the metrics and the lengths returned."""
-    calls = {}
+    calls, coefs = {}, []
     of_ranks = SimpleNamespace(of_ranks=shares and SimpleNamespace(values=shares))
 
     def method(name, columns):
@@ -45,12 +46,13 @@ def step(*changes, shares=None):
             lengths = rows.batch["response_mask"].sum(-1)
             sizes = batch.meta_info.get(BALANCED_PART_SIZES, {}).get("learner") or even_sizes(len(rows), 2)
             calls.setdefault(name, []).append([rank.tolist() for rank in lengths.split(sizes)])
+            coefs.append(batch.meta_info.get("kl_coef"))
             return DataProtoFuture.of(DataProto.from_dict(columns(rows), meta_info={"metrics": {}}))
 
         return SimpleNamespace(remote=remote)
 
-    def values(rows):
-        return {"values": torch.zeros(rows.batch["response_mask"].shape)}
+    def filled(name, value=0.0):
+        return lambda rows: {name: torch.full(rows.batch["response_mask"].shape, value)}
 
     actor = SimpleNamespace(
         mesh=lambda: SimpleNamespace(axes={"data": 2}),
@@ -59,14 +61,21 @@ def step(*changes, shares=None):
         replicas=lambda name: [],
         update_actor_in_parts=method("update_actor_in_parts", lambda _: {}),
         update_actor=method("update_actor", lambda _: {}),
+        compute_log_probs=method("compute_log_probs", filled("old_log_probs")),
+        sum_log_prob_metrics=method("sum_log_prob_metrics", lambda rows: dict.fromkeys(SUMS, torch.ones(len(rows)))),
     )
     critic = SimpleNamespace(
         name="critic",
         shares=of_ranks,
-        compute_values=method("compute_values", values),
+        compute_values=method("compute_values", filled("values")),
         update_critic=method("update_critic", lambda _: {}),
     )
     rewards = SimpleNamespace(name="reward", shares=SimpleNamespace(of_ranks=None))
+    reference = SimpleNamespace(
+        name="reference",
+        shares=of_ranks,
+        compute_ref_log_probs=method("compute_ref_log_probs", filled("ref_log_probs", -1.0)),
+    )
     groups = {Role.ActorRollout: actor, Role.Critic: critic, Role.Reward: rewards}
     parts = [part_of(lengths, 2 * part) for part, lengths in enumerate(LENGTHS)]
 
@@ -78,9 +87,12 @@ def step(*changes, shares=None):
             return Sampled(len(parts), sum(map(len, parts)), iter(parts))
 
     config = load_config(None, [*KEYS, *changes])
+    if config.uses_reference:
+        groups[Role.RefPolicy] = reference
     ppo = PPO(config, groups, sample=Parts(), sync_weights=dict, costs_of=list)  # pyright: ignore[reportArgumentType]
     batch = ppo.step(lambda: DataProto.from_dict({"unused": torch.zeros(1)}))
-    return calls, ppo.metrics, batch.get(["response_mask"]).batch["response_mask"].sum(-1).tolist()
+    metrics = ppo.metrics | {"coefs": {coef for coef in coefs if coef is not None}}
+    return calls, metrics, batch.get(["response_mask"]).batch["response_mask"].sum(-1).tolist()
 
 
 def sums(call):
@@ -118,3 +130,10 @@ def test_a_rank_with_a_smaller_share_gets_less_of_each_mini_batch():
     assert [sum(lengths) for lengths in update] == pytest.approx([0.75 * 83, 0.25 * 83], abs=3)
     assert returned == [*LENGTHS[0], *LENGTHS[1]]
     assert metrics["balance/imbalance_after"] < 0.2
+
+
+@pytest.mark.parametrize("stream", ["true", "false"])
+def test_the_loss_of_a_step_has_the_kl_coefficient_of_its_rewards(stream):
+    kl = ("kl_in_reward=true", "kl_in_loss=true", "kl_controller=adaptive", "kl_coef=0.1", "kl_horizon=10")
+    _, metrics, _ = step(f"trainer.stream={stream}", *(f"algorithm.{key}" for key in kl))
+    assert metrics["coefs"] == {0.1} == {metrics["critic/kl_coeff"]}

@@ -60,8 +60,8 @@ def kl_loss(
     The gradient flows through `log_probs`. With `old_log_probs`, those of the policy that sampled, it is multiplied by
     the ratio exp(log_probs - old_log_probs) and the gradient flows through both, so that its expectation is the KL's:
     https://arxiv.org/abs/2512.02556 (DeepSeek-V3.2), equation 7, for k3. The gradient of k2 is the KL's by itself and
-    flows through k2 alone. The log-ratio is capped at 20, and where the cap of k3 holds the gradient is 0. Raises for
-    an unknown estimator.
+    flows through k2 alone; that of abs is the one of the expected absolute log-ratio. The log-ratio is capped at 20,
+    and where the cap of k3 holds the gradient is 0. Raises for an unknown estimator.
     """
     require_columns("kl_loss", log_probs=log_probs, ref_log_probs=ref_log_probs)
     require_mask("kl_loss", "response_mask", response_mask, tuple(log_probs.shape), like="log_probs")

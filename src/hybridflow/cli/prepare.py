@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             how: dict[str, Any] = (
                 {"metavar": metavar, "required": default is Parameter.empty} if metavar else {"action": "store_true"}
             )
-            default = None if default is Parameter.empty else default
+            default = argparse.SUPPRESS if default is Parameter.empty else default
             task.add_argument(f"--{option.replace('_', '-')}", default=default, help=help_text, **how)
     tasks.metavar = "|".join(tasks.choices)
 
@@ -121,7 +121,12 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_files(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--train-file", required=True, metavar="FILE", help="training rows")
-    parser.add_argument("--test-file", metavar="FILE", help="test rows; without it, random rows of the training file")
+    parser.add_argument("--train-file", required=True, metavar="FILE", default=argparse.SUPPRESS, help="training rows")
+    parser.add_argument(
+        "--test-file",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="test rows; without it, random rows of the training file",
+    )
     parser.add_argument("--test-size", type=int, default=100, metavar="N", help="test rows without a test file")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the test rows")

@@ -76,7 +76,7 @@ class PPO:
         """
         config, algorithm = self.config, self.config.algorithm
         trains_actor = self.global_step >= config.critic.warmup_steps
-        in_parts = config.learns_in_parts
+        in_parts, kl_coef = config.learns_in_parts, self.kl_controller.coef
         sums, corrections, kls, updates, parts, imbalances = [], [], [], [], [], []
         self.metrics |= self.sync_weights()  # no-op if generation uses the trained weights themselves
         sampled = self.sample(next_prompts, self.global_step)  # generate and score
@@ -103,13 +103,13 @@ class PPO:
             if self.critic:
                 batch = batch.union(self.critic.compute_values.remote(batch))
             if needs_token_level_rewards(config):
-                rewards, kl = token_level_rewards(batch, algorithm, self.kl_controller.coef)
+                rewards, kl = token_level_rewards(batch, algorithm, kl_coef)
                 batch = batch.union(rewards)
                 kls.append(kl)
             if in_parts:
                 batch = batch.union(add_advantages(batch, config))
             if in_parts and trains_actor:  # the optimizer step follows the last part
-                part = {"part": [len(parts), sampled.num_parts, sampled.num_rows], "kl_coef": self.kl_controller.coef}
+                part = {"part": [len(parts), sampled.num_parts, sampled.num_rows], "kl_coef": kl_coef}
                 updates.append(self.actor.update_actor_in_parts.remote(batch.with_meta_info(part)))
             parts.append(batch)
         batch = joined(parts)
@@ -125,10 +125,10 @@ class PPO:
         if self.critic:
             is_apart = self.critic.shares.of_ranks is not self.actor.shares.of_ranks  # other processes, other speeds
             of_critic = self._balanced(batch, self.critic)[0] if is_apart else rows
-            steps = self._with_mini_batches(of_critic, config.critic.mini_batch_size, config.critic.epochs)
+            steps = self._with_mini_batches(of_critic, config.critic.mini_batch_size, config.critic.epochs, kl_coef)
             updates.append(self.critic.update_critic.remote(steps))
         if trains_actor and not in_parts:
-            steps = self._with_mini_batches(rows, config.actor.mini_batch_size, config.actor.epochs)
+            steps = self._with_mini_batches(rows, config.actor.mini_batch_size, config.actor.epochs, kl_coef)
             updates.append(self.actor.update_actor.remote(steps))
         for update in updates:
             self.metrics |= reduce_lists(update.get(()).meta_info["metrics"])
@@ -148,13 +148,13 @@ class PPO:
         self.metrics |= {"critic/kl": kl, "critic/kl_coeff": self.kl_controller.coef}
         self.kl_controller.update(kl, num_samples)
 
-    def _with_mini_batches(self, batch: DataProtoFuture, mini_batch_size: int, epochs: int) -> DataProtoFuture:
+    def _with_mini_batches(
+        self, batch: DataProtoFuture, mini_batch_size: int, epochs: int, kl_coef: float
+    ) -> DataProtoFuture:
         """Return the batch with the row ids of its mini-batches and the KL coefficient, for an update call."""
         seed_keys = (self.config.trainer.seed, self.global_step)
         memberships = mini_batch_rows(batch, mini_batch_size, epochs, seed_keys)
-        return batch.with_meta_info(
-            {"mini_batches": memberships, "kl_coef": self.kl_controller.coef, "seed_keys": list(seed_keys)}
-        )
+        return batch.with_meta_info({"mini_batches": memberships, "kl_coef": kl_coef, "seed_keys": list(seed_keys)})
 
 
 def _kl_controller(config: Config) -> AdaptiveKLController | FixedKLController:

@@ -248,6 +248,8 @@ def test_a_restart_has_a_new_session_and_a_killed_reaper_is_replaced(two_cycles)
     assert not two_cycles["directory exists without reaper"]
 
 
+# Threads of Ray that a cluster of other tests has left read the token that `start` sets.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(
     ("error", "kind"), [(ValueError("too large"), WorkerError), (RuntimeError("timed out"), LostClusterError)]
 )

@@ -63,6 +63,7 @@ PROBLEMS = {
     "do ctypes.string_at(0)": ("died", "ended its process: killed by SIGSEGV"),
     "do kept = []\nwhile True: kept.append(bytes(10**8))": ("memory", "MemoryError"),
     "do sys.exit(1)": ("raised", "SystemExit: 1"),
+    "do os.kill(os.getpid(), 35)  # a signal without a name": ("died", "ended its process: killed by signal 35"),
 }
 
 

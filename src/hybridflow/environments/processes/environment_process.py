@@ -7,9 +7,19 @@ has the number and the answer, see reward_process.py. `beat` replies show that t
 
 import asyncio
 import os
+import sys
 from typing import Any, BinaryIO
 
-from hybridflow.environments.processes.reward_process import Replies, begin, by_value, described, serve, source_of
+sys.path.append(os.getcwd())  # where hybridflow is, if it is not installed
+
+from hybridflow.environments.processes.reward_process import (
+    Replies,
+    begin,
+    by_value,
+    described,
+    serve,
+    source_of,
+)
 
 BEAT_S = 0.5
 """Seconds between two signs of life."""

@@ -191,8 +191,7 @@ class UserProcess:
             await asyncio.to_thread(self.kill)
         finally:
             if reason == "exited":
-                status = self.popen.returncode or 0
-                problem = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+                problem = _end_of(self.popen.returncode or 0)
             self.lost.set_result(LostError(problem, reason))
 
     def _watch(self) -> None:
@@ -374,6 +373,14 @@ def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, processes: l
     for process in [*processes]:
         process.kill()  # in this thread, since an interpreter that ends starts no others
     processes.clear()
+
+
+def _end_of(status: int) -> str:
+    """Return how a process exited, by its return code."""
+    if status >= 0:
+        return f"exit status {status}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"killed by {names.get(-status, f'signal {-status}')}"  # real-time signals have no names
 
 
 def _make_temporary(kind: str) -> str:

@@ -6,6 +6,7 @@ RUN_DIR/rewards/step_000012_rank_0.jsonl has a row for each call: {"key", "numbe
 import hashlib
 import json
 import re
+import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ class RewardJournal:
         self._known: dict[str, deque[Outcome]] = {}
         self._counts: Counter[str] = Counter()
         self._writer: JsonlWriter | None = None
+        self._lock = threading.Lock()  # calls of an abandoned step may still be answered, in another thread
         self.reopen()
 
     def reopen(self) -> None:
@@ -74,7 +76,8 @@ class RewardJournal:
             for (_, key), outcome in sorted(rows.items(), key=lambda row: row[0]):
                 known[key].append(outcome)
         try:
-            self._writer = JsonlWriter(own)  # drops an incomplete last line of a killed process
+            with self._lock:
+                self._writer = JsonlWriter(own)  # drops an incomplete last line of a killed process
         except OSError as error:
             raise RewardError(f"the journal of rewards cannot be written: {error}; remove the file.") from error
         self._known, self._step, self._counts = dict(known), step, Counter()
@@ -92,7 +95,8 @@ class RewardJournal:
         """Write an outcome if it is an answer or failures are kept. Raises DataError if writing fails."""
         if is_answer or self.keeps_failures:
             outcome_text = json.dumps(outcome.to_message())
-            call.writer.write({"key": call.key, "number": call.number, "outcome": outcome_text})
+            with self._lock:
+                call.writer.write({"key": call.key, "number": call.number, "outcome": outcome_text})
 
     def forget_before(self, step: int) -> None:
         """Remove the files of earlier steps, which no checkpoint needs."""

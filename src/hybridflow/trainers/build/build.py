@@ -9,7 +9,6 @@ from hybridflow.errors import ConfigError
 from hybridflow.models.model_sizes import decoder_shape
 from hybridflow.trainers.build.build_generation import build_group_validator, open_prompts
 from hybridflow.trainers.build.build_run import TrainingKind, build_run
-from hybridflow.trainers.run.ppo_trainer import PPOTrainer
 from hybridflow.trainers.build.preconditions import (
     require_positions,
     require_reward_functions,
@@ -21,10 +20,11 @@ from hybridflow.trainers.build.preconditions import (
 )
 from hybridflow.trainers.build.program import run_on_placeholders
 from hybridflow.trainers.build.role_classes import role_classes
+from hybridflow.trainers.build.start_report import report_start
+from hybridflow.trainers.run.ppo_trainer import PPOTrainer
 from hybridflow.trainers.run.run_trainer import RunParts
 from hybridflow.trainers.run.speed import LearnerWork
 from hybridflow.trainers.stages import updates_per_step
-from hybridflow.trainers.build.start_report import report_start
 
 
 def build_trainer(config: Config) -> PPOTrainer:

@@ -14,7 +14,6 @@ from hybridflow.data.row_forms import RowForm
 from hybridflow.engines.engine_state import require_same_adapters
 from hybridflow.errors import CheckpointConfigError
 from hybridflow.trainers.build.build_run import prepare_driver_process
-from hybridflow.trainers.run.text_generation import TextGenerator, checked_prompts
 from hybridflow.trainers.build.groups import build_backend, build_groups, closing_on_error
 from hybridflow.trainers.build.preconditions import (
     require_reward_functions,
@@ -24,6 +23,7 @@ from hybridflow.trainers.build.preconditions import (
     with_required_files,
 )
 from hybridflow.trainers.build.role_classes import environment_closures, reward_worker
+from hybridflow.trainers.run.text_generation import TextGenerator, checked_prompts
 from hybridflow.trainers.validation import Validator
 from hybridflow.workers import ActorRolloutWorker
 

@@ -11,9 +11,9 @@ from hybridflow.data.row_forms import RowForm
 from hybridflow.environments import EpisodeEncoder
 from hybridflow.models.model_sizes import decoder_shape
 from hybridflow.trainers.build.build_run import OpenDataset, TrainingKind, build_run
+from hybridflow.trainers.build.preconditions import require_room, settle_dtype, with_required_files
 from hybridflow.trainers.offline.objectives import DPO, SFT, Objective, RewardModeling
 from hybridflow.trainers.offline.offline_trainer import OfflineTrainer
-from hybridflow.trainers.build.preconditions import require_room, settle_dtype, with_required_files
 from hybridflow.trainers.run.run_identity import Kind
 from hybridflow.trainers.run.speed import LearnerWork
 from hybridflow.workers import OfflinePolicyWorker, PreferenceModelWorker, ReferenceWorker

@@ -16,15 +16,15 @@ from hybridflow.runtime.allocator import bound_shape_caches, keep_freed_memory, 
 from hybridflow.runtime.observe import get_logger
 from hybridflow.runtime.random_state import seed_random_state
 from hybridflow.runtime.threads import set_deterministic, set_num_threads, use_full_float32
-from hybridflow.trainers.run.recovery.failures import Tries
 from hybridflow.trainers.build.groups import build_backend, build_groups, closing_on_error
 from hybridflow.trainers.build.pool_sizes import pool_sizes_of
 from hybridflow.trainers.build.preconditions import require_one_rank, require_profile_steps, require_snapshot_dir
+from hybridflow.trainers.build.token_budgets import TokenBudgets
+from hybridflow.trainers.run.recovery.failures import Tries
 from hybridflow.trainers.run.run_directory import RunDirectory, require_unused
 from hybridflow.trainers.run.run_identity import Kind
 from hybridflow.trainers.run.run_trainer import D, RunParts
 from hybridflow.trainers.run.speed import LearnerWork, measured_speedometer
-from hybridflow.trainers.build.token_budgets import TokenBudgets
 
 
 def data_facts(**datasets: Dataset | None) -> dict[str, Any]:

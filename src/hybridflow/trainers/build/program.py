@@ -7,9 +7,9 @@ from hybridflow.controller import ClassWithInitArgs, ResourcePool, Role, spawn_c
 from hybridflow.controller.placeholder import PlaceholderBackend, synthetic_batch
 from hybridflow.runtime.observe import TraceEvent
 from hybridflow.trainers.build.groups import meshes_of, pool_of, pools_of
+from hybridflow.trainers.build.role_classes import role_classes
 from hybridflow.trainers.ppo import PPO
 from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of
-from hybridflow.trainers.build.role_classes import role_classes
 from hybridflow.trainers.run.samples import samples_of
 from hybridflow.trainers.sampling.in_flight import require_in_flight
 from hybridflow.trainers.sampling.sampling import Sampling
