@@ -5,11 +5,14 @@ Writes to `OUTPUT/<rank>.json`: the boxes that vLLM loads, bytes, names of tenso
 a sync of whole weights, the errors of planted bugs, and what the engine generates with and without seeds.
 """
 
+import hashlib
+import itertools
 import json
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 rank, world_size = map(int, sys.argv[1:3])
@@ -26,13 +29,17 @@ from hybridflow.engines import TorchEngine, join_process_group  # noqa: E402
 from hybridflow.errors import HybridFlowError  # noqa: E402
 from hybridflow.models.loading import load_causal_lm  # noqa: E402
 from hybridflow.rollout import Request, SamplingParams, generate, load_weights  # noqa: E402
-from hybridflow.rollout.vllm import VLLMRollout  # noqa: E402
+from hybridflow.rollout.vllm import VLLMRollout, process  # noqa: E402
 from hybridflow.rollout.weight_sync.in_process import InProcess, hand_over  # noqa: E402
 from hybridflow.rollout.weight_sync.receiver import WeightReceiver  # noqa: E402
 from hybridflow.rollout.weight_sync.sender import WeightSender  # noqa: E402
 from hybridflow.runtime.boxes import Box  # noqa: E402
 
 SHARED_MEMORY = Path("/dev/shm")
+OWN = f"slices-{hashlib.blake2b(sys.argv[3].encode(), digest_size=6).hexdigest()}-"
+"""Begins the names that the ranks of this run give to shared memory, after "hybridflow-"; other tests have others."""
+numbers = itertools.count()
+process.uuid = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{OWN}{next(numbers)}"))  # pyright: ignore
 packed: dict[int, Tensor] = {}
 """Copies of the weights of linear layers by id, which on a CPU vLLM packs and drops when a layer is loaded."""
 
@@ -108,7 +115,7 @@ def main() -> None:
         return num_bytes
 
     result: dict[str, Any] = {"boxes": boxes}
-    result["left in shared memory"] = [name for name in left if name.startswith(("hybridflow", "psm_"))]
+    result["left in shared memory"] = [name for name in left if name.startswith((f"hybridflow-{OWN}", "psm_"))]
     num_bytes, result["whole"] = sync(None), trainer.bytes_received
     expected = tensors_of(rollout)
     packed.clear()
