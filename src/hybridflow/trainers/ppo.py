@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hybridflow.algorithms import AdaptiveKLController, FixedKLController
-from hybridflow.config import Config
+from hybridflow.config import ActorConfig, Config, CriticConfig
 from hybridflow.controller import Role, WorkerGroup
 from hybridflow.protocol import DataProtoFuture
 from hybridflow.runtime.observe.metrics import mean_metrics, reduce_lists
@@ -125,10 +125,10 @@ class PPO:
         if self.critic:
             is_apart = self.critic.shares.of_ranks is not self.actor.shares.of_ranks  # other processes, other speeds
             of_critic = self._balanced(batch, self.critic)[0] if is_apart else rows
-            steps = self._with_mini_batches(of_critic, config.critic.mini_batch_size, config.critic.epochs, kl_coef)
+            steps = self._with_mini_batches(of_critic, config.critic, kl_coef)
             updates.append(self.critic.update_critic.remote(steps))
         if trains_actor and not in_parts:
-            steps = self._with_mini_batches(rows, config.actor.mini_batch_size, config.actor.epochs, kl_coef)
+            steps = self._with_mini_batches(rows, config.actor, kl_coef)
             updates.append(self.actor.update_actor.remote(steps))
         for update in updates:
             self.metrics |= reduce_lists(update.get(()).meta_info["metrics"])
@@ -149,11 +149,11 @@ class PPO:
         self.kl_controller.update(kl, num_samples)
 
     def _with_mini_batches(
-        self, batch: DataProtoFuture, mini_batch_size: int, epochs: int, kl_coef: float
+        self, batch: DataProtoFuture, role: ActorConfig | CriticConfig, kl_coef: float
     ) -> DataProtoFuture:
         """Return the batch with the row ids of its mini-batches and the KL coefficient, for an update call."""
         seed_keys = (self.config.trainer.seed, self.global_step)
-        memberships = mini_batch_rows(batch, mini_batch_size, epochs, seed_keys)
+        memberships = mini_batch_rows(batch, role.mini_batch_size, role.epochs, seed_keys)
         return batch.with_meta_info({"mini_batches": memberships, "kl_coef": kl_coef, "seed_keys": list(seed_keys)})
 
 
