@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from fixtures.reward_samples import samples
+from hybridflow.environments.processes.pool import UserProcess
 from hybridflow.environments.rewards import RewardRunner, RewardScorer
 from hybridflow.environments.rewards.in_rank import call_here
 from hybridflow.errors import RewardError
@@ -141,9 +142,19 @@ def test_an_error_while_waiting_leaves_the_samples_of_other_calls(runner):
         assert [outcome.result["score"] for outcome in scores.wait(submitted)] == [score] * 3
 
 
-def test_each_sample_has_the_whole_time_limit(runner):
-    outcomes = runner(timeout_s=1.0).run(of_texts(*["do time.sleep(0.7)"] * 3))
+def test_each_sample_has_the_whole_time_limit(runner, monkeypatch):
+    limits = []
+    set_time_limit = UserProcess.set_time_limit
+
+    def record(process, seconds, problem=""):
+        limits.append((seconds, len(process.calls)))
+        set_time_limit(process, seconds, problem)
+
+    monkeypatch.setattr(UserProcess, "set_time_limit", record)
+    outcomes = runner(timeout_s=300.0).run(of_texts("a", "bb", "ccc"))
     assert [outcome.kind for outcome in outcomes] == [None] * 3
+    # The start; then each sample as it becomes the current one, when the process has another or none beside it.
+    assert limits == [(300.0, 0), (None, 0), (300.0, 1), (300.0, 1), (300.0, 1), (None, 0)]
 
 
 def test_a_sample_that_cannot_be_sent_is_an_error_of_its_call(runner):
