@@ -1,8 +1,8 @@
-r"""Extraction of the content of \boxed{...}."""
+r"""Extraction of the content of \boxed{...}, which may be written \fbox{...}."""
 
 import re
 
-_TOKEN = re.compile(r"(\\boxed\s*\{)|\\.|[{}]", re.DOTALL)
+_TOKEN = re.compile(r"(\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
 
 
 def last_boxed_span(text: str) -> tuple[int, int] | None:

@@ -18,8 +18,26 @@ STRICT = {
     "1,450": ("#### 1450.00",),
     "-5": ("#### -5", "#### -$5", "#### $-5."),
     "0.5": ("#### .5",),
-    7: ("#### +7",),
+    7: ("#### +7", "#### 7e0", "#### 0.7E1"),
+    "1.5e3": ("#### 1500", "#### 1.5e3", "#### 3000/2"),
+    "1e-3": ("#### .001", "#### 1/1000."),
+    r"$\boxed{5}$": ("#### 5", "#### 5%", "#### 5 apples"),
 }
+LONGER = (
+    "72x",
+    "72:10",
+    "72.1.1",
+    "72/5",
+    "72,5",
+    "72-5",
+    "72 - 5",
+    "72^2",
+    "72*2",
+    "72e2",
+    "72 / 6",
+    "0x72",
+    "72/0",
+)
 WRONG = ("", "72", "the answer is 72", "#### 73", "#### x 72", "72 ####", "#### 72 #### 73", "### 72", "#### 7 2")
 
 
@@ -27,6 +45,7 @@ def test_strict_reads_the_number_after_the_last_mark():
     for truth, solutions in STRICT.items():
         assert [strict(solution, truth) for solution in solutions] == [1.0] * len(solutions), truth
     assert {solution: strict(solution) for solution in WRONG} == dict.fromkeys(WRONG, 0.0)
+    assert {value: strict(f"#### {value}") for value in LONGER} == dict.fromkeys(LONGER, 0.0)
 
 
 FLEXIBLE = {
@@ -41,7 +60,20 @@ FLEXIBLE = {
 def test_flexible_reads_the_last_number_of_the_text():
     for truth, solutions in FLEXIBLE.items():
         assert [flexible(solution, truth) for solution in solutions] == [1.0] * len(solutions), truth
-    for solution in ("", "none", "72 or 73", "1" * 5000, "٧٢"):
+    for solution in (
+        "",
+        "none",
+        "72 or 73",
+        "1" * 5000,
+        "٧٢",
+        "72x",
+        "1.72.3",
+        "10:72",
+        "1/72",
+        "2^72",
+        "1 and 72e1",
+        "v72",
+    ):
         assert flexible(solution) == 0.0
 
 

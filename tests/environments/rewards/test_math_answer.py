@@ -38,12 +38,16 @@ EQUAL = [
     *((r"\{1,2,3\}", r"\{3,2,1\}"), ("1,-2", "-2, 1"), (r"3 \pm 2", "5, 1"), (r"\text{Evelyn}", "Evelyn")),
     *(("x^2-1", "(x-1)(x+1)"), (r"e^{x^2}", "e^{x^{2}}"), ("5!", "120"), ("2^{2^{2^{2}}}", "2^{2^{2^{2}}}")),
     *(("1e-3", "0.001"), ("1.6e-19", r"1.6\times10^{-19}"), (r"6.626\times10^{-34}", r"6.626\times 10^{-34}")),
-    (r"(-\infty, 2) \cup (3,\infty)", r"(3,\infty)\cup(-\infty,2)"),
+    *((r"(-\infty, 2) \cup (3,\infty)", r"(3,\infty)\cup(-\infty,2)"), ("0.001", "1e-3"), ("1500", "+1.5E3")),
+    *(("1000, 0.02", "1e3, 2e-2"), (r"A \cup B", r"A\cup B"), (r"$A \cup B$", r"A \cup B."), ("???", "???")),
+    *((r"\left(A \cup B, 2\right)", r"(A\cup B, 2)"), ("5km", r"5\text{ km}")),
 ]
 DIFFERENT = [
     *((r"\frac{1}{2}", "0.51"), (r"\frac{1}{3}", "0.33"), ("0.0000005", "0.0000001"), ("(1,2)", "(2,1)")),
     *(("5", answer) for answer in ("4.999", "-5", "5, 6", "", r"\frac{5}{0}", "\x00")),
     *(("[1,2]", "(1,2)"), (r"6.626\times10^{-34}", r"1.6\times 10^{-19}")),
+    *(("5", answer) for answer in ("5x", "x5", "10:5", "5:10", "1.5.2", "5e-3", "5!", "12abc5")),
+    *((r"A \cup B", r"A \cap B"), (r"A \cup B", "5"), ("5", r"A \cup B"), ("1", "1e3"), ("0.001", "1e3")),
     (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&2\\3&5\end{pmatrix}"),
 ]
 
@@ -56,9 +60,17 @@ def test_answers_are_compared_by_value(table, expected):
 
 LAST_IS_5 = [
     *(r"\boxed{4}, no: \boxed{5}", r"\boxed{\boxed{5}}", r"\boxed {5}", r"\boxed{5} and then \boxed{4", r"} \boxed{5}"),
-    *("The final answer is $5$.", "I found 4 first.\nThe answer is 5"),
+    *("The final answer is $5$.", "I found 4 first.\nThe answer is 5", r"\fbox{5}", r"\boxed{4}, no: \fbox { 5 }"),
+    *("Answer: 5e0.", "The answer is 0.5e1", "It is $5.0e0$.", "10:30 is wrong.\nThe answer is 5km.", "It is 10/2"),
 ]
-LAST_IS_NOT_5 = [r"\boxed{5}, no: \boxed{4}", "The answer is $4$.", "", "I cannot say."]
+LAST_IS_NOT_5 = [
+    *(
+        f"The answer is {value}."
+        for value in ("5x", "5e3", "5:10", "10:5", "5.1.2", "5!", "5abc", "5-10-20", "x5", "5i")
+    ),
+    *("7 of 5x", r"\boxed{5}, no: \fbox{4}"),
+    *(r"\boxed{5}, no: \boxed{4}", "The answer is $4$.", "", "I cannot say."),
+]
 
 
 def test_the_last_box_counts_else_the_answer_that_math_verify_finds():
@@ -69,7 +81,7 @@ def test_the_last_box_counts_else_the_answer_that_math_verify_finds():
 def test_ground_truth_may_be_a_number_or_delimited_latex():
     for truth in ("5", 5, 5.0, "$5$", "$$5$$", r"\(5\)", r"\[ 5 \]", r"\boxed{5}", r"$\boxed{5}$"):
         assert [score(answer, truth) for answer in (r"\boxed{5}", r"\boxed{\frac{10}{2}}", r"\boxed{6}")] == [1, 1, 0]
-    for truth in ("", "???", r"\frac{", None, ["5"], {"answer": "5"}):
+    for truth in ("", " $ $ ", float("nan"), None, ["5"], {"answer": "5"}, r"\frac{" * 60):
         with pytest.raises(RewardError, match="the ground truth must be a number or LaTeX"):
             score(r"\boxed{5}", truth)
 

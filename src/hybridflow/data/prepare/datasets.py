@@ -20,10 +20,9 @@ from hybridflow.runtime.latex_box import last_boxed
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 MATH_INSTRUCTION = r"Let's think step by step and output the final answer within \boxed{}."
 
-_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
-_FBOX = re.compile(r"\\fbox(?![a-zA-Z])")
+_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3})?")
 _BOX_WITHOUT_BRACES = re.compile(
-    r"\\boxed(?![a-zA-Z])\s*(?![\s{])((?:(?!\\[\])])[^\s$])+?)(?=[.,;]?(?:\s|\$|\\[\])]|$))"
+    r"\\(?:boxed|fbox)(?![a-zA-Z])\s*(?![\s{])((?:(?!\\[\])])[^\s$])+?)(?=[.,;]?(?:\s|\$|\\[\])]|$))"
 )
 r"""`\boxed 5`: the content ends at a space, a $, \] or \), and a sentence's last sign is not part of it."""
 
@@ -127,8 +126,7 @@ def math_row(record: Record, place: str, *, instruction: str = MATH_INSTRUCTION)
 
 def boxed_answer(solution: str) -> str:
     r"""Return the content of the last \boxed{...}, `\boxed 5` or \fbox{...}, "" if there is none."""
-    boxes = _FBOX.sub(r"\\boxed", solution)
-    return last_boxed(_BOX_WITHOUT_BRACES.sub(r"\\boxed{\1}", boxes)) or ""
+    return last_boxed(_BOX_WITHOUT_BRACES.sub(r"\\boxed{\1}", solution)) or ""
 
 
 def dapo_row(record: Record, place: str) -> MadeRow:

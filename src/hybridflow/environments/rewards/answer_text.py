@@ -1,40 +1,69 @@
-"""Answers in the text of a response: between <answer> and </answer>, and exact numbers such as 1,234, $5 and -0.50."""
+"""Answers in the text of a response: between <answer> and </answer>, and exact numbers such as 1,234, $5, 1e-3, 3/4.
+
+Truths and answers are read by the same functions, so what a truth may be an answer may be, and the other way round.
+"""
 
 import re
 from fractions import Fraction
 from typing import Any
 
 from hybridflow.errors import RewardError
+from hybridflow.runtime.latex_box import last_boxed
 
-# A sign counts unless it is an operator, as in "10-5"; a comma only before groups of three digits.
-NUMBER = r"(?:(?<![\w)])[-+]\$?|\$-?)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?=\.[0-9]))(?:\.[0-9]+)?"
-_NUMBER = re.compile(NUMBER)
+# A sign counts unless it is an operator, as in "10-5"; a comma only before groups of three digits. A number does not
+# begin within a word or a longer value: x2, 10:30, 2^5.
+NUMBER = (
+    r"(?<![A-Za-z_:^/])(?:(?<![\w)])[-+]\$?|\$-?)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?=\.[0-9]))(?:\.[0-9]+)?"
+    r"(?:[eE][-+]?[0-9]{1,3}(?![0-9])|/[0-9]+)?"
+)
+_ONE_NUMBER = re.compile(NUMBER)
+_WITHIN_LONGER = re.compile(r"\w|[.:][0-9]|[/^]\S|\*[0-9(]")
+"""What follows a number that is only a part of a value: 5x, 1.2.3, 10:30, 5/x, 2^5, 3*4."""
+_GOES_ON = re.compile(r"[-+,][0-9]|\s*[-+*/^=]\s*[0-9(]")
+"""The same where the number is the first of an answer: 5-2, 1,2,3, 5 - 2."""
 _MAX_CHARS = 100
 _OPEN, _CLOSE = "<answer>", "</answer>"
+_WRAPPED = re.compile(r"\$\$?([^$]*)\$\$?|\\\((.*)\\\)|\\\[(.*)\\\]", re.DOTALL)
+
+
+def unwrapped(text: str) -> str:
+    r"""Return a text without outer spaces, $...$, \(...\), \[...\] and \boxed{...}."""
+    text = text.strip()
+    if wrapped := _WRAPPED.fullmatch(text):
+        text = next(group for group in wrapped.groups() if group is not None).strip()
+    return last_boxed(text) or text
 
 
 def parse_number(text: str) -> Fraction | None:
     """Return the value of a text that is one number with spaces, $, commas and a final period at most; else None."""
     text = text.strip().rstrip(".")
-    if len(text) > _MAX_CHARS or not _NUMBER.fullmatch(text):
+    if len(text) > _MAX_CHARS or not _ONE_NUMBER.fullmatch(text):
         return None
-    return Fraction(text.replace("$", "").replace(",", ""))
+    try:
+        return Fraction(text.replace("$", "").replace(",", ""))
+    except ZeroDivisionError:
+        return None
 
 
 def number_of_truth(ground_truth: Any, example: str) -> Fraction:
     """Return the value of a ground truth. Raises RewardError if it is not a number."""
-    value = parse_number(str(ground_truth))
+    value = parse_number(unwrapped(str(ground_truth)))
     if value is None:
         raise RewardError(f"the ground truth must be a number such as '{example}', got {ground_truth!r}.")
     return value
 
 
 def last_number(text: str, after: str = "") -> Fraction | None:
-    """Return the last number in a text, or None; with `after`, the last number that follows this mark and spaces."""
+    """Return the last number in a text; with `after`, the last that follows this mark and spaces.
+
+    None if there is none, and if it is a part of a longer value, as in 5x, 10:30 and 1.2.3.
+    """
     match = None
     for match in re.finditer(rf"{re.escape(after)}\s*({NUMBER})" if after else rf"({NUMBER})", text):  # noqa: B007
         pass
-    return None if match is None else parse_number(match[1])
+    if match is None or _WITHIN_LONGER.match(text, match.end()) or (after and _GOES_ON.match(text, match.end())):
+        return None
+    return parse_number(match[1])
 
 
 def last_answer(text: str) -> str | None:

@@ -4,12 +4,14 @@ import logging
 import math
 import re
 from collections.abc import Sequence
+from decimal import Decimal
 from functools import lru_cache
 from numbers import Number
 from typing import Any
 
+from hybridflow.environments.rewards.answer_text import NUMBER, unwrapped
 from hybridflow.environments.rewards.limits import require_seconds
-from hybridflow.environments.rewards.math_bounds import is_astronomic
+from hybridflow.environments.rewards.math_bounds import MAX_DIGITS, is_astronomic
 from hybridflow.errors import RewardError
 from hybridflow.runtime.deadline import DeadlineExceeded, call_within
 from hybridflow.runtime.latex_box import last_boxed
@@ -20,11 +22,15 @@ MAX_TAIL_CHARS = 1000
 
 SMALL = 1e-4
 
-_SCIENTIFIC = re.compile(r"([-+]?[0-9]*\.?[0-9]+)[eE]([-+]?[0-9]+)")
-_LAYOUT = re.compile(r"\\[,!;:]|\\color\s*\{[a-zA-Z]+\}|\.\s*$")
-"""Spaces, colors and a final period."""
+_SCIENTIFIC = re.compile(r"(?<![\w.\\])([0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE]([-+]?[0-9]+)(?![\w^]|\.[0-9])")
+_LAYOUT = re.compile(r"\\[,!;:]|\\color\s*\{[a-zA-Z]+\}|\\(?:left|right)(?![a-zA-Z])|\.\s*$")
+"""Spaces, colors, sizes of brackets and a final period."""
 
-_WRAPPED = re.compile(r"\$\$?([^$]*)\$\$?|\\\((.*)\\\)|\\\[(.*)\\\]", re.DOTALL)
+_ONE_NUMBER = re.compile(NUMBER)
+_VALUE = re.compile(
+    r"\$[^$]*\$|\\\(.*?\\\)|\\\[.*?\\\]|(?<![\w$\\])(?P<value>[-+]?\.?[0-9](?:\w|[-+.,:^*/](?=\w))*!*)", re.DOTALL
+)
+"""A formula, or a value in prose that begins with a digit: 5, 1,000, 5x, 10:30, 2024-01-05, 5!."""
 
 
 def math_reward(
@@ -33,22 +39,24 @@ def math_reward(
     r"""Return 1.0 if the last \boxed{...} of the response equals the ground truth in value, else 0.0.
 
     For a response without a box, the answer that math-verify finds in its last lines counts. `ground_truth` is a number
-    or LaTeX such as "\\frac{1}{2}", optionally within $...$ or \boxed{...}. Fractions equal their decimals to 6 places,
-    sets compare in any order, and units, "x =" and a percent sign may be missing. An answer of more than 300
-    characters, of astronomic size, or that takes longer than `timeout_s` seconds to compare scores 0.0 unless it is
-    written exactly like the ground truth. The time limit holds in the main thread only, see `call_within`.
+    or LaTeX such as "\\frac{1}{2}", optionally within $...$ or \boxed{...}; \fbox is a box too. Both are read by the
+    same rule: 1.5e3 is 1500, fractions equal their decimals to 6 places, sets compare in any order, and units, "x ="
+    and a percent sign may be missing. A truth that math-verify cannot parse, such as "A \\cup B", equals an answer of
+    the same text. An answer of more than 300 characters, of astronomic size, or that takes longer than `timeout_s`
+    seconds to compare scores 0.0 unless it is written exactly like the ground truth. The time limit holds in the main
+    thread only, see `call_within`.
     """
     require_seconds("timeout_s", timeout_s)
-    truth = _unwrapped(ground_truth)
+    truth = _latex_of(ground_truth)
     gold = _gold(truth)
     boxed = last_boxed(solution_str)
     if boxed is None:
-        answer = _tail(solution_str)
-    elif _plain(boxed) == _plain(truth):
+        answer = _prose(_tail(solution_str))
+    elif _plain(_normalised(boxed)) == _plain(truth):
         return 1.0
     else:
-        answer = rf"\boxed{{{_LAYOUT.sub('', boxed)}}}" if len(boxed) <= MAX_CHARS else ""
-    if not answer or is_astronomic(answer):
+        answer = rf"\boxed{{{_normalised(boxed)}}}" if len(boxed) <= MAX_CHARS else ""
+    if not gold or not answer or is_astronomic(answer):
         return 0.0
     try:
         return float(call_within(timeout_s, _is_equal, gold, answer))
@@ -62,31 +70,53 @@ def boxed_answer(text: str) -> str | None:
     return answer if answer and len(answer) <= MAX_CHARS else None
 
 
-def _unwrapped(ground_truth: Any) -> str:
-    """Return the LaTeX of a ground truth without its delimiters or box."""
-    if not isinstance(ground_truth, str | Number):
-        raise _no_answer(ground_truth)
-    text = str(ground_truth).strip()
-    wrapped = _WRAPPED.fullmatch(text)
-    if wrapped:
-        text = next(group for group in wrapped.groups() if group is not None).strip()
-    text = last_boxed(text) or text
-    scientific = _SCIENTIFIC.fullmatch(text)
-    return rf"{scientific[1]}\times 10^{{{int(scientific[2])}}}" if scientific else text
+def _latex_of(ground_truth: Any) -> str:
+    """Return the LaTeX of a ground truth without its delimiters or box. Raises RewardError if it holds no answer."""
+    if isinstance(ground_truth, str | Number) and ground_truth == ground_truth:  # not NaN
+        truth = unwrapped(_normalised(unwrapped(str(ground_truth))))
+        if truth:
+            return truth
+    raise _no_answer(ground_truth)
+
+
+def _normalised(latex: str) -> str:
+    """Return LaTeX without layout, and with 1.5e3 as LaTeX writes it."""
+    return _SCIENTIFIC.sub(lambda match: rf"{match[1]}\times 10^{{{match[2]}}}", _LAYOUT.sub("", latex))
+
+
+def _prose(text: str) -> str:
+    """Return a text in which math-verify finds no number that is only a part of a value, such as the 10 of 10:30.
+
+    A last value that is more than a number becomes a formula, others are left out; 1.5e3 becomes 1500.
+    """
+    values = [match for match in _VALUE.finditer(text) if match["value"]]
+
+    def kept(match: re.Match[str]) -> str:
+        value = match["value"]
+        if not value:
+            return _normalised(match[0])
+        if _ONE_NUMBER.fullmatch(value):
+            scientific = _SCIENTIFIC.search(value)
+            few_digits = scientific and len(scientific[2]) <= 3 and abs(int(scientific[2])) < MAX_DIGITS
+            return format(Decimal(value), "f") if few_digits else value
+        return f"${value}$" if match.start() == values[-1].start() else " "
+
+    return _VALUE.sub(kept, text)
 
 
 @lru_cache(maxsize=256)  # the responses of a group share it
 def _gold(truth: str) -> tuple[Any, ...]:
+    """Return the values of a truth; none for a text that only an equal text equals."""
     parsed = _parse(rf"\boxed{{{truth}}}")
-    if not parsed:
+    if not parsed and len(truth) > MAX_CHARS:
         raise _no_answer(truth)
     return tuple(parsed)
 
 
 def _no_answer(ground_truth: Any) -> RewardError:
     return RewardError(
-        f"the ground truth must be a number or LaTeX such as '\\frac{{1}}{{2}}' that math-verify can parse, "
-        f"got {ground_truth!r}."
+        f"the ground truth must be a number or LaTeX such as '\\frac{{1}}{{2}}' that math-verify can parse, or a text "
+        f"of at most {MAX_CHARS} characters, got {ground_truth!r:.400}."
     )
 
 
