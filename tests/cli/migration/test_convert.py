@@ -6,7 +6,7 @@ import pytest
 from hybridflow.algorithms import AGGREGATIONS
 from hybridflow.cli.main import main
 from hybridflow.cli.migration import convert
-from hybridflow.cli.migration.verl import IGNORED, MOVES
+from hybridflow.cli.migration.verl import IGNORED, MOVES, SETTLED
 from hybridflow.config import leaf_keys, load_config
 from hybridflow.errors import ConfigError
 
@@ -29,9 +29,11 @@ python3 -m verl.trainer.main_ppo \\
 
 @pytest.fixture
 def converted(tmp_path):
-    def converted(text, name="script.sh"):
+    def converted(text, name="script.sh", *, is_loaded=True):
         (tmp_path / name).write_text(text)
         found = convert(tmp_path / name)
+        if not is_loaded:
+            return found
         (tmp_path / "recipe.toml").write_text(found.recipe())
         return found, leaf_keys(load_config(tmp_path / "recipe.toml"))
 
@@ -64,7 +66,7 @@ def test_a_script_of_verl_becomes_a_recipe(converted):
     defaults = {"data.train_batch_size": 1024, "actor.mini_batch_size": 256, "trainer.epochs": 30}
     assert {key: values[key] for key in defaults} == defaults
     assert found.left_out == [
-        "data.train_files=$HOME/train.parquet holds a variable of the shell; set data.train_files",
+        "data.train_files=$HOME/train.parquet holds a variable; set data.train_files",
         "actor_rollout_ref.actor.strange=3",
     ]
 
@@ -89,10 +91,39 @@ def test_aggregations_of_verl_keep_their_names_other_values_are_left_out(convert
     assert found.left_out == ["actor_rollout_ref.rollout.name=sglang has no equal here (expected one of vllm, hf)"]
 
 
+@pytest.mark.parametrize("unknown", ["${a}", "$(nproc)", "`date`", "???", "[a,$B]"])
+def test_a_value_that_cannot_be_read_is_listed_with_its_key_and_sets_nothing(unknown, converted):
+    known = {key: "1" for key in [*SETTLED, *MOVES] if not key.endswith(("kl_penalty", "logger", "prompt_key"))}
+    known |= {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.actor.use_kl_loss": "True"}
+    known |= {"actor_rollout_ref.rollout.name": "vllm", "reward_model.overlong_buffer.enable": "True"}
+    for key, ours in {**SETTLED, **{key: move.keys for key, move in MOVES.items()}}.items():
+        words = " ".join(f"{each}={unknown if each == key else value}" for each, value in {**known, key: ""}.items())
+        found = converted(f"x {words} actor_rollout_ref.x=1", is_loaded=False)
+        assert [line for line in found.left_out if line.startswith(f"{key}=") and f"; set {' and '.join(ours)}" in line]
+        assert not [value for value in found.values.values() if "$" in str(value) or "`" in str(value)]
+    assert (
+        "algorithm.kl_coef"
+        not in converted(
+            f"x actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef={unknown}",
+            is_loaded=False,
+        ).values
+    )
+
+
+def test_words_of_a_command_that_cannot_be_read_are_listed(converted):
+    found = converted(
+        "ARGS=(data.train_batch_size=8 actor_rollout_ref.rollout.n=4)\n"
+        'x "${ARGS[@]}" actor_rollout_ref.$ROLE.lr=1 $MORE "$@"',
+        is_loaded=False,
+    )
+    assert [line.split()[0] for line in found.left_out] == ["${ARGS[@]}", "actor_rollout_ref.$ROLE.lr=1", "$MORE"]
+    assert (found.values["rollout.group_size"], found.values["data.train_batch_size"]) == (4, 8)
+
+
 def test_every_move_is_to_keys_that_exist():
-    moved = {key for move in MOVES.values() for key in move.keys}
+    moved = {key for move in MOVES.values() for key in move.keys} | {key for keys in SETTLED.values() for key in keys}
     assert moved <= leaf_keys().keys()
-    assert not set(MOVES) & set(IGNORED)
+    assert len({*MOVES, *IGNORED, *SETTLED}) == len(MOVES) + len(IGNORED) + len(SETTLED)
 
 
 def test_the_tables_of_trl_and_openrlhf_name_keys_that_exist():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridflow.cli.migration.verl import DEFAULTS, IGNORED, MARK, MOVES, NoEqualError, finish
+from hybridflow.cli.migration.verl import DEFAULTS, IGNORED, MARK, MOVES, SETTLED, NoEqualError, finish
 from hybridflow.config.render import toml_value
 from hybridflow.errors import ConfigError
 
@@ -46,15 +46,16 @@ def convert(file: str | Path) -> Converted:
             f"{path} has no key of verl's PPO trainer ({MARK}*), and other configurations are not converted; "
             "docs/coming_from.md has the keys of TRL and OpenRLHF with ours."
         )
+    theirs = {**DEFAULTS, **theirs}
+    unread = {key for key, value in theirs.items() if _is_unresolved(value)}
     values: dict[str, Any] = {}
-    left_out: list[str] = []
-    for key, value in {**DEFAULTS, **theirs}.items():
-        if key not in MOVES:
-            if key not in IGNORED and key not in DEFAULTS:
-                left_out.append(f"{key}={value}")
+    left_out = [_unread(key, theirs[key]) for key in theirs if key in unread]
+    for key, value in theirs.items():
+        if key in unread:
             continue
-        if isinstance(value, str) and "$" in value:
-            left_out.append(f"{key}={value} holds a variable of the shell; set {' and '.join(MOVES[key].keys)}")
+        if key not in MOVES:
+            if key not in IGNORED and key not in SETTLED and key not in DEFAULTS:
+                left_out.append(f"{key}={value}")
             continue
         try:
             moved = MOVES[key].value(value)
@@ -64,10 +65,22 @@ def convert(file: str | Path) -> Converted:
             continue
         values |= dict.fromkeys(MOVES[key].keys, moved)
     try:
-        left_out += finish(values, {**DEFAULTS, **theirs})
+        left_out += finish(values, {key: value for key, value in theirs.items() if key not in unread}, unread)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{path}: a value has another type than verl documents: {error}.") from error
     return Converted(values, left_out)
+
+
+def _is_unresolved(value: Any) -> bool:
+    """Return whether a value needs a shell or OmegaConf to be known: $A, ${a.b}, `date`, ???."""
+    text = str(value)
+    return "$" in text or "`" in text or text == "???"
+
+
+def _unread(key: str, value: Any) -> str:
+    ours = MOVES[key].keys if key in MOVES else SETTLED.get(key, ())
+    what = "is a part of the script's command that was not read" if key == str(value) else "holds a variable"
+    return f"{key if key == str(value) else f'{key}={value}'} {what}" + (f"; set {' and '.join(ours)}" if ours else "")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -114,21 +127,27 @@ def _arguments(path: Path, text: str) -> dict[str, Any]:
     """Return the `key=value` and `--flag=value` arguments of a shell script."""
     try:
         plain = re.sub(r"`#[^`]*`", "", text)  # a comment inside a command
-        arguments = shlex.split(plain.replace("\\\n", " "), comments=True)
+        words = shlex.shlex(plain.replace("\\\n", " "), posix=True, punctuation_chars=";<>|&")
+        words.whitespace_split = True
+        arguments = list(words)
     except ValueError as error:
         raise ConfigError(f"{path} is not a shell script: {error}.") from error
     found: dict[str, Any] = {}
-    for argument in arguments:
+    for word in arguments:
+        argument = re.sub(r"^\w+=\(", "", word)  # the first and the last of an array
+        argument = argument if "(" in argument else argument.rstrip(")")
         key, equals, value = argument.partition("=")
         if equals and (key.startswith("--") or re.fullmatch(r"\+{0,2}[A-Za-z_][\w.]*\.[\w.]+", key)):
             found[key.lstrip("+")] = _value(value)
+        elif re.fullmatch(r"\+{0,2}\$[\w{].*|\+{0,2}[\w.]+\.[\w.]*\$.*", argument):  # ${ARGS[@]}, actor.${KEY}=1
+            found[argument] = argument
     return found
 
 
 def _value(text: str) -> Any:
     import yaml
 
-    if "$" in text:
+    if _is_unresolved(text):
         return text
     try:
         return _number(yaml.safe_load(text))

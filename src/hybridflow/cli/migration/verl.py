@@ -1,7 +1,8 @@
 """verl: what becomes of the keys of `ppo_trainer.yaml`, and of a script that starts `verl.trainer.main_ppo`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 
@@ -169,7 +170,7 @@ DEFAULTS: dict[str, Any] = {
 
 IGNORED = (
     *(f"{role}.strategy" for role in (_ACTOR, "critic")),
-    *("trainer.project_name", "trainer.experiment_name", "trainer.device", "trainer.nnodes", "trainer.balance_batch"),
+    *("trainer.project_name", "trainer.experiment_name", "trainer.device", "trainer.balance_batch"),
     *(f"{_ACTOR}.use_dynamic_bsz", "actor_rollout_ref.model.use_remove_padding", "actor_rollout_ref.hybrid_engine"),
     *(f"{_ACTOR}.ppo_micro_batch_size_per_gpu", f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
@@ -178,33 +179,46 @@ IGNORED = (
     f"{_ACTOR}.fsdp_config.optimizer_offload",
     "actor_rollout_ref.ref.fsdp_config.param_offload",
     "data.filter_overlong_prompts_workers",
-    *(f"{_ACTOR}.kl_loss_coef", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", "trainer.n_gpus_per_node"),
-    *("custom_reward_function.path", "custom_reward_function.name", "trainer.logger", "data.prompt_key"),
-    *(f"reward_model.overlong_buffer.{name}" for name in ("enable", "len", "penalty_factor")),
 )
-"""Keys for which nothing is to be set: hybridflow decides, or has one key for all roles; or `finish` reads them."""
+"""Keys for which nothing is to be set: hybridflow decides, or has one key for all roles."""
+
+_NODES = ("trainer.n_gpus_per_node", "trainer.nnodes")
+_REWARD = ("custom_reward_function.path", "custom_reward_function.name")
+_OVERLONG = tuple(f"reward_model.overlong_buffer.{name}" for name in ("enable", "len", "penalty_factor"))
+SETTLED: dict[str, tuple[str, ...]] = {
+    f"{_ACTOR}.kl_loss_coef": ("algorithm.kl_coef",),
+    "algorithm.kl_ctrl.kl_coef": ("algorithm.kl_coef",),
+    "algorithm.kl_penalty": ("algorithm.kl_estimator",),
+    "trainer.logger": ("trainer.trackers",),
+    "data.prompt_key": ("data.columns",),
+    **dict.fromkeys(_NODES, ("controller.backend", "controller.num_workers")),
+    **dict.fromkeys(_REWARD, ("reward.function",)),
+    **dict.fromkeys(_OVERLONG, ("reward.overlong_buffer", "reward.overlong_penalty")),
+}
+"""Keys that `finish` reads, with ours that follow from them."""
 
 
-def finish(values: dict[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Settle what depends on several keys; return notes."""
+def finish(values: dict[str, Any], theirs: Mapping[str, Any], unread: Set[str]) -> list[str]:
+    """Settle what depends on several keys; return notes. Nothing is set that depends on a key whose value is unread."""
     notes = []
     in_loss, in_reward = (values.get(f"algorithm.{key}", False) for key in ("kl_in_loss", "kl_in_reward"))
-    of_loss, of_reward = theirs[f"{_ACTOR}.kl_loss_coef"], theirs["algorithm.kl_ctrl.kl_coef"]
-    if in_loss or in_reward:
-        values["algorithm.kl_coef"] = of_loss if in_loss else of_reward
+    of_loss, of_reward = theirs.get(f"{_ACTOR}.kl_loss_coef"), theirs.get("algorithm.kl_ctrl.kl_coef")
+    if (coef := of_loss if in_loss else of_reward if in_reward else None) is not None:
+        values["algorithm.kl_coef"] = coef
     if in_loss and in_reward and of_loss != of_reward:
         notes.append(f"algorithm.kl_ctrl.kl_coef={of_reward}: one algorithm.kl_coef holds for loss and reward")
     if in_reward and not in_loss and theirs.get("algorithm.kl_penalty") in KL_ESTIMATORS:
         values["algorithm.kl_estimator"] = KL_ESTIMATORS[theirs["algorithm.kl_penalty"]]
-    if (path := theirs.get("custom_reward_function.path")) is not None:
-        values["reward.function"] = f"{path}:{theirs.get('custom_reward_function.name', 'compute_score')}"
-    if theirs.get("reward_model.overlong_buffer.enable"):
-        values["reward.overlong_buffer"] = theirs.get("reward_model.overlong_buffer.len", 0)
-        values["reward.overlong_penalty"] = theirs.get("reward_model.overlong_buffer.penalty_factor", 1.0)
+    if (path := theirs.get(_REWARD[0])) is not None and unread.isdisjoint(_REWARD):
+        values["reward.function"] = f"{path}:{theirs.get(_REWARD[1], 'compute_score')}"
+    enable, length, penalty = _OVERLONG
+    if theirs.get(enable) and unread.isdisjoint(_OVERLONG):
+        values["reward.overlong_buffer"] = theirs.get(length, 0)
+        values["reward.overlong_penalty"] = theirs.get(penalty, 1.0)
     if theirs.get("data.filter_overlong_prompts"):
         values["data.overlong_prompts"] = "drop"
-    devices = theirs.get("trainer.n_gpus_per_node", 1) * theirs.get("trainer.nnodes", 1)
-    if isinstance(devices, int) and devices > 1:
+    devices = prod(theirs.get(key, 1) for key in _NODES)
+    if isinstance(devices, int) and devices > 1 and unread.isdisjoint(_NODES):
         values |= {"controller.backend": "ray", "controller.num_workers": devices}
     if known := trackers_of(theirs.get("trainer.logger")):
         values["trainer.trackers"] = known
