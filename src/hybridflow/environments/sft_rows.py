@@ -1,0 +1,5 @@
+"""Import path kept for programs; the module is `hybridflow.environments.episodes.sft_rows`."""
+
+from hybridflow.environments.episodes.sft_rows import EpisodeEncoder
+
+__all__ = ["EpisodeEncoder"]
