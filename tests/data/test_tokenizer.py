@@ -5,7 +5,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from hybridflow.data import RLHFDataset, load_tokenizer, stop_token_ids
-from hybridflow.data.tokenizer import require_tokenizer
+from hybridflow.data.tokenizer import require_tokenizer, response_texts
 from hybridflow.errors import DataConfigError, DataError
 
 
@@ -41,6 +41,17 @@ def test_tokenizer_check_requires_a_vocabulary_and_names_the_key(tmp_path):
         require_tokenizer(tmp_path, "model.path")
     (tmp_path / "vocab.json").write_text("{}")
     require_tokenizer(tmp_path, "model.path")
+
+
+def test_a_response_keeps_special_tokens_that_are_text_of_the_model(char_tokenizer):
+    tokenizer = char_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "<end>"]})
+    think, end = tokenizer.convert_tokens_to_ids(["<think>", "<end>"])
+    row = [think, *tokenizer("ab")["input_ids"], tokenizer.pad_token_id, end, tokenizer.eos_token_id]
+    assert response_texts(tokenizer, [row, [end]], (end,)) == ["<think>ab", ""]
+    assert response_texts(tokenizer, [row]) == ["<think>ab<end>"]
+    assert response_texts(tokenizer, [row, []], (), [[False, *[True] * 5], []]) == ["ab<end>", ""]
+    assert tokenizer.batch_decode([[4, 5, 1]], skip_special_tokens=True) == response_texts(tokenizer, [[4, 5, 1]])
 
 
 @pytest.mark.parametrize(

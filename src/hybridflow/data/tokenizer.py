@@ -1,6 +1,7 @@
 """Loading a tokenizer from a directory, without downloads or code of it, and the ids that pad and stop."""
 
 import json
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,6 +81,27 @@ def pad_token_id(tokenizer: "PreTrainedTokenizerBase") -> int:
     """Return the id of the padding token, or the EOS id if the tokenizer has no padding token."""
     pad_id = tokenizer.pad_token_id
     return pad_id if isinstance(pad_id, int) else eos_token_id(tokenizer)
+
+
+def response_texts(
+    tokenizer: "PreTrainedTokenizerBase",
+    rows: Sequence[Sequence[int]],
+    stop_ids: Collection[int] = (),
+    is_sampled: Sequence[Sequence[bool]] = (),
+) -> list[str]:
+    """Return what responses say, with the special tokens in them that are text of the model, such as <think>.
+
+    Without those that begin, end, pad or mask a text (EOS, BOS, `stop_ids` and others that the tokenizer names), and
+    without all special tokens where not `is_sampled`, which the template wrote.
+    """
+    special = {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)}
+    named = (getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+    hidden = special & {*stop_ids, *named}
+    shown = [
+        [token for token, own in zip(row, sampled, strict=True) if token not in (hidden if own else special)]
+        for row, sampled in zip(rows, is_sampled or ([True] * len(row) for row in rows), strict=True)
+    ]
+    return tokenizer.batch_decode(shown, skip_special_tokens=False)
 
 
 def stop_token_ids(tokenizer: "PreTrainedTokenizerBase", model_path: str | Path | None = None) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from hybridflow.data.tokenizer import pad_token_id
+from hybridflow.data.tokenizer import pad_token_id, response_texts
 from hybridflow.environments import EpisodeRow, PlayedEpisode
 from hybridflow.protocol import DataProto
 
@@ -31,6 +31,7 @@ def episode_batch(
     rows_per_episode: int,
     tokenizer: PreTrainedTokenizerBase,
     dtype: torch.dtype = torch.float32,
+    stop_ids: Sequence[int] = (),
 ) -> DataProto:
     """Return the columns of `ROLLOUT_COLUMNS` and `EPISODE_COLUMNS`, `rows_per_episode` rows for each episode.
 
@@ -50,7 +51,7 @@ def episode_batch(
         "num_tool_errors": torch.tensor(wrong),
     }
     tensors |= {name: column.repeat_interleave(rows_per_episode) for name, column in of_episodes.items()}
-    texts = tokenizer.batch_decode([row.ids for row in rows], skip_special_tokens=True)
+    texts = response_texts(tokenizer, [row.ids for row in rows], stop_ids, [row.is_sampled for row in rows])
     prompts = tokenizer.batch_decode([row.prompt_ids for row in rows], skip_special_tokens=False)
     said = [each.episode.messages[first:] for each, first in zip(episodes, num_first_messages, strict=True)]
     return DataProto.from_dict(

@@ -148,7 +148,7 @@ class EpisodeWorker:
         ids = [group * size + index for group in groups for index in range(size)]
         first = [batch.starts[n * size + index].player.num_first_messages for n in numbers for index in range(size)]
         dtype = torch.float64 if self._config.model.dtype == "float64" else torch.float32
-        rows = episode_batch(scored, ids, first, rows_per_episode, self._tokenizer, dtype)
+        rows = episode_batch(scored, ids, first, rows_per_episode, self._tokenizer, dtype, self._stop_ids)
         result = self._scores(scored, batch.step)
         rows.batch["turn_rewards"][result.failed.repeat_interleave(rows_per_episode)] = 0.0
         rewards = result_columns(result).union(DataProto.from_dict({}, {"answers": repeated(result.answers, 1)}))

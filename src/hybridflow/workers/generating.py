@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from hybridflow.config import Config, RolloutConfig, ValidationConfig
 from hybridflow.controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridflow.controller.mesh import ROLLOUT_MESH
-from hybridflow.data.tokenizer import pad_token_id
+from hybridflow.data.tokenizer import pad_token_id, response_texts
 from hybridflow.errors import BatchError
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.meta_info import NOISE_KEY
@@ -30,6 +30,7 @@ def rollouts_of(
     completions: Sequence[Completion],
     group_size: int,
     tokenizer: PreTrainedTokenizerBase,
+    stop_ids: Sequence[int],
     dtype: torch.dtype = torch.float32,
 ) -> DataProto:
     """Return the columns of `ROLLOUT_COLUMNS`, `group_size` rows for each prompt; see `rollout_batch`."""
@@ -39,7 +40,7 @@ def rollouts_of(
         prompts.batch["prompts"][source], prompts.batch["prompt_mask"][source], completions, padding, dtype
     )
     texts = np.empty(len(completions), dtype=object)
-    texts[:] = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+    texts[:] = response_texts(tokenizer, [c.token_ids for c in completions], stop_ids)
     reasons = np.empty(len(completions), dtype=object)
     reasons[:] = [c.finish_reason for c in completions]
     return DataProto.from_dict(batch, {"solution_texts": texts, "finish_reasons": reasons}, {"pad_token_id": padding})
@@ -274,8 +275,8 @@ class GeneratingWorker(DeviceWorker):
 
     def rollouts_of(self, prompts: DataProto, completions: Sequence[Completion], group_size: int) -> DataProto:
         """Return the columns of `ROLLOUT_COLUMNS`, `group_size` rows for each prompt."""
-        exact = self.config.model.dtype == "float64"
-        return rollouts_of(prompts, completions, group_size, self.tokenizer, torch.float64 if exact else torch.float32)
+        dtype = torch.float64 if self.config.model.dtype == "float64" else torch.float32
+        return rollouts_of(prompts, completions, group_size, self.tokenizer, self.stop_ids, dtype)
 
 
 def noise_key(prompts: DataProto) -> tuple[int, ...]:
