@@ -53,6 +53,11 @@ def test_calls_are_read_as_each_family_writes_them(name, text, calls):
         ("llama3", "<|python_tag|>print(1)", "a call is not JSON"),
         ("deepseek", "<｜tool▁call▁begin｜>f<｜tool▁call▁end｜>", "has no <｜tool▁sep｜>"),
         ("deepseek", DEEPSEEK.format("f", "{"), "the arguments of f are not JSON"),
+        ("hermes", '<tool_call>{"name": "f", "argument": {}}</tool_call>', "call of f has the unknown key 'argument'"),
+        ("hermes", '<tool_call>{"name": "f", "parameters": {}}</tool_call>', 'it has "name" and "arguments"'),
+        ("llama3", '<|python_tag|>{"name": "f", "arguments": {}}', 'it has "name" and "parameters"'),
+        ("deepseek", DEEPSEEK.format("code", "f\n```json\n{}\n```"), "the call of f has the unknown type 'code'"),
+        ("glm", f"<tool_call>f{GLM} b=2</tool_call>", "the call of f has 'b=2' after an <arg_value>"),
         ("glm", "<tool_call></tool_call>", "needs the name of a tool"),
         ("glm", "<tool_call>f<arg_key>a</tool_call>", "an <arg_key> of f has no"),
     ],
@@ -76,6 +81,25 @@ def test_what_is_wrong_with_a_call_is_said(name, text, reason):
 def test_reasoning_is_apart_from_the_answer(text, reasoning, content):
     for turn in (parse_plain(text), BY_NAME["hermes"].parse(text)):
         assert (turn.reasoning, turn.content) == (reasoning, content)
+
+
+CALL = '<tool_call>{"name": "f"}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "is_reasoning", "reasoning", "num_calls"),
+    [
+        (f"a {CALL}", True, f"a {CALL}", 0),  # the turn ends within the reasoning that the prompt opened
+        (f"a {CALL}</think>{CALL}", True, f"a {CALL}", 1),
+        (f"<think>{CALL}</think>b<think>{CALL}", False, f"{CALL}\n{CALL}", 0),
+        (f"<think>{CALL}</think>", True, CALL, 0),  # opened twice
+        (f"{CALL} </think>", False, "", 1),
+        ('<tool_call>{"name": "f", "arguments": {"a": "</think>"}}</tool_call>', False, "", 1),
+    ],
+)
+def test_a_call_within_reasoning_is_not_made(text, is_reasoning, reasoning, num_calls):
+    turn = BY_NAME["hermes"].parse(text, is_reasoning=is_reasoning)
+    assert (turn.reasoning, len(turn.calls), turn.malformed) == (reasoning, num_calls, ())
 
 
 @pytest.mark.parametrize("name", BY_NAME)

@@ -39,6 +39,20 @@ CALLS = {
 }
 
 
+def test_a_call_in_reasoning_that_the_prompt_opened_is_not_made():
+    tokenizer, begin = chat_tokenizer("qwen2_5"), "<|im_start|>assistant\\n"
+    head, _, tail = tokenizer.chat_template.rpartition(begin)
+    tokenizer.chat_template = f"{head}{begin}<think>\\n{tail}"
+    renderer, stops = ChatRenderer(tokenizer, [Tool.of(add)]), stop_ids_of("qwen2_5", tokenizer)
+    prompt = renderer.start([{"role": "user", "content": "what is </think>?"}]).text
+    assert prompt.endswith("assistant\n<think>\n")
+    draft, after = (sampled_of("qwen2_5", tokenizer, text + CALLS["qwen2_5"]) for text in ("", "so</think>"))
+    for given in ((), (prompt,)):
+        assert renderer.parse(draft, stops, *given) == AssistantTurn("", CALLS["qwen2_5"])
+        assert [call.name for call in renderer.parse(after, stops, *given).calls] == ["add"]
+    assert renderer.parse(draft, stops, f"{prompt}so</think>").calls  # an answer that the prompt has begun
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_answer_of_a_tool_follows_a_sampled_turn_as_text(family):
     tokenizer = chat_tokenizer(family)

@@ -28,17 +28,20 @@ class ToolFormat:
     marks: tuple[str, ...]
     read: Callable[[str], tuple[str, list[ToolCall], list[str]]]
 
-    def parse(self, text: str) -> AssistantTurn:
-        """Return what a turn's text says, without the token that ended it."""
-        reasoning, rest = _split_reasoning(text)
+    def parse(self, text: str, *, is_reasoning: bool | None = None) -> AssistantTurn:
+        """Return what a turn's text says, without the token that ended it; a call within reasoning is none.
+
+        `is_reasoning`: whether the prompt opened the reasoning; None: if the text closes some that it did not open.
+        """
+        reasoning, rest = _split_reasoning(text, is_reasoning)
         content, calls, malformed = self.read(rest)
-        return AssistantTurn(content.strip(), reasoning.strip(), tuple(calls), tuple(malformed))
+        return AssistantTurn(content.strip(), reasoning, tuple(calls), tuple(malformed))
 
 
-def parse_plain(text: str) -> AssistantTurn:
+def parse_plain(text: str, *, is_reasoning: bool | None = None) -> AssistantTurn:
     """Return a turn of a model without tools: reasoning and text."""
-    reasoning, rest = _split_reasoning(text)
-    return AssistantTurn(rest.strip(), reasoning.strip())
+    reasoning, rest = _split_reasoning(text, is_reasoning)
+    return AssistantTurn(rest.strip(), reasoning)
 
 
 def format_of(template: str) -> ToolFormat | None:
@@ -46,13 +49,22 @@ def format_of(template: str) -> ToolFormat | None:
     return next((each for each in FORMATS if all(mark in template for mark in each.marks)), None)
 
 
-def _split_reasoning(text: str) -> tuple[str, str]:
-    """Return reasoning and answer. A prompt may end with <think>, so the opening mark may be missing."""
-    before, mark, after = text.partition("</think>")
-    if mark:
-        return before.replace("<think>", "", 1), after
-    before, mark, after = text.partition("<think>")
-    return (after, before) if mark else ("", text)
+def is_open(text: str) -> bool:
+    """Return whether a text ends within reasoning."""
+    return text.rfind("<think>") > text.rfind("</think>")
+
+
+def _split_reasoning(text: str, is_reasoning: bool | None) -> tuple[str, str]:
+    """Return reasoning and answer, each of one or several parts."""
+    if is_reasoning is None:
+        is_reasoning = "<think>" not in text.partition("</think>")[0] and "</think>" in text
+    thoughts, said = list[str](), list[str]()
+    rest = text.lstrip().removeprefix("<think>") if is_reasoning else text
+    while rest:
+        part, _, rest = rest.partition("</think>" if is_reasoning else "<think>")
+        (thoughts if is_reasoning else said).append(part)
+        is_reasoning = not is_reasoning
+    return "\n".join(filter(None, map(str.strip, thoughts))), "".join(said)
 
 
 def _call_of(value: Any, arguments_key: str) -> ToolCall | str:
@@ -62,6 +74,10 @@ def _call_of(value: Any, arguments_key: str) -> ToolCall | str:
     name, arguments = value.get("name"), value.get(arguments_key, {})
     if not isinstance(name, str) or not name or _unfit(name):
         return 'a call needs a "name", a text'
+    unknown = [key for key in value if key not in ("name", arguments_key) and (key, value[key]) != ("type", "function")]
+    if unknown:
+        shown = ascii(unknown[0])[:100]
+        return f'the call of {name[:100]} has the unknown key {shown}; it has "name" and "{arguments_key}"'
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
@@ -130,9 +146,11 @@ def _read_glm(text: str) -> tuple[str, list[ToolCall], list[str]]:
         for pair in pairs:
             key, _, after = pair.partition("</arg_key>")
             before, mark, after = after.partition("<arg_value>")
-            value, closed, _ = after.partition("</arg_value>")
+            value, closed, other = after.partition("</arg_value>")
             if before.strip() or not mark or not closed:
                 return f"an <arg_key> of {name} has no </arg_key> with an <arg_value>"
+            if other.strip():
+                return f"the call of {name} has {other.strip()[:100]!r} after an <arg_value>"
             arguments[key.strip()] = value.strip("\n")
         return ToolCall(name, arguments, is_text=True)
 
@@ -147,6 +165,8 @@ def _read_deepseek(text: str) -> tuple[str, list[ToolCall], list[str]]:
         if not mark:
             return "a call has no <｜tool▁sep｜>"
         block = re.fullmatch(r"([^\n]+)\n```json\n(.*)\n```", after.strip(), re.DOTALL)
+        if block and before.strip() != "function":
+            return f"the call of {block[1].strip()[:100]} has the unknown type {before.strip()[:100]!r}; use function"
         name, arguments = block.groups() if block else (before, after)
         try:
             value = {"name": name.strip(), "arguments": json.loads(arguments)}

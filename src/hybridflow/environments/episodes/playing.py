@@ -99,7 +99,7 @@ class Player:
         """
         number = len(self.episode.turns)
         self.rows[-1].add_sampled(ids, log_probs, versions, number)
-        said = self._renderer.parse(ids, self._stop_ids)
+        said = self._renderer.parse(ids, self._stop_ids, self._prompt.text)
         ends_with_token = bool(ids) and ids[-1] in self._stop_ids
         if not ids or not (ends_with_token or has_stopped):
             self._cut_turn = said

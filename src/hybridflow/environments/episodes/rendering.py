@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 from hybridflow.data.chat_prompts import RENDERING_LIMIT_S
-from hybridflow.environments.episodes.formats import ToolFormat, format_of, parse_plain
+from hybridflow.environments.episodes.formats import ToolFormat, format_of, is_open, parse_plain
 from hybridflow.environments.episodes.messages import AssistantTurn, Message, ToolCall
 from hybridflow.environments.episodes.tools import Tool
 from hybridflow.errors import DataError, EnvironmentConfigError
@@ -73,17 +73,25 @@ class ChatRenderer:
         text, contents = self.render(messages, add_generation_prompt=True)
         return NextPrompt(self.encode(text, contents), text)
 
-    def parse(self, ids: Sequence[int], stop_ids: Sequence[int]) -> AssistantTurn:
-        """Return what sampled tokens say; the last one may be a stop token."""
+    def parse(self, ids: Sequence[int], stop_ids: Sequence[int], prompt: str | None = None) -> AssistantTurn:
+        """Return what sampled tokens say; the last one may be a stop token.
+
+        `prompt`: the text before them, which may have opened reasoning; None: that of any conversation.
+        """
         kept = list(ids[:-1] if ids and ids[-1] in stop_ids else ids)
         text = self.decode(kept)
+        begun = self._marks_of_turns.split(self._any_prompt if prompt is None else prompt)[-1]
         if not (self.format and self._tools):
-            return parse_plain(text)
-        said = self.format.parse(text)
+            return parse_plain(text, is_reasoning=is_open(begun) or None)
+        said = self.format.parse(text, is_reasoning=is_open(begun))
         if len(said.calls) > 1 and not self._takes_several_calls:
             ignored = "one call at a time: the calls after the first one were not made"
             said = replace(said, calls=said.calls[:1], malformed=(*said.malformed, ignored))
         return said
+
+    @cached_property
+    def _any_prompt(self) -> str:
+        return self.start([{"role": "user", "content": "a"}]).text
 
     @cached_property
     def _takes_several_calls(self) -> bool:
