@@ -1,5 +1,6 @@
 """Failing reward functions in separate processes: the other samples keep their scores."""
 
+import asyncio
 import gc
 import os
 import signal
@@ -92,6 +93,17 @@ def test_progress_counts_the_scored_responses(runner):
     assert progress() - before == 3
     call_here(lambda **sample: 1.0, [sample for _, sample in given], {})
     assert progress() - before == 6
+
+
+def test_an_async_function_runs_in_this_process_also_beside_a_running_event_loop():
+    async def score(solution_str, **_):
+        await asyncio.sleep(0)
+        return float(len(solution_str))
+
+    async def cell_of_a_notebook():
+        return call_here(score, [sample for _, sample in of_texts("a", "bc")], {})
+
+    assert [outcome.result for outcome in asyncio.run(cell_of_a_notebook())] == [1.0, 2.0]
 
 
 def test_exceptions_and_hangs_do_not_affect_the_other_process(runner):

@@ -4,7 +4,8 @@ import asyncio
 import copy
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from hybridflow.environments.processes.arguments import arguments_of, as_batch, takes_batches
@@ -34,7 +35,7 @@ def _call_each(function: RewardFunction, calls: Samples, kwargs: Mapping[str, An
     with Interrupts() as interrupts:
         if returns_awaitable(function):
             try:
-                return asyncio.run(_call_concurrently(function, calls, kwargs, concurrency, interrupts))
+                return _run(_call_concurrently(function, calls, kwargs, concurrency, interrupts))
             except (SystemExit, KeyboardInterrupt) as error:  # raised in a task that a call left behind
                 interrupts.raise_if_one(error)
                 return [_failure(error, function)] * len(calls)  # the call is unknown
@@ -49,6 +50,16 @@ def _call_each(function: RewardFunction, calls: Samples, kwargs: Mapping[str, An
             if os.getpid() != owner:  # a child that the function has forked must not go on as this rank
                 os._exit(0)
     return outcomes
+
+
+def _run(coroutine: Coroutine[Any, Any, list[Outcome]]) -> list[Outcome]:
+    """Run a coroutine to its end; in another thread if this one has an event loop that runs, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()
 
 
 async def _call_concurrently(
