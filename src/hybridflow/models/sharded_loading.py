@@ -26,6 +26,7 @@ from hybridflow.models.loading import (
     require_language_model,
     require_no_ignored_layer,
     require_shape,
+    require_value_head,
     turn_off_dropout,
 )
 from hybridflow.models.lora import is_adapter, plain_name
@@ -51,6 +52,8 @@ def build_without_weights(path: str | Path, head: Head, dtype: torch.dtype) -> P
             model = auto_class.from_config(config, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=False)
     except LOADING_ERRORS as error:
         raise cannot_be_loaded(path, auto_class, error) from error
+    if head == "value":
+        require_value_head(model)
     model.tie_weights()
     turn_off_dropout(model)
     return model.eval()
