@@ -26,6 +26,8 @@ def require_supported_config(config: PretrainedConfig) -> None:
         raise ModelError(
             f"{kind} models are masked language models, but a causal language model is required; {USE_INSTEAD}"
         )
+    if getattr(text, "is_heterogeneous", False):
+        raise ModelError(f"{kind} models with layers of different sizes are not supported; {USE_INSTEAD}")
     layer_types = getattr(text, "layer_types", None)
     if others := sorted(set(layer_types or ()) - {"full_attention"}):
         raise ModelError(f"{kind} models with layers of type {', '.join(others)} are not supported; {USE_INSTEAD}")
