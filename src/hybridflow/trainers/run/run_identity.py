@@ -46,7 +46,7 @@ def run_identity(config: Config, kind: Kind) -> dict[str, Any]:
 def require_same_run(checkpoint: Checkpoint, identity: dict[str, Any]) -> None:
     """Raise CheckpointConfigError, with all differences, if the checkpoint belongs to another run.
 
-    model.dtype = "auto" stands for the recorded dtype (`settle_dtype`).
+    model.dtype = "auto" stands for the recorded dtype (`settle_auto`).
     """
     before = checkpoint.info
     if before.get("kind") != identity["kind"]:
