@@ -1,16 +1,19 @@
 """The console output of a run: a live display on a terminal, otherwise one plain line per step."""
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import IO, Any, cast
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+from hybridflow.runtime.lenient_output import LenientOutput
 
 RL_FIGURES = {
     "reward": "critic/score/mean",
@@ -60,7 +63,7 @@ class ConsoleTracker:
         self.total_steps = total_steps
         self.figures = dict(figures)
         self.title = title
-        self.console = console or Console()
+        self.console = console or Console(file=cast(IO[str], LenientOutput(sys.stdout)))
         self._clock = clock
         self._step = self._start_step = start_step
         self._times = deque([(start_step, clock())], maxlen=RECENT_STEPS + 1)  # (step, time when it finished)

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from hybridflow.checkpoint import CheckpointStore
 from hybridflow.config import Config, DTypeName, check
@@ -41,7 +41,7 @@ def settle_auto(config: Config, *, resumes: bool = True) -> Config:
     if config.model.dtype != "auto":
         return config
     if (dtype := recorded.get("model.dtype")) in get_args(DTypeName):
-        return config.with_dtype(dtype)
+        return config.with_dtype(cast(DTypeName, dtype))
     has_bfloat16 = _gpus_have_bfloat16(config)
     if has_bfloat16 is False:
         logger.warning(
