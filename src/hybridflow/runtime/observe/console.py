@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hybridflow.runtime.lenient_output import LenientOutput
+from hybridflow.runtime.observe.tracker import number_of
 
 RL_FIGURES = {
     "reward": "critic/score/mean",
@@ -77,7 +78,9 @@ class ConsoleTracker:
             self._times.clear()  # the time of a validation before the first step says nothing about a step
         self._times.append((step, self._clock()))
         self._step = step
-        self._values.update({label: (step, metrics[name]) for label, name in self.figures.items() if name in metrics})
+        for label, name in self.figures.items():
+            if number_of(metrics.get(name)) is not None:
+                self._values[label] = step, metrics[name]
         if self.console.is_terminal:
             self._show()
         else:
