@@ -28,7 +28,7 @@ class WandbTracker:
                 "`pip install 'hybridflow[trackers]'`, or remove it from trainer.trackers."
             ) from error
         self._wandb: Any = wandb
-        self._numbers = CleanNumbers(lambda name: f"metric{name}" if name.startswith("_") else utf8_text(name))
+        self._numbers = CleanNumbers(lambda name: utf8_text(f"metric{name}" if name[:1] in ("", "_") else name))
         self._run: Any = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             id=run_id,
