@@ -41,7 +41,7 @@ class RewardModelWorker(ModelWorker):
         if labels != 1:
             has = f"a head of {labels} labels" if labels else "no weights of a head (score.weight)"
             raise ModelError(f"reward.model_path='{path}' has {has}; use a sequence classifier with one label.")
-        self.tokenizer = load_tokenizer(path)
+        self.tokenizer = load_tokenizer(path, config.data.date)
         self.encoder = PromptEncoder(self.tokenizer, chat_template=True)
         self.engine = self.build_engine(config, path, "value")
 

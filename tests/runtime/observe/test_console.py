@@ -88,3 +88,13 @@ def test_a_terminal_shows_a_bar_samples_log_lines_and_the_last_validation(capsys
 )
 def test_one_line_removes_the_middle_of_a_long_text(text, width, line):
     assert one_line(text, width) == line
+
+
+def test_a_step_whose_line_cannot_be_written_goes_on(monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        tracker = ConsoleTracker(2)
+        for step in (1, 2):
+            tracker.log(step, {"critic/score/mean": 0.5})
+        tracker.close()
+        tracker.console.file.discard()

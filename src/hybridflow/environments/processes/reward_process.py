@@ -81,7 +81,10 @@ def begin() -> tuple[dict[str, Any], "Replies", BinaryIO]:
     folder, temporary = os.path.dirname(__file__), os.environ["TMPDIR"]
     remove_tree = module_of(os.path.join(folder, "tree_removal.py")).remove_tree
     module_of(os.path.join(folder, "supervisor.py")).supervise(lambda: remove_tree(temporary))
+    output = module_of(os.path.join(folder, "../../runtime/lenient_output.py"))
+    output.open_standard_files()
     replies, questions = Replies(os.fdopen(os.dup(1), "wb")), os.fdopen(os.dup(0), "rb")
+    sys.stdout, sys.stderr = map(output.LenientOutput, (sys.stdout, sys.stderr))  # a `print` must not fail
     os.dup2(2, 1)  # the user's code must not write replies or read questions
     with open(os.devnull, "rb") as empty:
         os.dup2(empty.fileno(), 0)

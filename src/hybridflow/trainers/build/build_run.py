@@ -16,7 +16,7 @@ from hybridflow.runtime.allocator import bound_shape_caches, keep_freed_memory, 
 from hybridflow.runtime.observe import get_logger
 from hybridflow.runtime.random_state import seed_random_state
 from hybridflow.runtime.threads import set_deterministic, set_num_threads, use_full_float32
-from hybridflow.trainers.build.groups import build_backend, build_groups, closing_on_error
+from hybridflow.trainers.build.groups import build_backend, build_groups, closing_on_error, groups_of_pools
 from hybridflow.trainers.build.pool_sizes import pool_sizes_of
 from hybridflow.trainers.build.preconditions import require_one_rank, require_profile_steps, require_snapshot_dir
 from hybridflow.trainers.build.token_budgets import TokenBudgets
@@ -89,6 +89,8 @@ def build_run(config: Config, program: TrainingKind[D, T]) -> T:
             sizes = pool_sizes_of(config, backend, list(classes))
             fitting = sizes.fit() if sizes else config
             groups = build_groups(fitting, backend, classes)
+            of_pools = groups_of_pools(fitting, groups, "arithmetic")
+            run.record_arithmetic(facts for group in of_pools for facts in group.arithmetic())
             budgets = TokenBudgets(fitting, groups, run)
             budgets.settle()
             speedometer = measured_speedometer(fitting, program.learners, groups)

@@ -3,13 +3,14 @@
 import json
 import os
 from collections.abc import Iterable
+from datetime import date
 from pathlib import Path
-from typing import get_args
+from typing import Any, cast, get_args
 
 from hybridflow.checkpoint import CheckpointStore
 from hybridflow.config import Config, DTypeName, check
 from hybridflow.data import RLHFDataset, load_tokenizer
-from hybridflow.data.tokenizer import require_tokenizer, stop_token_ids
+from hybridflow.data.tokenizer import reads_clock, require_tokenizer, stop_token_ids
 from hybridflow.environments import check_template
 from hybridflow.environments.rewards.table import require_known
 from hybridflow.errors import ConfigError, DataConfigError, EnvironmentConfigError, ModelConfigError, ModelError
@@ -22,17 +23,25 @@ from hybridflow.runtime.observe.run_files import read_starts
 from hybridflow.trainers.build.groups import build_backend, closing_on_error
 
 
-def settle_dtype(config: Config, *, resumes: bool = True) -> Config:
-    """Return the configuration with the dtype that model.dtype = "auto" stands for.
+def settle_auto(config: Config, *, resumes: bool = True) -> Config:
+    """Return the configuration with the dtype and the date that model.dtype and data.date = "auto" stand for.
 
-    A run that continues from a checkpoint keeps the recorded dtype (unless not `resumes`), also on other devices. Else
-    it is bfloat16 if the workers have GPUs that compute in it, otherwise float32. Raises CheckpointError if `run.json`
-    is damaged, ConfigError if the configured Ray cluster does not answer.
+    A run that continues from a checkpoint keeps what is recorded (unless not `resumes`), also on other devices and on
+    another day. Else the dtype is bfloat16 if the workers have GPUs that compute in it, otherwise float32; the date is
+    today's if a chat template reads it. Raises CheckpointError if `run.json` is damaged, ConfigError if the configured
+    Ray cluster does not answer.
     """
+    recorded = _recorded(config) if resumes else {}
+    if config.data.date == "auto" and any(
+        map(reads_clock, filter(None, (config.model.path, config.reward.model_path)))
+    ):
+        day = recorded.get("data.date", "auto")
+        day = str(date.today()) if day == "auto" else day
+        config = config.model_copy(update={"data": config.data.model_copy(update={"date": day})})
     if config.model.dtype != "auto":
         return config
-    if resumes and (recorded := _recorded_dtype(config)):
-        return config.with_dtype(recorded)
+    if (dtype := recorded.get("model.dtype")) in get_args(DTypeName):
+        return config.with_dtype(cast(DTypeName, dtype))
     has_bfloat16 = _gpus_have_bfloat16(config)
     if has_bfloat16 is False:
         logger.warning(
@@ -42,15 +51,14 @@ def settle_dtype(config: Config, *, resumes: bool = True) -> Config:
     return config.with_dtype("bfloat16" if has_bfloat16 else "float32")
 
 
-def _recorded_dtype(config: Config) -> DTypeName | None:
-    """Return the dtype of the last start of the run in trainer.run_dir; None if there is no checkpoint to continue."""
+def _recorded(config: Config) -> dict[str, Any]:
+    """Return the keys of the last start of the run in trainer.run_dir; empty if there is no checkpoint to continue."""
     directory = Path(config.trainer.run_dir)
     if not directory.is_dir() or not CheckpointStore(directory / "checkpoints").list():
-        return None
+        return {}
     starts = read_starts(directory)
     last = starts[-1] if starts and isinstance(starts[-1], dict) else {}
-    recorded = dict(last.get("config") or {}).get("model.dtype")
-    return recorded if recorded in get_args(DTypeName) else None
+    return dict(last.get("config") or {})
 
 
 def _gpus_have_bfloat16(config: Config) -> bool | None:
@@ -78,7 +86,7 @@ def settle_rows(config: Config) -> Config:
     environment = config.environment
     if not environment.classes:
         return config
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, config.data.date)
     findings = check_template(tokenizer, stop_token_ids(tokenizer, config.model.path))
     if failed := [each for each in findings if each.state == "failed" and each.check != "tools"]:
         raise EnvironmentConfigError(
