@@ -12,6 +12,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "generate_max_len": ("data.max_response_length",),
     "max_completion_length": ("data.max_response_length",),
     "max_new_tokens": ("data.max_response_length",),
+    "train_dataset": ("data.train_files",),
+    "eval_dataset": ("data.val_files",),
     "shuffle": ("data.order",),
     "n": ("rollout.group_size",),
     "num_generations": ("rollout.group_size",),

@@ -1,5 +1,6 @@
 """The training loop around the steps of any trainer: validation, logs, checkpoints, signals. Knows no algorithm."""
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -8,7 +9,7 @@ from typing import Any, Protocol
 
 from hybridflow.config import Config, TrainerConfig
 from hybridflow.controller import Role, WorkerGroup
-from hybridflow.errors import HybridFlowError, WorkerError
+from hybridflow.errors import CheckpointConfigError, HybridFlowError, WorkerError
 from hybridflow.runtime.fault_points import fault_point
 from hybridflow.runtime.observe import TraceEvent, get_logger, memory_bytes
 from hybridflow.runtime.stop_signals import StopRequest
@@ -201,19 +202,42 @@ def _completing_saves(trainer: Trainer) -> Iterator[None]:
     trainer.finish_save()
 
 
+FREE = ("model.dtype", "trainer.total_steps", "trainer.epochs", "trainer.resume", "trainer.run_dir", "trainer.trackers")
+"""Keys that may change in a run that is at its last step; of the sections below, all may."""
+
+FREE_SECTIONS = ("controller.", "placement.", "recovery.")
+
+
 def _log_nothing_to_do(trainer: Trainer) -> None:
-    step, total_steps = trainer.global_step, trainer.total_steps
+    """Log why there is no step to make. Raises CheckpointConfigError if settings changed that would have no effect."""
+    step, total_steps, run = trainer.global_step, trainer.total_steps, trainer.run
+    before = run.checkpoint.info["config"] if run.checkpoint else {}
+    started_in = next((start.get("directory", "") for start in reversed(run.starts())), "")
+    changed = [
+        f"{key} was {before[key]!r} and is {value!r}"
+        for key, value in run.identity["config"].items()
+        if key in before and key not in FREE and not key.startswith(FREE_SECTIONS)
+        if before[key] != value and _absolute(before[key], started_in) != _absolute(value, "")
+    ]
+    if changed:
+        raise CheckpointConfigError(
+            f"'{run.path}' is at step {step} already, so that other settings have no effect: {'; '.join(changed)}. "
+            f"Raise trainer.total_steps above {step} to train on with them, or choose another trainer.run_dir."
+        )
     if step < total_steps:
         logger.warning(
-            "'%s' is already at step %d: nothing to do. Remove --stop-after, or name a later step",
-            trainer.run.path,
-            step,
+            "'%s' is already at step %d: nothing to do. Remove --stop-after, or name a later step", run.path, step
         )
     else:
         logger.warning(
             "'%s' is finished: it is at step %d of %d. Raise trainer.total_steps (or trainer.epochs) to continue, "
             "or choose another trainer.run_dir",
-            trainer.run.path,
-            step,
-            total_steps,
+            *(run.path, step, total_steps),
         )
+
+
+def _absolute(value: Any, directory: str) -> Any:
+    """Return a value with its texts, which may be paths, as absolute paths; equal texts stay equal."""
+    if isinstance(value, list):
+        return [_absolute(each, directory) for each in value]
+    return os.path.abspath(os.path.join(directory, value)) if isinstance(value, str) else value
