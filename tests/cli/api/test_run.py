@@ -11,6 +11,7 @@ import hybridflow
 from fixtures import tiny_run
 from hybridflow.cli.api import Table
 from hybridflow.cli.api.run import _prompts
+from hybridflow.cli.inspect.run_table import run_row
 from hybridflow.cli.main import main
 from hybridflow.errors import (
     CheckpointConfigError,
@@ -75,6 +76,7 @@ def test_fit_of_a_finished_run_names_it_and_refuses_other_settings(finished, tmp
     monkeypatch.chdir(tmp_path)
     run = hybridflow.open_run("run", reward=score)
     assert run.fit(**{"controller.threads": 2, "trainer.total_steps": 2}) is run
+    assert run_row(run.path).recipe == "defaults"
     assert "'run' is at step 3 of 3, finished; look at it with run.metrics" in caplog.text
     for settings, change in (({}, "actor.optimizer.lr was"), ({"stop_after": 2}, "actor.optimizer.lr was")):
         with pytest.raises(CheckpointConfigError, match=rf"other settings have no effect: {change}.* another run_dir"):

@@ -11,8 +11,9 @@ from hybridflow.cli.api.environment_argument import Environments, environment_so
 from hybridflow.cli.api.rows import Data, file_of, files_of, records_of, write_rows
 from hybridflow.cli.api.settings import overrides
 from hybridflow.cli.api.words import Words, in_own_words
-from hybridflow.cli.inspect.run_table import run_row
+from hybridflow.cli.inspect.run_table import NO_RECIPE, run_row
 from hybridflow.config import Config, load_config
+from hybridflow.config.load import ALGORITHMS
 from hybridflow.config.run_paths import absolute_paths
 from hybridflow.data.parquet_rows import Row
 from hybridflow.data.row_forms import rows_of
@@ -97,6 +98,8 @@ class Run:
             _require_same_closures(self._closures, self.path)
         self._changes += overrides(settings)
         with BUILDERS[self.kind](config) as trainer:
+            names = [file.stem if file.parent == ALGORITHMS else file.name for file in self._recipes]
+            trainer.run.start_facts["recipe"] = " ".join(names) or NO_RECIPE
             trainer.fit(stop_after)
         row, where = run_row(self.path), shlex.quote(str(self.path))
         logger.info(

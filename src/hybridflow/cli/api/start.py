@@ -127,8 +127,7 @@ def _start(
     with words:
         words.require_arguments(settings, [*given, "data.train_files", *["data.val_files"] * has_val])
         recipes, changes = recipe_files(recipe), overrides({**given, **settings})
-        expected = overrides({"data.val_files": ["given"]} if has_val else {})  # whose file is not written yet
-        first = load_config(recipes, [*changes, *expected])
+        first = load_config(recipes, changes)
         name = DATA_KINDS[kind]
         limits = {
             "train": (first.trainer.total_steps * _batch_size(first, kind), "trainer.total_steps"),

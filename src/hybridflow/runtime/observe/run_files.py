@@ -75,11 +75,11 @@ class RunFiles:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The values of the newest start's configuration by key, such as "rollout.group_size"."""
+        """The values of the newest start's configuration by key, such as "rollout.group_size", as recipes have them."""
         config = self.starts[-1].get("config")
         if not isinstance(config, dict):
             raise DataError(f"'{self.path / 'run.json'}' has no configuration; restore the file.")
-        return config
+        return {key: "none" if value is None else value for key, value in config.items()}
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:

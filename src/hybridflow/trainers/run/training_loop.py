@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from hybridflow.controller import Role, WorkerGroup
 from hybridflow.errors import CheckpointConfigError, HybridFlowError, WorkerError
 from hybridflow.runtime.fault_points import fault_point
 from hybridflow.runtime.observe import TraceEvent, get_logger, memory_bytes
+from hybridflow.runtime.observe.slow_start import named_if_slow
 from hybridflow.runtime.stop_signals import StopRequest
 from hybridflow.trainers.build.groups import groups_of_pools
 from hybridflow.trainers.run.rank_speeds import RankSpeeds, SlowRankWatch
@@ -125,12 +126,15 @@ def fit(trainer: Trainer, stop_after: int | None = None) -> None:
         is_begun = stopping = False
         while not stopping:
             with recovering(recovery, lambda: log.rewind(trainer.global_step)):
+                how_long = nullcontext() if is_begun else named_if_slow(f"step {trainer.global_step + 1}")
                 if not is_begun:
-                    _begin(trainer, log)
+                    with named_if_slow("validating before the first step"):
+                        _begin(trainer, log)
                     is_begun = True
                     if stop.requested:
                         break
-                stopping = _train_one_step(trainer, log, saves, lambda step: step >= last_step or stop.requested)
+                with how_long:
+                    stopping = _train_one_step(trainer, log, saves, lambda step: step >= last_step or stop.requested)
     if trainer.global_step < trainer.total_steps:
         logger.warning(
             "stopped after step %d of %d; run the same command to continue%s",
