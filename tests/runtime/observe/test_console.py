@@ -39,15 +39,12 @@ def test_a_step_is_a_line_with_figures_in_one_order_and_the_time_left(printed):
         (50.0, 3, {"critic/score/mean": 0.75}),
         (60.0, 4, {}),
     ]
-    assert (
-        printed(steps, 4)
-        == [
-            "step 1/4  reward 0.5  response length 31.2  s/step 10",  # what the first step takes says nothing about the others
-            "step 2/4  reward 0.625  val accuracy 0.25  val score 0.75  left 0:00:40",
-            "step 3/4  reward 0.75  left 0:00:20",
-            "step 4/4",
-        ]
-    )
+    assert printed(steps, 4) == [
+        "step 1/4  reward 0.5  response length 31.2  s/step 10",  # says nothing about the others
+        "step 2/4  reward 0.625  val accuracy 0.25  val score 0.75  left 0:00:40",
+        "step 3/4  reward 0.75  left 0:00:20",
+        "step 4/4",
+    ]
     assert printed([(0.0, 0, {"val/accuracy": 0.25}), (9.0, 1, {})], 0) == ["step 0  val accuracy 0.25", "step 1"]
 
 

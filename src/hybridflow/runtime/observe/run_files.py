@@ -75,11 +75,16 @@ class RunFiles:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The values of the newest start's configuration by key, such as "rollout.group_size", as recipes have them."""
+        """The values of the newest start's configuration by key, such as "rollout.group_size"."""
         config = self.starts[-1].get("config")
         if not isinstance(config, dict):
             raise DataError(f"'{self.path / 'run.json'}' has no configuration; restore the file.")
-        return {key: "none" if value is None else value for key, value in config.items()}
+        return config
+
+    @property
+    def shown_config(self) -> dict[str, Any]:
+        """The configuration with values as recipes have them: "none" in place of None, which TOML lacks."""
+        return {key: "none" if value is None else value for key, value in self.config.items()}
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:

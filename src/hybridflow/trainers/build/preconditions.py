@@ -18,7 +18,7 @@ from hybridflow.errors import ConfigError, DataConfigError, EnvironmentConfigErr
 from hybridflow.models.hub import with_local_files
 from hybridflow.models.loading import vocabulary_size
 from hybridflow.rollout.vllm import require_vllm
-from hybridflow.runtime.device import gpu_has_bfloat16
+from hybridflow.runtime.device import cpu_has_bfloat16, gpu_has_bfloat16
 from hybridflow.runtime.observe import get_logger
 from hybridflow.runtime.observe.run_files import read_starts
 from hybridflow.runtime.user_code import declared_function
@@ -37,6 +37,11 @@ def settle_dtype(config: Config, *, resumes: bool = True) -> Config:
     if resumes and (recorded := _recorded_dtype(config)):
         return config.with_dtype(recorded)
     has_bfloat16 = _gpus_have_bfloat16(config)
+    if has_bfloat16 is None and cpu_has_bfloat16():
+        logger.info(
+            "model.dtype='auto' is float32 on a CPU; this one has bfloat16, which is faster from some million "
+            "parameters on: model.dtype='bfloat16'"
+        )
     if has_bfloat16 is False:
         logger.warning(
             "model.dtype='auto' is float32 here: the GPUs do not compute in bfloat16 (compute capability 8.0 or later "

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from hybridflow.config import Config, TrainerConfig
 from hybridflow.controller import Role, WorkerGroup
 from hybridflow.errors import CheckpointConfigError, HybridFlowError, WorkerError
+from hybridflow.runtime.cores import CoreUse
 from hybridflow.runtime.fault_points import fault_point
 from hybridflow.runtime.observe import TraceEvent, get_logger, memory_bytes
 from hybridflow.runtime.observe.slow_start import named_if_slow
@@ -68,6 +69,26 @@ class SaveTimes:
         self._last_save = self._clock()
 
 
+class CrowdWatch:
+    """A context of each step; in the first ones it notices other programs on the cores, and logs them once."""
+
+    def __init__(self, config: Config) -> None:
+        """Watch unless the workers are on a cluster of others, whose processes this one does not know."""
+        self._num_left = 0 if config.controller.address else CROWD_STEPS
+
+    def __enter__(self) -> None:
+        self._use = CoreUse() if self._num_left else None
+
+    def __exit__(self, *_: object) -> None:
+        self._num_left -= self._num_left > 0
+        if self._use and self._use.read().is_full and self._use.text:
+            self._num_left = 0
+            logger.info("%s, so that a step takes longer than it would alone", self._use.text)
+
+
+CROWD_STEPS = 5
+"""Steps of a start in which other programs are looked for."""
+
 logger = get_logger(__name__)
 
 
@@ -123,7 +144,7 @@ def fit(trainer: Trainer, stop_after: int | None = None) -> None:
     log = RunLog(trainer.run, total_steps=trainer.total_steps, figures=trainer.figures)
     saves, recovery = SaveTimes(how), trainer.recovery
     with log, StopRequest() as stop, _completing_saves(trainer):
-        is_begun = stopping = False
+        is_begun, stopping, crowding = False, False, CrowdWatch(trainer.config)
         while not stopping:
             with recovering(recovery, lambda: log.rewind(trainer.global_step)):
                 how_long = nullcontext() if is_begun else named_if_slow(f"step {trainer.global_step + 1}")
@@ -133,7 +154,7 @@ def fit(trainer: Trainer, stop_after: int | None = None) -> None:
                     is_begun = True
                     if stop.requested:
                         break
-                with how_long:
+                with how_long, crowding:
                     stopping = _train_one_step(trainer, log, saves, lambda step: step >= last_step or stop.requested)
     if trainer.global_step < trainer.total_steps:
         logger.warning(

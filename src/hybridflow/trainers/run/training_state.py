@@ -10,6 +10,7 @@ from hybridflow.checkpoint import Checkpoint, CheckpointStore, SavedFile, save_s
 from hybridflow.controller import WorkerGroup
 from hybridflow.data import BatchLoader
 from hybridflow.errors import CheckpointError, HybridFlowError
+from hybridflow.runtime.files import describe_bytes
 from hybridflow.runtime.observe import get_logger
 from hybridflow.runtime.random_state import capture_random_state, restore_random_state
 
@@ -86,7 +87,10 @@ class TrainingSaver:
         logger.debug("saved '%s'", path)
         if self.num_kept:
             size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-            logger.info("a checkpoint has %.3g MB; trainer.keep_checkpoints=%d are kept", size / 1e6, self.num_kept)
+            kept = "one of them is" if self.num_kept == 1 else f"{self.num_kept} of them are"
+            logger.info(
+                "a checkpoint of this run has %s; %s kept (trainer.keep_checkpoints)", describe_bytes(size), kept
+            )
             self.num_kept = 0
 
     def rescue(self) -> None:

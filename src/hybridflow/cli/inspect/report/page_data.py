@@ -53,7 +53,7 @@ def run_data(run: RunFiles) -> dict[str, Any]:
     return {
         "name": run.name,
         "starts": [_plain({name: value for name, value in start.items() if name != "config"}) for start in run.starts],
-        "config": _plain(run.config),
+        "config": _plain(run.shown_config),
         "state": state,
         "curves": curves,
         "rollouts": _rollouts(known(run.rollouts) or _rollouts_of(samples)),
