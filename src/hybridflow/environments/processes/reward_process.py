@@ -48,7 +48,7 @@ def main() -> None:
     try:
         loader = module_of(settings["loader"])
         function = by_value(*own) if own else loader.load_user_function(name, WHAT, NotLoaded)
-        loader.require_arguments(function, name, WHAT, calls.checked_arguments(function, settings["kwargs"]), NotLoaded)
+        calls.check_signature(function, name, settings["kwargs"], NotLoaded)
         is_async = returns_awaitable(function)
         forms = {"takes_batches": calls.takes_batches(function), "takes_names": calls.takes_names(function)}
         kind = {"is_async": is_async, **forms, "source": "" if own else source_of(function)}

@@ -74,8 +74,8 @@ class ConsoleTracker:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show the step and its metrics: update the live display or print one line."""
-        if step <= self._start_step:
-            self._times.clear()  # the time of a validation before the first step says nothing about a step
+        if step <= self._start_step + 1:
+            self._times.clear()  # the first step compiles and allocates, and may follow a validation
         self._times.append((step, self._clock()))
         self._step = step
         for label, name in self.figures.items():

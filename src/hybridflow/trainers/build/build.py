@@ -37,7 +37,7 @@ def build_trainer(config: Config) -> PPOTrainer:
     def prompts(files: tuple[str, ...], max_samples: int, order_by: str) -> RLHFDataset:
         dataset = open_prompts(config, files, max_samples, order_by)
         require_positions(config, dataset)
-        require_reward_functions(config, dataset, files)
+        require_reward_functions(config, dataset.samples(), files)
         if config.environment.weights:
             dataset.weigh_sources(config.environment.weights)
         return dataset

@@ -32,7 +32,7 @@ def build_validator(config: Config, checkpoint: Checkpoint | None = None) -> Val
     """Build the validator of `hybridflow evaluate`, with the weights of model.path or of a checkpoint."""
     config = settle_rows(_prepare(config, checkpoint, "data.val_files"))
     prompts = open_prompts(config, config.data.val_files, config.validation.max_samples)
-    require_reward_functions(config, prompts, config.data.val_files)
+    require_reward_functions(config, prompts.samples(), config.data.val_files)
     rewards = {Role.Reward: reward_worker(config)}
     with _groups(config, checkpoint, rewards) as (backend, groups):
         return build_group_validator(config, prompts, groups[Role.ActorRollout], groups[Role.Reward], backend)

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -12,14 +12,17 @@ from hybridflow.config import Config, DTypeName, check
 from hybridflow.data import RLHFDataset, load_tokenizer
 from hybridflow.data.tokenizer import reads_clock, require_tokenizer, stop_token_ids
 from hybridflow.environments import check_template
+from hybridflow.environments.processes.arguments import check_names, check_signature
+from hybridflow.environments.processes.closure import closure_of
 from hybridflow.environments.rewards.table import require_known
 from hybridflow.errors import ConfigError, DataConfigError, EnvironmentConfigError, ModelConfigError, ModelError
 from hybridflow.models.hub import with_local_files
 from hybridflow.models.loading import vocabulary_size
 from hybridflow.rollout.vllm import require_vllm
-from hybridflow.runtime.device import gpu_has_bfloat16
+from hybridflow.runtime.device import cpu_has_bfloat16, gpu_has_bfloat16
 from hybridflow.runtime.observe import get_logger
 from hybridflow.runtime.observe.run_files import read_starts
+from hybridflow.runtime.user_code import declared_function
 from hybridflow.trainers.build.groups import build_backend, closing_on_error
 
 
@@ -43,6 +46,11 @@ def settle_auto(config: Config, *, resumes: bool = True) -> Config:
     if (dtype := recorded.get("model.dtype")) in get_args(DTypeName):
         return config.with_dtype(cast(DTypeName, dtype))
     has_bfloat16 = _gpus_have_bfloat16(config)
+    if has_bfloat16 is None and cpu_has_bfloat16():
+        logger.info(
+            "model.dtype='auto' is float32 on a CPU; this one has bfloat16, which is faster from some million "
+            "parameters on: model.dtype='bfloat16'"
+        )
     if has_bfloat16 is False:
         logger.warning(
             "model.dtype='auto' is float32 here: the GPUs do not compute in bfloat16 (compute capability 8.0 or later "
@@ -177,17 +185,25 @@ def require_positions(config: Config, prompts: RLHFDataset) -> None:
         )
 
 
-def require_reward_functions(config: Config, prompts: RLHFDataset, files: Iterable[str]) -> None:
-    """Raise ConfigError for a data source without an environment, or without a reward function."""
-    classes, sources = config.environment.classes, sorted(set(prompts.data_sources))
+def require_reward_functions(config: Config, samples: Iterable[Mapping[str, Any]], files: Iterable[str]) -> None:
+    """Raise ConfigError for a data source without an environment or a reward function, or for a wrong function.
+
+    A function is wrong if a parameter names nothing of a sample, of which `data_source` and `extra_info` are read.
+    """
+    classes, samples, name = config.environment.classes, [*samples], config.reward.function
+    sources = sorted({sample["data_source"] for sample in samples})
     if len(classes) > 1 and (unknown := [source for source in sources if source not in classes]):
         raise EnvironmentConfigError(
             f"no environment serves data_source {', '.join(map(repr, unknown))} in {', '.join(files)}; "
             f"environment.classes has {', '.join(classes)}. Name the class in the column data_source of each row."
         )
-    if classes or config.reward.function or config.reward.model_path:
-        return
-    require_known(prompts.data_sources, files)
+    closure = closure_of(name)
+    if function := closure.function() if closure else declared_function(name):
+        label = getattr(function, "__name__", name) if closure else name
+        check_signature(function, label, config.reward.kwargs)
+        check_names(function, label, config.reward.kwargs, [{**sample, "solution_str": ""} for sample in samples])
+    elif not (name or classes or config.reward.model_path):
+        require_known(sources, files)
 
 
 def require_room(config: Config, longest: int) -> None:
