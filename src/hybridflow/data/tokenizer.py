@@ -7,6 +7,7 @@ from pathlib import Path
 from string import ascii_letters
 from typing import TYPE_CHECKING, cast
 
+from hybridflow.data.chat_prompts import PromptEncoder
 from hybridflow.errors import DataConfigError, DataError
 from hybridflow.runtime.observe import get_logger
 
@@ -139,13 +140,17 @@ def response_texts(
     return tokenizer.batch_decode(shown, skip_special_tokens=False)
 
 
-def stop_token_ids(tokenizer: "PreTrainedTokenizerBase", model_path: str | Path | None = None) -> tuple[int, ...]:
+def stop_token_ids(
+    tokenizer: "PreTrainedTokenizerBase", model_path: str | Path | None = None, chat_template: bool = False
+) -> tuple[int, ...]:
     """Return all ids that end a response, ascending: those of the directory `model_path`, and the tokenizer's EOS.
 
-    The directory names them in `generation_config.json`, or without that file in `config.json`. Raises DataError for a
-    malformed file.
+    The directory names them in `generation_config.json`, or without that file in `config.json`. With `chat_template`
+    also the token that the template writes after each answer. Raises DataError for a malformed file.
     """
     stop_ids = {eos_token_id(tokenizer)}
+    if chat_template and (end := PromptEncoder(tokenizer, chat_template).end_of_turn()) is not None:
+        stop_ids.add(end)
     names = ("generation_config.json", "config.json") if model_path is not None else ()
     files = [file for name in names if (file := Path(model_path or "") / name).is_file()]
     if files:

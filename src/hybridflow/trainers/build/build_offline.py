@@ -72,9 +72,10 @@ def build_reward_model_trainer(config: Config) -> OfflineTrainer:
 def _pairs(config: Config, layout: Literal["policy", "reward_model"]) -> OpenDataset[Examples]:
     def pairs(files: tuple[str, ...], max_samples: int, order_by: str) -> PreferenceDataset:
         data = config.data
+        tokenizer = load_tokenizer(config.model.path, data.date)
         return PreferenceDataset(
             files,
-            load_tokenizer(config.model.path, config.data.date),
+            tokenizer,
             data.max_prompt_length,
             data.max_response_length,
             layout=layout,
@@ -82,6 +83,7 @@ def _pairs(config: Config, layout: Literal["policy", "reward_model"]) -> OpenDat
             max_samples=max_samples,
             order_by=order_by,
             form=RowForm(data.columns, data.map),
+            stop_ids=stop_token_ids(tokenizer, config.model.path),
         )
 
     return pairs

@@ -154,12 +154,15 @@ def with_required_files(config: Config, *file_keys: str, reference: bool = False
             require_model_directory(key, path)
             if key not in WITHOUT_TOKENIZER:
                 require_tokenizer(path, key)
-    require_known_tokens(config.model.path)
+    require_known_tokens(config.model.path, config.data.chat_template)
     return config
 
 
-def require_known_tokens(path: str) -> None:
-    """Raise ModelError unless the policy's vocabulary has every token of its tokenizer and every stop token."""
+def require_known_tokens(path: str, chat_template: bool) -> None:
+    """Raise ModelError unless the policy's vocabulary has every token of its tokenizer and every stop token.
+
+    Log a stop token of the chat template that the model's configuration does not name.
+    """
     tokenizer, entries = load_tokenizer(path), vocabulary_size(path)
     largest = max(tokenizer.get_vocab().values())
     if largest >= entries:
@@ -168,7 +171,14 @@ def require_known_tokens(path: str) -> None:
             f"model.path='{path}': the tokenizer has token {token!r} of id {largest}, but the model has a vocabulary "
             f"of {entries}; remove the token, resize the model's embeddings, or copy both from one directory."
         )
-    if beyond := [token_id for token_id in stop_token_ids(tokenizer, path) if not 0 <= token_id < entries]:
+    stop_ids = stop_token_ids(tokenizer, path)
+    if own := set(stop_token_ids(tokenizer, path, chat_template)).difference(stop_ids):
+        logger.warning(
+            "model.path='%s': the chat template ends an answer with %r, and so does this run; name it (%d) also as "
+            "eos_token_id in generation_config.json, so that other programs stop there.",
+            *(path, tokenizer.decode(list(own)), *own),
+        )
+    if beyond := [token_id for token_id in stop_ids if not 0 <= token_id < entries]:
         raise ModelError(
             f"model.path='{path}': stop token {beyond[0]} (eos_token_id of generation_config.json or config.json) is "
             f"not in the model's vocabulary of {entries}, so no response could end with it; correct it."
