@@ -24,6 +24,10 @@ peers = $(if $(filter --smoke,$(ARGS)),,$(1))
 INSTALL := -m pip install --quiet --no-compile
 # So it must be written, whatever the environment says: without it, each process compiles all modules that it imports.
 export PYTHONDONTWRITEBYTECODE :=
+# The version is that of pyproject.toml; pyright would warn when there is a newer one.
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+# As in hybridflow/__init__.py, for programs that import torch first, and for the peers of benchmarks.
+export OMP_WAIT_POLICY ?= passive
 
 .PHONY: help setup setup-vllm demo demo-control demo-tools rlhf learn chaos soak smoke test types fast-tests test-runs test-vllm test-all test-gpu fix
 .PHONY: bench-balance bench-compiled_kernels bench-controller_scale bench-episodes bench-gpu bench-grpo_step bench-lag_kills

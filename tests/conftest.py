@@ -33,6 +33,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # tests need no network; those of the hub ha
 # Threads do not speed up tiny tensors, and on a busy machine their synchronization makes them ten times slower; torch
 # reads this when the plugins below import it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 pytest_plugins = ["fixtures.canonical", "fixtures.lanes"]
 

@@ -18,7 +18,7 @@ from hybridflow.trainers.build import preconditions
 def main() -> None:
     channel = Channel()
     # No response may end early, so the EOS of these models is outside of their vocabulary (support/models.py).
-    preconditions.require_known_tokens = lambda path: None
+    preconditions.require_known_tokens = lambda *_: None
     config = load_config(channel.options["recipe"], [f"model.dtype={channel.options['dtype']}"])
     trainer = build_trainer(config)
     channel.ready(torch.get_num_threads(), hybridflow=hybridflow.__version__, torch=torch.__version__)

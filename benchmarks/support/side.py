@@ -119,6 +119,7 @@ def _variables(system: str, threads: int) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, (str(BENCHMARKS), str(ROOT / "src"), os.environ.get("PYTHONPATH")))),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),  # for peers too
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",

@@ -3,10 +3,15 @@
 Public names are imported at their first use, so that `import hybridflow` is fast and does not import torch.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+
+# Threads of torch then sleep while they wait for each other, instead of occupying a core, which slows a step several
+# times beside one busy program. OpenMP reads it when torch is first imported, here and in processes started from here.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 if TYPE_CHECKING:
     from hybridflow.cli.api import Run, dpo, open_run, reward_model, sft, train

@@ -12,6 +12,7 @@ from hybridflow.cli.doctor import (
     CheckProgram,
     CheckResult,
     all_reduce_program,
+    check_cores,
     check_devices,
     check_host_name,
     check_open_files,
@@ -28,7 +29,7 @@ OWN_RUN = pytest.mark.own_run("grpo: starts the programs of checks")
 
 
 def test_this_machine_has_no_error():
-    for look in (check_versions, check_devices, check_shared_memory, check_open_files):
+    for look in (check_cores, check_versions, check_devices, check_shared_memory, check_open_files):
         finding = look()
         assert finding.state == "ok" or finding.fix
         assert finding.state != "error", finding

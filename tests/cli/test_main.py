@@ -123,6 +123,25 @@ def test_sigterm_acts_as_ctrl_c_unless_the_program_handles_it(fake_command, show
     assert seen == ["own handler"]
 
 
+def test_lost_output_is_an_error_unless_a_run_has_files_or_the_reader_left(fake_command, monkeypatch, capfd):
+    def status(path):
+        with open(path, "w") if isinstance(path, str) else open(path, "w", closefd=False) as stream:
+            monkeypatch.setattr(sys, "stdout", stream)
+            return main(["fake"])
+
+    done = []
+    fake_command(lambda args: print("x" * 10**5) or done.append(args) or 0)
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    assert (status(write_end), capfd.readouterr().err) == (0, "")
+    assert (status("/dev/full"), capfd.readouterr().err) == (75, "error: [Errno 28] No space left on device\n")
+    monkeypatch.setattr(sys.modules["fake_command"], "how_to_go_on", lambda args: "", raising=False)
+    assert status("/dev/full") == 0
+    assert "the files of the run have everything" in capfd.readouterr().err
+    assert len(done) == 3
+    os.close(write_end)
+
+
 @pytest.mark.runs
 @pytest.mark.own_run("grpo: looks at the output of a process")
 def test_a_closed_pipe_a_full_disk_and_debugging(tmp_path):
@@ -134,6 +153,8 @@ def test_a_closed_pipe_a_full_disk_and_debugging(tmp_path):
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (75, "error: [Errno 28] No space left on device\n")
+    closed = f"{' '.join(command)} --output {tmp_path}/x <&- >&- 2>&-; echo $?"
+    assert subprocess.run(closed, shell=True, capture_output=True, text=True).stdout == "2\n"
     environment = {**os.environ, "HYBRIDFLOW_LOGGING_LEVEL": "debug"}
     done = subprocess.run([*command, "missing.toml"], capture_output=True, text=True, env=environment)
     assert done.returncode == 2

@@ -4,7 +4,7 @@ from hybridflow.config import leaf_keys, load_config, nearest_key
 from hybridflow.config.aliases import ALIASES
 from hybridflow.errors import ConfigError
 
-ALSO_KEYS = {"beta", "epsilon"}
+ALSO_KEYS = {"batch_size", "beta", "epsilon"}
 """Last parts of our own keys that mean something else in other frameworks."""
 
 
@@ -29,6 +29,7 @@ def test_keys_are_dotted_and_every_alias_names_existing_ones():
         ("lr", "actor.optimizer.lr"),
         ("offline.lr", "offline.optimizer.lr"),
         ("critic.epoch", "critic.epochs"),
+        ("data.batch_size", "data.train_batch_size"),
         ("algorithm.advantage", "algorithm.advantage"),
         ("qqqqqq", None),
     ],
@@ -44,6 +45,8 @@ def test_the_nearest_key_is_found_by_last_part_then_prefix(name, nearest):
         ("rollout.n", "the key here is rollout.group_size"),
         ("n", "the key here is rollout.group_size"),
         ("num_generations", "the key here is rollout.group_size"),
+        ("data.batch_size", "the key here is data.train_batch_size"),
+        ("batch_size", "the keys here are data.train_batch_size and offline.batch_size"),
         ("actor.ppo_mini_batch_size", "the key here is actor.mini_batch_size"),
         ("critic.ppo_mini_batch_size", "the key here is critic.mini_batch_size"),
         ("learning_rate", "the key here is actor.optimizer.lr"),

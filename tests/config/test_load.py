@@ -108,7 +108,7 @@ def test_all_problems_are_reported_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("data.batch_size=1", "data.batch_size: no such key; did you mean validation.batch_size?"),
+        ("data.batch_size=1", "data.batch_size: no such key; the key here is data.train_batch_size"),
         ("zzzz=1", "zzzz: no such key; `hybridflow config --reference` lists all keys"),
         ("algoritm.kl_coef=1", "algoritm: no such section; did you mean algorithm?"),
         ("critic.optim.lr=1", "critic.optim: no such section; did you mean critic.optimizer?"),

@@ -117,22 +117,21 @@ NO_PROMPT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</>{% end
 
 
 @pytest.mark.parametrize(
-    ("template", "arguments", "warns"),
+    ("template", "warns"),
     [
-        (NO_PROMPT, {}, True),
-        (NO_PROMPT, {"add_generation_prompt": False}, False),
-        (NO_PROMPT + "{% if add_generation_prompt %}<assistant>{% endif %}", {}, False),
-        ("{% for m in messages %}{{ '[' if m['role'] == 'user' }}{{ m['content'] }}{% endfor %}", {}, False),
-        ("{{ raise_exception('one message') if messages[1:] else 'a' }}", {}, False),
-        (None, {}, False),
+        (NO_PROMPT, True),
+        (NO_PROMPT + "{% if add_generation_prompt %}<assistant>{% endif %}", False),
+        ("{% for m in messages %}{{ '[' if m['role'] == 'user' }}{{ m['content'] }}{% endfor %}", False),
+        ("{{ raise_exception('one message') if messages[1:] else 'a' }}", False),
+        (None, False),
     ],
 )
-def test_a_chat_template_without_generation_prompt_warns_once(char_tokenizer, caplog, template, arguments, warns):
+def test_a_chat_template_without_generation_prompt_warns_once(char_tokenizer, caplog, template, warns):
     _warn_without_generation_prompt.cache_clear()
     encoder = PromptEncoder(char_tokenizer(chat_template=template), chat_template=True)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            encoder.text(USER, "row 0", **arguments)
+            encoder.text(USER, "row 0")
     assert len(caplog.records) == warns
     if warns:
         assert "renders the same text with and without add_generation_prompt" in caplog.text

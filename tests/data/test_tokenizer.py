@@ -85,3 +85,24 @@ def test_text_that_the_tokenizer_cannot_encode_is_an_error(prompt_file):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
     with pytest.raises(DataError, match=r"the tokenizer cannot encode the texts: .*give it an unknown token"):
         RLHFDataset(prompt_file(["b"]), tokenizer, 8)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ strftime_now('%d %b %Y, %%d %-d %A %H:%M') }}", "03 Feb 2020, %d 3 Monday 00:00"),
+        (
+            "\n  {% if strftime_now is defined %}x{% endif %}\n"
+            "{% macro day() %}{{ strftime_now(format='%B %d') }}{% endmacro %}{{ day() }}",
+            "\nxFebruary 03",
+        ),
+        ("  {%- set year = strftime_now('%Y') %}{{ year | int + 1 }}", "2021"),
+    ],
+)
+def test_a_chat_template_reads_the_date_of_the_run(char_tokenizer, tmp_path, template, expected):
+    tokenizer = char_tokenizer()
+    for given in (template, {"default": template, "tool_use": template}):
+        tokenizer.chat_template = given
+        tokenizer.save_pretrained(tmp_path / "model")
+        loaded = load_tokenizer(tmp_path / "model", "2020-02-03")
+        assert loaded.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == expected

@@ -10,7 +10,8 @@ from hybridflow.cli.api.rows import is_columnar
 from hybridflow.data import RowForm, SFTDataset, write_conversation_file
 from hybridflow.data.row_forms import rows_of
 from hybridflow.data.tool_messages import without_nulls_of_columns
-from hybridflow.data.turns import Turns
+from hybridflow.data.turns import TurnEncoder, Turns
+from hybridflow.environments import EpisodeEncoder
 from hybridflow.errors import DataConfigError, DataError
 
 TEMPLATE = (
@@ -52,14 +53,14 @@ def read(char_tokenizer):
     def read(file, form=None, template=TEMPLATE):
         seen = []
 
-        def encode(*conversation):
-            seen.append(conversation)
-            return [Turns([4], [5], [True])] * 2
+        class Encoder(TurnEncoder):
+            def __call__(self, *conversation):
+                seen.append(conversation)
+                return [Turns([4], [5], [True])] * 2
 
-        dataset = SFTDataset(
-            file, char_tokenizer(chat_template=template), 40, 40, form=form or RowForm(), encode_episode=encode
-        )
-        assert len(dataset) == (2 * len(seen) or 1)
+        tokenizer = char_tokenizer(chat_template=template)
+        dataset = SFTDataset(file, tokenizer, 40, 40, form=form or RowForm(), encode_episode=Encoder(tokenizer))
+        assert len(dataset) == 2 * len(seen)
         return seen
 
     return read
@@ -112,18 +113,12 @@ def test_columns_of_other_names_and_a_function_make_conversations(read, tmp_path
     assert [each[1] for each in read(write_rows(tmp_path / "b.jsonl", renamed), form)] == [row["tools"] for row in ROWS]
 
 
-def test_only_conversations_with_tools_are_episodes(read, tmp_path):
+def test_a_call_without_content_has_an_empty_one_and_no_calls_are_none(read, tmp_path):
     plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": []}]
-    assert len(read(write_rows(tmp_path / "a.jsonl", [{"messages": plain, "tools": []}]))) == 0
-    assert len(read(write_rows(tmp_path / "b.jsonl", [{"messages": plain, "tools": ROWS[0]["tools"]}]))) == 1
-    assert len(read(write_rows(tmp_path / "c.jsonl", [{"messages": episode("add", {}, None)}]))) == 1
-
-
-def test_a_template_that_changes_turns_makes_an_episode(read, tmp_path):
-    forgetful = TEMPLATE.replace("{{ m.content }}", "{% if m.role == 'user' or loop.last %}{{ m.content }}{% endif %}")
-    chat = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate("abcd")]
-    ((messages, tools, _),) = read(write_rows(tmp_path / "a.jsonl", [{"messages": chat}]), template=forgetful)
-    assert (messages, tools) == (chat, [])
+    ((messages, *_),) = read(write_rows(tmp_path / "a.jsonl", [{"messages": plain, "tools": []}]))
+    assert messages == [plain[0], {"role": "assistant", "content": "b"}]
+    ((messages, *_),) = read(write_rows(tmp_path / "c.jsonl", [{"messages": episode("add", {}, None)}]))
+    assert messages == episode("add", {})
 
 
 @pytest.mark.parametrize(
@@ -155,9 +150,10 @@ def test_malformed_conversations_are_errors_with_their_place(read, tmp_path, row
         read(file)
 
 
-def test_tools_need_a_chat_template(read, char_tokenizer, tmp_path):
-    file = write_rows(tmp_path / "a.jsonl", ROWS)
-    with pytest.raises(DataConfigError, match=r"line 1: the conversation has tools, .* data.chat_template = true"):
-        read(file, template=None)
-    with pytest.raises(DataConfigError, match=r"SFTDataset\(encode_episode=\.\.\.\)"):
-        SFTDataset(file, char_tokenizer(chat_template=TEMPLATE), 40, 40)
+@pytest.mark.parametrize("options", [{}, {"chat_template": False, "encode_episode": True}])
+def test_tools_need_a_chat_template_and_an_encoder_of_tools(char_tokenizer, tmp_path, options):
+    file, tokenizer = write_rows(tmp_path / "a.jsonl", ROWS), char_tokenizer(chat_template=TEMPLATE)
+    if "encode_episode" in options:
+        options = {**options, "encode_episode": EpisodeEncoder(tokenizer)}
+    with pytest.raises(DataConfigError, match=r"line 1: the conversation has tools, .*encode_episode"):
+        SFTDataset(file, tokenizer, 40, 40, **options)

@@ -2,10 +2,15 @@
 
 import json
 import shutil
+from datetime import date
+from types import SimpleNamespace
 
 import pytest
+from transformers import AutoTokenizer
 
 from fixtures.tiny_run import WEIGHTS, differing, metrics_of, results_of
+from hybridflow.runtime.observe import read_jsonl
+from hybridflow.trainers.build import preconditions
 
 OFFLINE = ("offline.optimizer.warmup_steps=4", "offline.optimizer.schedule=linear", "trainer.total_steps=4")
 
@@ -28,6 +33,23 @@ def test_resumed_offline_training_equals_uninterrupted_run(run, command, recipe)
     whole = run(*OFFLINE, name="whole", **given)
     run(*OFFLINE, "--stop-after", "2", **given)
     assert differing(run(*OFFLINE, **given), whole, 4) == set()
+
+
+@pytest.mark.runs
+@pytest.mark.own_run("resumed: its chat template reads the clock")
+def test_a_run_continued_on_another_day_equals_one_of_one_day(run, task, tmp_path, monkeypatch):
+    model = shutil.copytree(task / "model", tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = "{{ strftime_now('%d') }} {{ messages[0].content }}"
+    tokenizer.save_pretrained(model)
+    changes = (f"model.path={model}", "data.max_prompt_length=32", "trainer.total_steps=2")
+    with monkeypatch.context() as patched:
+        patched.setattr(preconditions, "date", SimpleNamespace(today=lambda: date(2020, 2, 3)))
+        whole = run(*changes, name="whole")
+        run(*changes, "--stop-after", "1")
+    assert 'date = "2020-02-03"' in (whole / "config.toml").read_text()
+    assert {row["rendered_prompt"][:3] for row in read_jsonl(run(*changes) / "samples.jsonl")} == {"03 "}
+    assert differing(tmp_path / "run", whole, 2) == set()
 
 
 @pytest.mark.runs

@@ -1,11 +1,12 @@
 import json
+from datetime import date, timedelta
 
 import pytest
 
 from hybridflow.config import load_config
 from hybridflow.errors import CheckpointError
 from hybridflow.trainers.build import preconditions as compute_dtype
-from hybridflow.trainers.build.preconditions import settle_dtype
+from hybridflow.trainers.build.preconditions import settle_auto
 
 DEVICES = (None, True, False)
 """No GPUs, GPUs with bfloat16, GPUs without it."""
@@ -15,7 +16,7 @@ DEVICES = (None, True, False)
 def settle(tmp_path, monkeypatch):
     def build(has_bfloat16, *overrides, **options):
         monkeypatch.setattr(compute_dtype, "gpu_has_bfloat16", lambda: has_bfloat16)
-        return settle_dtype(load_config(None, [f"trainer.run_dir={tmp_path}/run", *overrides]), **options).model.dtype
+        return settle_auto(load_config(None, [f"trainer.run_dir={tmp_path}/run", *overrides]), **options).model.dtype
 
     return build
 
@@ -59,3 +60,20 @@ def test_a_record_without_dtype_is_ignored_and_a_damaged_one_an_error(settle, re
     (directory / "run.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"run\.json' is damaged"):
         settle(None)
+
+
+def test_a_template_that_reads_the_clock_keeps_the_date_of_the_start(record, tmp_path):
+    """Other templates record no date, so that equal runs of two days stay equal."""
+
+    def settled(*overrides):
+        paths = (f"trainer.run_dir={tmp_path}/run", f"model.path={tmp_path}/model", "model.dtype=float32")
+        return settle_auto(load_config(None, [*paths, *overrides])).data.date
+
+    (tmp_path / "model").mkdir()
+    (tmp_path / "judge").mkdir()
+    (tmp_path / "judge" / "chat_template.jinja").write_text("{{ strftime_now('%Y') }}")
+    assert settled() == "auto"
+    judged = f"reward.model_path={tmp_path}/judge"
+    assert settled(judged) in {str(date.today()), str(date.today() - timedelta(days=1))}
+    record(starts=[{"config": {"data.date": "2020-02-03"}}])
+    assert (settled(judged), settled(judged, "data.date=2021-02-03")) == ("2020-02-03", "2021-02-03")

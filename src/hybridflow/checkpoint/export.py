@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hybridflow.checkpoint.model_card import model_card
 from hybridflow.checkpoint.model_fingerprint import require_same_base
 from hybridflow.checkpoint.partial_directory import partial_directory, remove_leftovers
 from hybridflow.checkpoint.store import Checkpoint, open_checkpoint, stored_weights
@@ -38,10 +39,14 @@ REWARD_MODEL, OFFSET = "reward_model", "score.bias"
 """The checkpoint component of a reward model, and its bias. The bias is not exported: preferences do not determine it,
 training leaves only rounding in it, and a sequence classifier has no such parameter."""
 
+TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 _COPIED = (
-    *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
-    *("*.model", "*.tiktoken", "chat_template*"),
+    *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
+    *("*.model", "*.tiktoken", "*.spm", "*.bpe", "bpe.codes", "prophetnet.tokenizer", "tekken.json", "byte_maps.json"),
+    *("entity_vocab.json", "dict.txt", "emoji.json", "normalizer.json", "*processor_config.json"),
+    *("chat_template*", "additional_chat_templates"),
 )
+"""Patterns of all files that loading a tokenizer, a processor or the settings of generation reads."""
 
 
 def export_model(
@@ -95,13 +100,13 @@ def export_model(
             model.require_fit(weights)
         elif checkpoint is not None:
             require_same_base(checkpoint, model_dir)
-        with model.merged(weights, lora) as weight_of:
+        with model.weights(weights, lora) as weight_of:
             if dtype is not None:
                 written = EXPORT_DTYPES[dtype]
             elif adapter:  # peft computes with float32 adapters beside a bfloat16 model, too
                 written = next(iter(weights.values())).dtype
             else:
-                written = model.stated_dtype or weight_of(model.names[0]).dtype
+                written = model.stated_dtype or weight_of(next(iter(model.shapes))).dtype
             try:
                 remove_leftovers(out_dir.parent, re.compile(re.escape(out_dir.name)))
                 with partial_directory(out_dir) as partial:
@@ -109,11 +114,14 @@ def export_model(
                         _write_adapter(partial, weights, lora, model_dir, written)
                     else:
                         model.write(partial, weight_of, written)
+                        _write_config(partial, model, written)
                     _copy_tokenizer(model_dir, partial)
+                    if component == REWARD_MODEL:
+                        _make_classifier(partial)
                     card = model_card(model_dir, checkpoint, lora if adapter else None)
                     (partial / "README.md").write_text(card, encoding="utf-8")
             except (OSError, SafetensorError) as error:
-                needed = describe_bytes(sum(model.sizes(written)))
+                needed = describe_bytes(model.num_bytes(written))
                 raise CheckpointError(f"'{out_dir}' was not written ({needed} of weights): {error}") from error
     return str(written).removeprefix("torch.")
 
@@ -131,24 +139,18 @@ def _weights_of(
         yield weights, lora, source
 
 
-def _pad_token_id(directory: Path) -> int | None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-
-
 @dataclass(frozen=True)
 class _Model:
     """A model directory without its weights.
 
-    `shapes` has each parameter once; `tied` has the other names of tied parameters.
+    `shapes` has each parameter once; `tied` has the other names of tied parameters; `buffers` are the persistent ones.
     """
 
     directory: Path
+    empty: Any
     shapes: dict[str, tuple[int, ...]]
+    buffers: dict[str, Tensor]
     tied: set[str]
-    config: Any
 
     @classmethod
     def of(cls, directory: Path, *, is_reward_model: bool = False) -> "_Model":
@@ -158,6 +160,7 @@ class _Model:
 
         from hybridflow.models.loading import LOADING_ERRORS, cannot_be_loaded
         from hybridflow.models.model_files import require_sound_config
+        from hybridflow.models.parameters import persistent_buffers
         from hybridflow.models.sharded_loading import parameters_on_meta
 
         if not (directory / "config.json").is_file():
@@ -171,84 +174,94 @@ class _Model:
             config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
             if is_reward_model:
                 config.num_labels = 1
-                config.pad_token_id = _pad_token_id(directory)  # a classifier finds the last token by it
             with no_init_weights(), parameters_on_meta():
                 model = auto_class.from_config(config, trust_remote_code=False)
         except LOADING_ERRORS as error:
             raise cannot_be_loaded(directory, auto_class, error) from error
         model.tie_weights()
-        config.architectures = [type(model).__name__]
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        return cls(directory, shapes, model.state_dict().keys() - shapes.keys(), config)
-
-    @property
-    def names(self) -> list[str]:
-        return list(self.shapes)
+        buffers = persistent_buffers(model)
+        return cls(directory, model, shapes, buffers, model.state_dict().keys() - shapes.keys() - buffers.keys())
 
     @property
     def stated_dtype(self) -> torch.dtype | None:
         """The dtype in config.json; None if it is missing or not in EXPORT_DTYPES."""
-        return self.config.dtype if self.config.dtype in EXPORT_DTYPES.values() else None
+        return self.empty.config.dtype if self.empty.config.dtype in EXPORT_DTYPES.values() else None
 
-    def sizes(self, dtype: torch.dtype) -> list[int]:
-        """Return the size of each parameter in bytes."""
-        return [math.prod(shape) * dtype.itemsize for shape in self.shapes.values()]
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """Return the size of the parameters in bytes."""
+        return sum(math.prod(shape) for shape in self.shapes.values()) * dtype.itemsize
 
     def require_fit(self, weights: Mapping[str, Tensor]) -> None:
         """Raise CheckpointError unless the weights have the model's names and shapes."""
         names = set(weights)
-        missing, unknown = sorted(self.shapes.keys() - names), sorted(names - self.shapes.keys() - self.tied)
+        missing, unknown = sorted(self.shapes.keys() - names), sorted(names - self.shapes.keys() - self.tied - self.buffers.keys())
         found = {name: _shape(weights, name) for name in sorted(self.shapes.keys() & names)}
         wrong = [f"{n} {shape} instead of {self.shapes[n]}" for n, shape in found.items() if shape != self.shapes[n]]
         if missing or unknown or wrong:
             parts = {"missing": missing, "unknown": unknown, "of another shape": wrong}
             listed = "; ".join(f"{len(part)} {what} ({', '.join(part[:3])})" for what, part in parts.items() if part)
             raise CheckpointConfigError(
-                f"the weights do not fit the {self.config.architectures[0]} of the model directory: {listed}. "
+                f"the weights do not fit the {type(self.empty).__name__} of the model directory: {listed}. "
                 "Give the directory that training started from (--model)."
             )
 
     @contextmanager
-    def merged(self, weights: Mapping[str, Tensor], lora: Any) -> Iterator[Callable[[str], Tensor]]:
-        """Yield a function from name to weight: the trained weight, or the base weight merged with its adapters."""
-        if lora is None:
-            yield weights.__getitem__
-            return
-        from hybridflow.models.lora import merged_weight
-        from hybridflow.models.sharded_loading import StoredModel
+    def weights(self, trained: Mapping[str, Tensor], lora: Any) -> Iterator[Callable[[str], Tensor]]:
+        """Yield a function from name to tensor: a trained weight, or one of the directory merged with its adapters.
 
-        with StoredModel(self.directory) as base:
+        Persistent buffers, which do not learn, are those of the directory.
+        """
+        from hybridflow.models.lora import merged_weight
+        from hybridflow.models.stored_model import StoredModel, StoredTensors
+
+        with StoredModel(self.directory) as files:
+            base = StoredTensors(self.empty, files)
 
             def weight_of(name: str) -> Tensor:
-                stored = base.name_of(name)
-                if stored is None:
-                    raise CheckpointError(f"'{self.directory}' has no weight {name} to merge the adapters into.")
-                return merged_weight(name, base.read(stored), weights, lora["alpha"] / lora["rank"])
+                if lora is None and name not in self.buffers:
+                    return trained[name]
+                if name not in base:
+                    raise CheckpointError(f"'{self.directory}' lacks {name}, which is not trained; copy it again.")
+                weight = base.read(name)
+                return merged_weight(name, weight, trained, lora["alpha"] / lora["rank"]) if lora else weight
 
             yield weight_of
 
     def write(self, out_dir: Path, weight_of: Callable[[str], Tensor], dtype: torch.dtype) -> None:
-        """Write the configuration and the weights, in files of at most MAX_FILE_BYTES, one in memory at a time."""
-        files: list[list[str]] = [[]]
+        """Write the weights in files of at most MAX_FILE_BYTES, of which one is in memory at a time.
+
+        Names are those of the directory's files. Buffers keep their dtype.
+        """
+        from hybridflow.models.stored_model import PublishedForm
+
+        form = PublishedForm(self.empty, [*self.shapes, *self.buffers])
+        sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in self.shapes.items()}
+        sizes |= {name: buffer.nbytes for name, buffer in self.buffers.items()}
+        files: list[list[tuple[str, ...]]] = [[]]
         filled = 0
-        for name, size in zip(self.names, self.sizes(dtype), strict=True):
+        for group in form.groups:
+            size = sum(sizes[name] for name in group)
             if files[-1] and filled + size > MAX_FILE_BYTES:
                 files.append([])
                 filled = 0
-            files[-1].append(name)
+            files[-1].append(group)
             filled += size
         index: dict[str, str] = {}
+        total = 0
         for number, in_file in enumerate(files, 1):
             file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            tensors = {name: _cast(name, weight_of(name), dtype).contiguous() for name in in_file}
+            tensors: dict[str, Tensor] = {}
+            for group in in_file:
+                own = {n: weight_of(n) if n in self.buffers else _cast(n, weight_of(n), dtype) for n in group}
+                tensors |= {name: tensor.contiguous() for name, tensor in form.of(own).items()}
             save_file(tensors, out_dir / file, metadata={"format": "pt"})
             note_progress()
-            index |= dict.fromkeys(in_file, file)
+            index |= dict.fromkeys(tensors, file)
+            total += sum(tensor.nbytes for tensor in tensors.values())
         if len(files) > 1:
-            document = {"metadata": {"total_size": sum(self.sizes(dtype))}, "weight_map": index}
+            document = {"metadata": {"total_size": total}, "weight_map": index}
             (out_dir / "model.safetensors.index.json").write_text(json.dumps(document, indent=2), encoding="utf-8")
-        self.config.dtype = dtype
-        self.config.save_pretrained(out_dir)
 
 
 def _cast(name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -279,7 +292,7 @@ def _write_adapter(
         "bias": "none",
         **_base_of(model_dir),
     }
-    (out_dir / "adapter_config.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    _write_json(out_dir / "adapter_config.json", document)
 
 
 def _base_of(model_dir: Path) -> dict[str, str]:
@@ -304,53 +317,38 @@ def _copy_tokenizer(model_dir: Path, out_dir: Path) -> None:
                 shutil.copytree(path, out_dir / path.name)
 
 
-_ALWAYS = ("data.train_files", "lora.rank", "trainer.seed", "model.dtype")
-_OFFLINE = ("offline.batch_size", "offline.optimizer.lr")
-_DPO = ("offline.preference_loss", "offline.beta", "offline.average_log_probs", "reference.model_path")
-SHOWN = {
-    "train": ("algorithm.advantage", "actor.policy_loss", "rollout.group_size", "teacher.loss", *_ALWAYS),
-    "sft": (*_OFFLINE, *_ALWAYS),
-    "dpo": (*_DPO, *_OFFLINE, *_ALWAYS),
-    "reward-model": (*_OFFLINE, *_ALWAYS),
-}
-"""Configuration keys that the card lists, by the kind of run."""
-
-KINDS = {
-    "train": "reinforcement learning",
-    "sft": "supervised training",
-    "dpo": "preference optimization",
-    "reward-model": "learning from preferences",
-}
-"""Names of the kinds of runs in the card's text."""
+def _write_config(out_dir: Path, model: _Model, dtype: torch.dtype) -> None:
+    """Write config.json as it was, in the words of the version of transformers that wrote it, for these weights."""
+    config = json.loads((model.directory / "config.json").read_text(encoding="utf-8"))
+    config.pop("auto_map", None)  # code of the directory, which is neither executed nor copied
+    names = [name for name in ("dtype", "torch_dtype") if name in config] or ["dtype"]
+    config |= {"architectures": [type(model.empty).__name__], **dict.fromkeys(names, str(dtype).removeprefix("torch."))}
+    _write_json(out_dir / "config.json", config)
 
 
-def model_card(model_dir: Path, checkpoint: Checkpoint | None, lora: Any = None) -> str:
-    """Return the card as Markdown, with the front matter that model hubs read.
+def _make_classifier(directory: Path) -> None:
+    """Let the exported directory be that of a classifier with one label, whose padding is not part of conversations.
 
-    A model from the hub is named as there, and directories by their last part only. `lora` is the adapters' entry if
-    adapters are exported alone.
+    A classifier scores the last token that is not padding. If EOS pads, it would skip the EOS of a conversation.
     """
-    name = name_of(model_dir)
-    repository, _, revision = name.partition("@")
-    base = repository if revision else model_dir.resolve().name
-    lines = ["---", "library_name: " + ("peft" if lora else "transformers")]
-    if revision:  # a hub refuses other values
-        lines.append(f"base_model: {repository}")
-    lines += ["tags:", "- reinforcement-learning", "- hybridflow", "---", "", f"# {base}, trained with hybridflow", ""]
-    what = f"Adapters of rank {lora['rank']} for `{base}`" if lora else f"`{base}` with trained weights"
-    if checkpoint is not None and checkpoint.info.get("kind") == "reward-model":
-        what = f"A reward model on the body of `{base}`: one score for a whole conversation"
-    if checkpoint is None:
-        return "\n".join([*lines, f"{what}.", ""])
-    info = checkpoint.info
-    kind = KINDS.get(str(info.get("kind")), "training")
-    lines.append(f"{what}, after step {checkpoint.step} of {kind}.")
-    config = info.get("config")
-    if isinstance(config, dict):
-        shown = SHOWN.get(str(info.get("kind")), SHOWN["train"])
-        rows = [f"| `{key}` | `{config[key]}` |" for key in shown if key in config]
-        lines += ["", "| key | value |", "|---|---|", *rows]
-    models = info.get("models")
-    if isinstance(models, dict) and "model.path" in models:
-        lines += ["", f"Fingerprint of the weights that training started from: `{models['model.path']}`."]
-    return "\n".join([*lines, ""])
+    from hybridflow.data.tokenizer import load_tokenizer, stop_token_ids
+
+    tokenizer = load_tokenizer(directory)
+    stops = stop_token_ids(tokenizer, directory)
+    named = (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id)
+    candidates = [*named, *(token for token, added in sorted(tokenizer.added_tokens_decoder.items()) if added.special)]
+    padding = next((token for token in candidates if isinstance(token, int) and token not in stops), None)
+    names = () if padding in (None, tokenizer.pad_token_id) else TOKENIZER_SETTINGS
+    classifier = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "pad_token_id": padding}
+    for name, changes in (
+        ("config.json", classifier),
+        *((name, {"pad_token": tokenizer.convert_ids_to_tokens(padding)}) for name in names),
+    ):
+        if (file := directory / name).is_file():
+            document = json.loads(file.read_text(encoding="utf-8"))
+            document.pop("num_labels", None)
+            _write_json(file, document | changes)
+
+
+def _write_json(file: Path, document: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

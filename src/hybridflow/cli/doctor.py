@@ -11,24 +11,23 @@ import os
 import platform
 import resource
 import shutil
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from hybridflow.cli.check_program import LIMIT_S, CheckProgram, CheckResult
 from hybridflow.cli.exit_codes import ExitCode
 from hybridflow.errors import ConfigError
-from hybridflow.runtime.device import require_visible_devices
+from hybridflow.runtime.cores import CoreUse
+from hybridflow.runtime.device import cpu_has_bfloat16, require_visible_devices
 from hybridflow.runtime.files import describe_bytes
 
 NVIDIA = Path("/dev/nvidiactl")
@@ -53,13 +52,8 @@ LEAST_FREE = 5 * 2**30
 INTERFACE = "GLOO_SOCKET_IFNAME"
 """The variable that names the interface of gloo's collectives."""
 
-LIMIT_S = 120.0
-"""Seconds after which a program counts as hanging; a first start on a slow machine compiles all that it imports."""
-
-POLL_S = 0.02
-
-MOST_CHARS = 300
-"""Characters of the last line of a program that failed."""
+CORES_S = 0.5
+"""Seconds for which the use of the cores is measured."""
 
 ALL_REDUCE = """
 import os, sys
@@ -75,18 +69,6 @@ dist.destroy_process_group()  # an interpreter that ends first may abort on the 
 
 STEP = "one step of GRPO on a tiny model"
 REWARD = "def score(solution_str, **_):\n    return len(set(solution_str)) / 10\n"
-
-
-class CheckResult(NamedTuple):
-    """The result of a check. `text`: what was seen; `fix`: what to do, empty if `state` is "ok".
-
-    "warning": runs work, but not all of them, or slowly. "error": no run works, or none of some kind.
-    """
-
-    name: str
-    state: Literal["ok", "warning", "error"]
-    text: str
-    fix: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,6 +101,7 @@ def run_checks(directory: Path) -> Iterator[CheckResult]:
     with tempfile.TemporaryDirectory(prefix="hybridflow-doctor-") as text:
         scratch, programs = Path(text), list[CheckProgram]()
         try:
+            yield check_cores()
             programs.append(devices_program(scratch))
             programs.append(all_reduce_program(scratch))
             programs += [step_program(scratch, backend) for backend in ("local", "ray")]
@@ -151,6 +134,16 @@ def check_temporary_files(least: int = LEAST_TEMPORARY) -> CheckResult:
     if free < least:
         return CheckResult(name, "warning", text, "free space there, or set TMPDIR to another disk")
     return CheckResult(name, "ok", text)
+
+
+def check_cores(seconds: float = CORES_S) -> CheckResult:
+    """Report how many cores other programs use."""
+    use = CoreUse()
+    time.sleep(seconds)
+    if found := use.read().text:
+        fix = "a run beside them is slower, several times at worst; end them, or set controller.threads to fewer cores"
+        return CheckResult("cores", "warning", found, fix)
+    return CheckResult("cores", "ok", f"{len(use.cores)} cores, which no other program uses")
 
 
 def check_versions() -> CheckResult:
@@ -286,6 +279,8 @@ def check_devices(driver: Path = NVIDIA) -> CheckResult:
     if not torch.cuda.is_available():
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         text = f"no GPU: the CPU computes, with {cores} cores"
+        if cpu_has_bfloat16():
+            text += ", in float32 unless model.dtype = 'bfloat16', which it has too and is faster"
         if driver.exists():
             fix = f"torch {torch.__version__} does not find the GPUs of this machine; install a CUDA build of torch"
             return CheckResult("devices", "warning", text, fix)
@@ -300,58 +295,6 @@ def check_devices(driver: Path = NVIDIA) -> CheckResult:
         fix = f"{old[0]} does not compute in bfloat16; set model.dtype = 'float32'"
         return CheckResult("devices", "warning", text, fix)
     return CheckResult("devices", "ok", text)
-
-
-class CheckProgram:
-    """A Python program that must end with status 0 within `limit_s` seconds; it runs in a directory of its own.
-
-    Without `done`, its last line is its finding.
-    """
-
-    def __init__(
-        self, name: str, arguments: list[str], scratch: Path, fix: str, done: str = "", limit_s: float = LIMIT_S
-    ) -> None:
-        self._name, self._fix, self._done, self._limit_s = name, fix, done, limit_s
-        directory = scratch / name.replace(" ", "_")
-        directory.mkdir()
-        self._output, self._start = directory / "output.txt", time.monotonic()
-        with open(self._output, "wb") as file:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", *arguments],
-                cwd=directory,
-                env={**os.environ, "TMPDIR": str(directory)},  # what is left there is removed with it
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def finding(self) -> CheckResult:
-        """Wait for the program and return what came of it."""
-        try:
-            status = self._process.wait(max(0.0, self._start + self._limit_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            return self._failed(f"it had not ended after {self._limit_s:.0f} s")
-        if status:
-            return self._failed(f"it ended with status {status}")
-        if not self._done:
-            return CheckResult(*json.loads(self._last_line()))
-        return CheckResult(self._name, "ok", f"{self._done}, {time.monotonic() - self._start:.0f} s")
-
-    def _failed(self, text: str) -> CheckResult:
-        self.stop()
-        line = self._last_line()[:MOST_CHARS]
-        return CheckResult(self._name, "error", f"{text}: {line}" if line else text, self._fix)
-
-    def _last_line(self) -> str:
-        lines = self._output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return lines[-1] if lines else ""
-
-    def stop(self) -> None:
-        """Kill the program if it still runs, with the processes that it started."""
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)  # its session, which is its own
-            self._process.wait()
 
 
 def devices_program(scratch: Path, limit_s: float = LIMIT_S) -> CheckProgram:

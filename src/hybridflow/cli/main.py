@@ -7,6 +7,7 @@ A command's module is imported only when it runs, so that `hybridflow --help` is
 """
 
 import argparse
+import errno
 import gc
 import os
 import re
@@ -24,6 +25,7 @@ from typing import NamedTuple
 from hybridflow import __version__
 from hybridflow.cli.exit_codes import ExitCode, exit_code, exit_codes_text
 from hybridflow.errors import HybridFlowError, LostWeightSyncError, WorkerError
+from hybridflow.runtime.lenient_output import LenientOutput, open_standard_files
 
 MAX_LINE_CHARS = 2000
 """Characters of a line of an error."""
@@ -118,6 +120,7 @@ def command() -> int:
         from hybridflow.cli.completion import complete
 
         complete(COMMANDS)
+    open_standard_files()
     status = main()
     gc.freeze()  # the collector's last look at half a million objects of modules would take a second
     return status
@@ -130,14 +133,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     permissions of a file is raised, with its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    streams = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = outputs = LenientOutput(sys.stdout), LenientOutput(sys.stderr)
+    try:
+        status = _status(arguments)
+        outputs[0].flush()
+        return status if outputs[0].error is None else _status_of_lost_output(outputs[0].error, status, arguments)
+    finally:
+        sys.stdout, sys.stderr = streams
+        for output in outputs:
+            output.flush()
+            if output.error is not None:
+                output.discard()
+
+
+def _status(arguments: list[str]) -> int:
     try:
         with _sigterm_interrupts():
-            status = _run(arguments)
-            sys.stdout.flush()
-        return status
-    except BrokenPipeError:  # `hybridflow config --reference | head` closes the pipe early
-        _discard_output()
-        return ExitCode.DONE
+            return _run(arguments)
     except KeyboardInterrupt as error:
         print("interrupted", file=sys.stderr)
         return exit_code(error)
@@ -148,9 +161,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_error(error)
         if code is ExitCode.AGAIN and arguments:
             _print_how_to_go_on(arguments)
-        if isinstance(error, OSError) and code is ExitCode.AGAIN:
-            _discard_output()  # Python would try to write it again at exit
         return code
+
+
+def _status_of_lost_output(error: Exception, status: int, arguments: list[str]) -> int:
+    """Return the exit status of a command whose output could not be written.
+
+    A run has files, and `hybridflow config --reference | head` closes the pipe early; a full disk has lost a result.
+    """
+    if not status and hasattr(import_module(COMMANDS[arguments[0]].module), "how_to_go_on"):
+        print(f"stdout could not be written ({error}): the files of the run have everything", file=sys.stderr)
+    elif not status and not isinstance(error, BrokenPipeError) and getattr(error, "errno", None) != errno.EIO:
+        _print_error(error)
+        return exit_code(error)
+    return status
 
 
 @contextmanager
@@ -192,10 +216,6 @@ def _print_how_to_go_on(arguments: list[str]) -> None:
     module = import_module(COMMANDS[arguments[0]].module)
     if hasattr(module, "how_to_go_on"):
         print(module.how_to_go_on(_arguments_of(module, arguments)), file=sys.stderr)
-
-
-def _discard_output() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(arguments: list[str]) -> int:

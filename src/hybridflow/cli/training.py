@@ -29,7 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_trainer(args: argparse.Namespace, build: str) -> int:
     """Train with `hybridflow.trainers.<build>(config)`, print where the checkpoint is, and return the exit status."""
     config = config_of(args)
-    from hybridflow import trainers
+    from hybridflow.runtime.observe.slow_start import named_if_slow
+
+    with named_if_slow("loading torch and transformers"):
+        from hybridflow import trainers
 
     with getattr(trainers, build)(config) as trainer:
         trainer.fit(args.stop_after)

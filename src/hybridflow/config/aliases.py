@@ -7,11 +7,14 @@ from hybridflow.config.keys import leaf_keys
 ALIASES: dict[str, tuple[str, ...]] = {
     "model_name_or_path": ("model.path",),
     "enable_gradient_checkpointing": ("model.gradient_checkpointing",),
+    "batch_size": ("data.train_batch_size", "offline.batch_size"),
     "per_device_train_batch_size": ("data.train_batch_size",),
     "prompt_max_len": ("data.max_prompt_length",),
     "generate_max_len": ("data.max_response_length",),
     "max_completion_length": ("data.max_response_length",),
     "max_new_tokens": ("data.max_response_length",),
+    "train_dataset": ("data.train_files",),
+    "eval_dataset": ("data.val_files",),
     "shuffle": ("data.order",),
     "n": ("rollout.group_size",),
     "num_generations": ("rollout.group_size",),
@@ -72,6 +75,7 @@ def keys_of_alias(name: str) -> Sequence[str]:
     """
     section, _, _ = name.partition(".")
     keys = ALIASES.get(name.rpartition(".")[2], ())
+    keys = [key for key in keys if key.partition(".")[0] == section] or keys
     if len(keys) != 1:
         return keys
     suffix = keys[0].partition(".")[2]

@@ -7,7 +7,7 @@ from typing import get_args
 from hybridflow.config.sections.base import Section
 from hybridflow.config.sections.config import Config
 
-LEAST_SIMILARITY = 0.6
+LEAST_SIMILARITY, VERY_SIMILAR = 0.6, 0.75
 
 MODELS = ("model.path", "critic.model_path", "reference.model_path", "teacher.model_path", "reward.model_path")
 DIRECTORIES = (*MODELS, "trainer.run_dir", "recovery.snapshot_dir")
@@ -47,11 +47,15 @@ def nearest_key(name: str, candidates: Iterable[str] | None = None) -> str | Non
     """Return the candidate (default: any key) most similar to `name`, or None if none is similar enough.
 
     The last parts are compared first, so that `kl_coeff` finds `algorithm.kl_coef` and `lr` finds
-    `actor.optimizer.lr`; ties are decided by the parts before it, then by the order of the sections.
+    `actor.optimizer.lr`; ties are decided by the parts before it, then by the order of the sections. A key of the same
+    section that is very similar comes first: `data.batch_size` finds `data.train_batch_size`.
     """
     prefix, _, leaf = name.rpartition(".")
+    names = [*(leaf_keys() if candidates is None else candidates)]
+    own = [each for each in names if prefix and each.rpartition(".")[0] == prefix]
+    near = [each for each in own if _similarity(leaf, each.rpartition(".")[2]) > VERY_SIMILAR]
     best, best_similarity = None, (LEAST_SIMILARITY, -1.0)
-    for candidate in leaf_keys() if candidates is None else candidates:
+    for candidate in near or names:
         candidate_prefix, _, candidate_leaf = candidate.rpartition(".")
         similarity = (_similarity(leaf, candidate_leaf), _similarity(prefix, candidate_prefix) if prefix else 0.0)
         if similarity > best_similarity:

@@ -1,10 +1,12 @@
 """Chat messages as the token ids of a prompt: by the chat template or as plain text, with one BOS token at most."""
 
-from contextlib import suppress
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-from hybridflow.data.parquet_rows import Row, shorten
+from hybridflow.data.parquet_rows import Row, shorten, shorten_text
 from hybridflow.errors import DataError
 from hybridflow.runtime.deadline import DeadlineExceeded, call_within
 from hybridflow.runtime.observe import get_logger
@@ -16,6 +18,14 @@ logger = get_logger(__name__)
 
 RENDERING_LIMIT_S = 10.0
 """Seconds that a chat template may take for one prompt; a good one takes less than a millisecond."""
+
+Message = Mapping[str, Any]
+Schema = Mapping[str, Any]
+Ending = Literal["answer", "continue", "end"]
+"""How a text ends: with the header of the next answer, within the last message, or as the conversation has ended."""
+
+KEYS_OF_MESSAGES = frozenset(("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "weight"))
+"""Keys that a message may have, whether or not the chat template reads them."""
 
 PROBE = "<hybridflow probe of the chat template>"
 """An answer that no prompt contains, to see what a chat template writes before it."""
@@ -88,52 +98,109 @@ class PromptEncoder:
         begins_with_bos = bos is not None and tokenizer("")["input_ids"][:1] == [bos]
         self._needs_generation_prompt_check = self.uses_template
         self._prefix = [bos] if bos is not None and begins_with_bos and not self.uses_template else []
+        words = re.findall(r"\w+", str(tokenizer.chat_template).replace("\\n", " ")) if self.uses_template else ()
+        self._known_keys = KEYS_OF_MESSAGES.union(words)
 
-    def text(self, messages: list[dict[str, str]], place: str, *, add_generation_prompt: bool = True) -> str:
-        """Return the prompt as text; `add_generation_prompt=False` is for a conversation that has ended.
+    def text(self, messages: Sequence[Message], place: str) -> str:
+        """Return the prompt as text; if its last message is the assistant's, the answer goes on where that ends.
 
-        Raises DataError, naming `place`, if the chat template rejects the messages.
+        Raises DataError, naming `place`, if the chat template rejects the messages, or does not read one of their keys.
         """
+        with named(place):
+            messages = self.checked(messages)
+            text = self.render(messages, "continue" if is_begun(messages) else "answer")
+            if self._needs_generation_prompt_check:
+                self._needs_generation_prompt_check = False
+                self._check_generation_prompt(messages, text)
+            return text
+
+    def checked(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages without their weights. Raises DataError for a weight or a key that has no meaning."""
+        for number, message in enumerate(messages):
+            if unknown := [key for key in message if key not in self._known_keys]:
+                raise DataError(
+                    f"message {number} has the key {unknown[0]!r}, which the chat template does not read; remove it, "
+                    "for example by data.map. An answer that is not to be learned has weight = 0."
+                )
+            weight = message.get("weight", 0)
+            if weight not in (0, 1) or (weight and message["role"] != "assistant"):
+                raise DataError(
+                    f"message {number}, of the role {message['role']}, has weight={shorten(weight)}; expected 0 or 1, "
+                    "and 1 only in a message of the assistant, which is then learned."
+                )
+        return [{key: value for key, value in message.items() if key != "weight"} for message in messages]
+
+    def render(self, messages: Sequence[Message], ending: Ending, tools: Sequence[Schema] = ()) -> str:
+        """Return the text of messages, which ends as `ending` says; raise DataError if the template rejects them."""
         if not self.uses_template:
             return "\n".join(message["content"] for message in messages)
-        text = self._render(messages, place, add_generation_prompt)
-        if add_generation_prompt and self._needs_generation_prompt_check:
-            self._needs_generation_prompt_check = False
-            self._check_generation_prompt(messages, text, place)
-        return text
-
-    def _render(self, messages: list[dict[str, str]], place: str, add_generation_prompt: bool) -> str:
+        if ending == "continue":
+            if not any(messages[-1].get(key) for key in ("content", "reasoning_content", "tool_calls")):
+                messages, ending = messages[:-1], "answer"  # which a template that trims texts writes as a whole
+            elif messages[-1].get("tool_calls"):
+                raise DataError("the last message has tool_calls, which a model cannot continue; add their results.")
         try:
-            text = call_within(RENDERING_LIMIT_S, self._apply_template, messages, add_generation_prompt)
+            return str(call_within(RENDERING_LIMIT_S, self._apply_template, messages, ending, tools))
         except DeadlineExceeded as error:
             raise DataError(
-                f"{place}: the tokenizer's chat template took longer than {RENDERING_LIMIT_S} s for one prompt; copy "
-                "it from the model's original directory, or set data.chat_template=false."
+                f"the chat template took longer than {RENDERING_LIMIT_S} s for one prompt; copy it from the "
+                "model's original directory, or set data.chat_template=false."
             ) from error
         except Exception as error:  # a template is a program
-            reason = str(error) or type(error).__name__
-            raise DataError(f"{place}: the tokenizer's chat template rejects the messages: {reason}.") from error
-        return str(text)
+            reason = shorten_text(str(error) or type(error).__name__, 500)
+            if ending == "continue":
+                reason = f"{reason}; the last message is the assistant's, which the template cannot continue"
+            raise DataError(f"the chat template rejects the messages: {reason}.") from error
 
-    def _apply_template(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> object:
+    def _apply_template(self, messages: Sequence[Message], ending: Ending, tools: Sequence[Schema]) -> object:
         return self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=add_generation_prompt, tokenize=False
+            cast(Any, messages),
+            tools=cast(Any, tools or None),
+            add_generation_prompt=ending == "answer",
+            continue_final_message=ending == "continue",
+            tokenize=False,
         )
 
-    def _check_generation_prompt(self, messages: list[dict[str, str]], prompt: str, place: str) -> None:
+    def _check_generation_prompt(self, messages: Sequence[Message], prompt: str) -> None:
         """Warn, once for each chat template, if it writes no generation prompt although an answer begins with one."""
-        if prompt != self._render(messages, place, add_generation_prompt=False):
+        if prompt != self.render(messages, "end"):
             return
         with suppress(DataError):  # a template may refuse the probe
-            answered = self._render([*messages, {"role": "assistant", "content": PROBE}], place, False)
+            answered = self.render([*messages, {"role": "assistant", "content": PROBE}], "end")
             header = answered.removeprefix(prompt).partition(PROBE)[0]
             if header.strip():  # [INST] templates need none: the answer follows the prompt directly
                 _warn_without_generation_prompt(header)
+
+    def end_of_turn(self) -> int | None:
+        """Return the special token that the chat template writes after each answer; None if it writes none."""
+        asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}
+        try:
+            texts = [self.render([asked, said], "end"), self.render([asked, said, asked], "answer")]
+        except DataError:  # a template may refuse the probe
+            return None
+        after = [text.rpartition(PROBE)[2].lstrip() for text in texts]
+        special = [(token.content, id) for id, token in self._tokenizer.added_tokens_decoder.items() if token.special]
+        found = [each for each in special if each[0] and all(text.startswith(each[0]) for text in after)]
+        return max(found, key=lambda each: len(each[0]))[1] if found else None
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Return the token ids of prompt texts; special tokens in a text are recognized, only BOS is added."""
         encoded = encode_texts(self._tokenizer, texts)
         return [ids if ids[:1] == self._prefix else self._prefix + ids for ids in encoded]
+
+
+def is_begun(messages: Sequence[Message]) -> bool:
+    """Return whether a prompt ends with the beginning of an answer, which a model continues."""
+    return bool(messages) and messages[-1]["role"] == "assistant"
+
+
+@contextmanager
+def named(place: str) -> Iterator[None]:
+    """Let errors begin with the place of what was read."""
+    try:
+        yield
+    except DataError as error:
+        raise type(error)(f"{place}: {error}") from error.__cause__
 
 
 @cache
@@ -158,8 +225,3 @@ def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> list
             f"the tokenizer cannot encode the texts: {error}; give it an unknown token, or a vocabulary that covers "
             "them."
         ) from error
-
-
-def encode_responses(tokenizer: "PreTrainedTokenizerBase", texts: list[str], eos_id: int) -> list[list[int]]:
-    """Return the token ids of responses, each with exactly one EOS token at its end."""
-    return [ids if ids[-1:] == [eos_id] else [*ids, eos_id] for ids in encode_texts(tokenizer, texts)]

@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -98,6 +98,12 @@ class RLHFDataset:
     def data_sources(self) -> list[str]:
         """Distinct data sources of the prompts, sorted."""
         return sorted({record["data_sources"] for record in self._records})
+
+    def samples(self) -> Iterator[dict[str, Any]]:
+        """Yield what a reward function gets of each prompt."""
+        for record in self._records:
+            names = ("data_source", "ground_truth", "extra_info")
+            yield {name: record[f"{name}s"] for name in names}
 
     def weigh_sources(self, weights: Mapping[str, float]) -> None:
         """Let `numbers` be weights with which each data source gets its share of the prompts drawn."""

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.nn.functional import pad
 
-from hybridflow.data.chat_prompts import PromptEncoder, encode_responses, read_messages
+from hybridflow.data.chat_prompts import PromptEncoder, named, read_messages
 from hybridflow.data.data_rows import PLAIN, read_data_rows
 from hybridflow.data.example_dataset import ExampleDataset, require_limits
 from hybridflow.data.layout import collate_rows, pad_left
 from hybridflow.data.row_forms import RowForm
-from hybridflow.data.tokenizer import eos_token_id, pad_token_id
+from hybridflow.data.tokenizer import pad_token_id
+from hybridflow.data.turns import TurnEncoder, answered
 from hybridflow.errors import DataError
 from hybridflow.protocol import DataProto
 
@@ -29,9 +30,9 @@ def encode_conversations(
     """
     texts = []
     for prompt, response, place in zip(prompts, responses, places, strict=True):
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        messages.append({"role": "assistant", "content": response})
-        texts.append(encoder.text(messages, place, add_generation_prompt=False))
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        with named(place):
+            texts.append(encoder.render(answered(encoder.checked(messages), response), "end"))
     ids = encoder.encode(texts)
     for conversation, place in zip(ids, places, strict=True):
         if not conversation:
@@ -61,11 +62,11 @@ Pair = list[tuple[list[int], list[int]]]
 class PreferenceDataset(ExampleDataset[Pair]):
     """Pairs of one or several parquet files with columns `prompt` (chat messages), `chosen` and `rejected` (texts).
 
-    `layout` "policy": prompts, and responses that end in EOS, as in `SFTDataset`. "reward_model": whole conversations
-    by the chat template, as `RewardModelWorker` scores them. A pair with a prompt or a response of more tokens than its
-    limit is dropped and logged; the limit of a whole conversation is the sum of both. `order_by` names a column, or an
-    entry of `extra_info`, with a number for each row. Raises DataError, naming file, row and column, for a malformed
-    file.
+    `layout` "policy": prompts and responses, as `TurnEncoder` makes them with `stop_ids`. "reward_model": whole
+    conversations by the chat template, as `RewardModelWorker` scores them. A pair with a prompt or a response of more
+    tokens than its limit is dropped and logged; the limit of a whole conversation is the sum of both. `order_by` names
+    a column, or an entry of `extra_info`, with a number for each row. Raises DataError, naming file, row and column,
+    for a malformed file.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class PreferenceDataset(ExampleDataset[Pair]):
         max_samples: int = 0,
         order_by: str = "",
         form: RowForm = PLAIN,
+        stop_ids: Sequence[int] | None = None,
     ) -> None:
         require_limits(max_prompt_length, max_response_length, max_samples)
         self._layout, self._pad_id = layout, pad_token_id(tokenizer)
@@ -90,17 +92,23 @@ class PreferenceDataset(ExampleDataset[Pair]):
                     f"{row.place}: 'chosen' and 'rejected' are the same text; the responses of a pair must differ."
                 )
         messages, places = [read_messages(row) for row in rows], [row.place for row in rows]
-        encoder = PromptEncoder(tokenizer, chat_template)
+        turns = TurnEncoder(tokenizer, stop_ids, chat_template)
         pairs: list[Pair]
         if layout == "reward_model":
-            sides = [encode_conversations(encoder, messages, texts[side], places) for side in SIDES]
+            sides = []
+            for side in SIDES:
+                for number, place in enumerate(places):
+                    with named(place):
+                        texts[side][number] = turns.said(texts[side][number])
+                sides.append(encode_conversations(turns.prompts, messages, texts[side], places))
             pairs = [[(chosen, []), (rejected, [])] for chosen, rejected in zip(*sides, strict=True)]
             limits = (max_prompt_length + max_response_length - 1, max_response_length)  # the dummy response token
         else:
-            eos_id = eos_token_id(tokenizer)
-            prompts = encoder.encode([encoder.text(m, place) for m, place in zip(messages, places, strict=True)])
-            sides = [encode_responses(tokenizer, texts[side], eos_id) for side in SIDES]
-            pairs = [[(p, c), (p, r)] for p, c, r in zip(prompts, *sides, strict=True)]
+            found = [
+                turns.responses(prompt, (chosen, rejected), place)
+                for prompt, chosen, rejected, place in zip(messages, *texts.values(), places, strict=True)
+            ]
+            pairs = [[(prompt, ids) for ids in responses] for prompt, responses in found]
             limits = (max_prompt_length, max_response_length)
         for place, pair in zip(places, pairs, strict=True):
             if not pair[0][0]:

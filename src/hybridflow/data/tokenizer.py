@@ -2,9 +2,12 @@
 
 import json
 from collections.abc import Collection, Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from string import ascii_letters
+from typing import TYPE_CHECKING, cast
 
+from hybridflow.data.chat_prompts import PromptEncoder
 from hybridflow.errors import DataConfigError, DataError
 from hybridflow.runtime.observe import get_logger
 
@@ -20,11 +23,39 @@ VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", 
 """File names, or patterns of them, that hold a tokenizer's vocabulary; a directory with a tokenizer has one."""
 
 
-def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
+CLOCK = "strftime_now"
+"""The function by which a chat template reads the clock."""
+
+
+def reads_clock(path: str | Path) -> bool:
+    """Return whether a chat template of a directory reads the clock."""
+    patterns = ("tokenizer_config.json", "*.jinja", "additional_chat_templates/*.jinja")
+    files = (file for pattern in patterns for file in Path(path).glob(pattern) if file.is_file())
+    return any(CLOCK in file.read_text(encoding="utf-8", errors="replace") for file in files)
+
+
+def _clock(date: str) -> str:
+    """Return the source of a macro that a chat template calls instead of the function: the time is 00:00 of the date.
+
+    It replaces each code of a format by its value, such as %d by 28. transformers gives templates no functions of ours.
+    """
+    begin = datetime.fromisoformat(date)
+    codes = [f"%{modifier}{letter}" for letter in ascii_letters for modifier in ("", *"-_0^#")]
+    values = {code: value for code in codes if (value := begin.strftime(code)) != code}
+    steps = json.dumps({"%%": "\1", **values, "\1": "%"})
+    return (
+        f"{{% macro {CLOCK}(format) %}}{{% set text = namespace(now=format) %}}"
+        f"{{% for code, value in {steps}.items() %}}"
+        "{% set text.now = text.now.replace(code, value) %}{% endfor %}{{ text.now }}{% endmacro %}\n"
+    )
+
+
+def load_tokenizer(path: str | Path, date: str = "auto") -> "PreTrainedTokenizerBase":
     """Return the tokenizer of a Hugging Face directory, with EOS as padding if it defines no padding token.
 
-    Raises DataError if the directory or its tokenizer is missing, or if the tokenizer needs custom code or has no EOS
-    token.
+    A chat template that reads the clock gets the beginning of a day: of `date`, the value of `data.date`, or of the day
+    of this call. Raises DataError if the directory or its tokenizer is missing, or if the tokenizer needs custom code
+    or has no EOS token.
     """
     from transformers import AutoTokenizer  # slow to import, and `hybridflow prepare` needs none
 
@@ -45,6 +76,11 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
             f"Tokenizers that need custom code are not supported."
         ) from error
     eos_token_id(tokenizer, str(path))
+    if CLOCK in str(tokenizer.chat_template):
+        clock = _clock(str(datetime.today().date()) if date == "auto" else date)
+        given = cast(str | dict[str, str], tokenizer.chat_template)
+        is_text = isinstance(given, str)
+        tokenizer.chat_template = clock + given if is_text else {name: clock + given[name] for name in given}
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
         if path.resolve() not in _without_padding:
@@ -104,13 +140,17 @@ def response_texts(
     return tokenizer.batch_decode(shown, skip_special_tokens=False)
 
 
-def stop_token_ids(tokenizer: "PreTrainedTokenizerBase", model_path: str | Path | None = None) -> tuple[int, ...]:
+def stop_token_ids(
+    tokenizer: "PreTrainedTokenizerBase", model_path: str | Path | None = None, chat_template: bool = False
+) -> tuple[int, ...]:
     """Return all ids that end a response, ascending: those of the directory `model_path`, and the tokenizer's EOS.
 
-    The directory names them in `generation_config.json`, or without that file in `config.json`. Raises DataError for a
-    malformed file.
+    The directory names them in `generation_config.json`, or without that file in `config.json`. With `chat_template`
+    also the token that the template writes after each answer. Raises DataError for a malformed file.
     """
     stop_ids = {eos_token_id(tokenizer)}
+    if chat_template and (end := PromptEncoder(tokenizer, chat_template).end_of_turn()) is not None:
+        stop_ids.add(end)
     names = ("generation_config.json", "config.json") if model_path is not None else ()
     files = [file for name in names if (file := Path(model_path or "") / name).is_file()]
     if files:

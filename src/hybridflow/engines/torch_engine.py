@@ -25,7 +25,7 @@ from hybridflow.engines.ranks import Ranks
 from hybridflow.engines.resharding import Resharding
 from hybridflow.engines.row_forward import Head, RowForward
 from hybridflow.engines.token_budget import find_token_budget
-from hybridflow.errors import ModelError
+from hybridflow.errors import ModelConfigError, ModelError
 from hybridflow.models.fused_forward import FusedForward
 from hybridflow.models.loading import DTYPES
 from hybridflow.models.lora import fill_adapters, is_adapter, merged_weights, plain_name, without_adapters
@@ -139,7 +139,13 @@ class TorchEngine:
         # The first is the newer name of the second. Without dropout there is no random state to preserve.
         names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
         enable = next(getattr(self.model, name) for name in names if hasattr(self.model, name))
-        enable({"use_reentrant": False, "preserve_rng_state": False})
+        try:
+            enable({"use_reentrant": False, "preserve_rng_state": False})
+        except ValueError as error:
+            raise ModelConfigError(
+                f"model.gradient_checkpointing=true is not supported for {self.model.config.model_type} models; set it "
+                "to false."
+            ) from error
 
     def _start_offload(self) -> None:
         """Keep weights and optimizer state on the device only inside `with self.on_device():` from now on."""

@@ -179,16 +179,14 @@ def _attention(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
+    name = type(module).__name__
     if attention_plan is None:
-        raise ModelError(
-            "a model loaded by hybridflow was called without attention_plan=...; pass a PackedPlan or PaddedPlan."
-        )
+        raise ModelError(f"{name} was called without attention_plan=...: give the model a PackedPlan or PaddedPlan")
+    if not getattr(module, "is_causal", True):
+        raise ModelError(f"{name} is not causal")
     foreign = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux, "attention_mask": attention_mask}
-    if wanted := [name for name, argument in foreign.items() if argument is not None]:
-        raise ModelError(
-            f"{type(module).__name__} uses {' and '.join(wanted)}, which is not supported; use a model with full "
-            "causal attention such as Llama, Qwen2 or Qwen3."
-        )
+    if wanted := [argument for argument, value in foreign.items() if value is not None]:
+        raise ModelError(f"{name} uses {' and '.join(wanted)}, which is not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
     return attention_plan.attend(layer, query, key, value, scale), None

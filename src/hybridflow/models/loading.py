@@ -27,7 +27,12 @@ from transformers.utils import logging as transformers_logging
 from hybridflow.errors import ModelConfigError, ModelError
 from hybridflow.models.attention import ATTENTION
 from hybridflow.models.model_files import require_finite, require_sound_config, require_sound_weights
-from hybridflow.models.support import USE_INSTEAD, require_planned_attention, require_supported_config
+from hybridflow.models.support import (
+    USE_INSTEAD,
+    require_classifier,
+    require_planned_attention,
+    require_supported_config,
+)
 from hybridflow.runtime.observe import get_logger
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -68,6 +73,7 @@ def load_value_model(path: str | Path, dtype: torch.dtype = torch.float32) -> Pr
     Raises ModelError as `load_causal_lm` does.
     """
     model, missing = _load(AutoModelForTokenClassification, path, dtype, **VALUE_MODEL)
+    require_value_head(model)
     require_complete(path, {name for name in missing if not name.startswith(VALUE_HEAD)})
     with torch.no_grad():
         for name in missing:
@@ -114,7 +120,18 @@ def read_config(path: str | Path, **options: object) -> PretrainedConfig:
     require_sound_config(path)
     config = AutoConfig.from_pretrained(Path(path), trust_remote_code=False, **options)
     require_supported_config(config)
+    if "num_labels" in options:
+        require_classifier(config, AutoModelForTokenClassification)
     return config
+
+
+def require_value_head(model: PreTrainedModel) -> None:
+    """Raise ModelError unless the head of a critic has the name by which heads are trained, stored and exported."""
+    if not hasattr(model, VALUE_HEAD.rstrip(".")):
+        raise ModelError(
+            f"{model.config.model_type} models cannot be a critic or a reward model: their head is not named "
+            f"{VALUE_HEAD.rstrip('.')}; {USE_INSTEAD}"
+        )
 
 
 def require_language_model(path: str | Path) -> None:
@@ -156,8 +173,10 @@ def is_tied(config: PretrainedConfig) -> bool:
 
 def cannot_be_loaded(path: str | Path, auto_class: Any, error: Exception) -> ModelError:
     """Return the ModelError for an error of transformers or safetensors."""
-    kind = auto_class.__name__.removeprefix("AutoModelFor")
-    reason = "its attention is not supported" if str(error) == repr(ATTENTION) else " ".join(str(error).split())
+    kind, reason = auto_class.__name__.removeprefix("AutoModelFor"), " ".join(str(error).split())
+    if str(error) == repr(ATTENTION):
+        model_type = AutoConfig.from_pretrained(Path(path), trust_remote_code=False).model_type
+        return ModelError(f"{model_type} models are not supported: their attention is not replaceable; {USE_INSTEAD}")
     if "trust_remote_code" in reason:
         reason = "it needs code of its directory, which hybridflow does not run"
     return ModelError(

@@ -31,7 +31,8 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, dtype: torch.dtype)
         raise ModelConfigError(
             f"lora.rank={config.rank} requires peft ({error}); install it with `pip install hybridflow[lora]`."
         ) from error
-    names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    plain = torch.nn.Linear.forward  # a router may be a Linear with other outputs
+    names = {name.rpartition(".")[2] for name, m in model.named_modules() if getattr(type(m), "forward", None) is plain}
     if missing := [target for target in config.targets if target not in names]:
         raise ModelConfigError(
             f"lora.targets: the model has no linear layer named {', '.join(missing)}; valid names: "
@@ -46,7 +47,11 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, dtype: torch.dtype)
         lora_dropout=0.0,
         init_lora_weights=False,
     )
-    inject_adapter_in_model(peft_config, model, low_cpu_mem_usage=True)
+    try:
+        inject_adapter_in_model(peft_config, model, low_cpu_mem_usage=True)
+    except ValueError as error:
+        raise ModelConfigError(f"lora.targets={list(config.targets)} is invalid: {error}") from error
+    _require_linear_layers(model, config)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.requires_grad:  # an adapter, on the meta device
@@ -69,6 +74,19 @@ def _require_suitable_targets(model: PreTrainedModel, config: LoRAConfig) -> Non
         raise ModelConfigError(
             f"lora.rank={config.rank} exceeds the smaller dimension of every layer in lora.targets; use at most "
             f"{largest}, which is equivalent to training the full layers."
+        )
+
+
+def _require_linear_layers(model: PreTrainedModel, config: LoRAConfig) -> None:
+    """Raise ModelError for targets that peft takes for the names of experts, which are fused in one weight.
+
+    Adapters of fused experts are neither merged nor synced here.
+    """
+    layers = [name.removesuffix(FIRST) for name, _ in model.named_parameters() if name.endswith(FIRST)]
+    if experts := [target for target in config.targets if not any(name.endswith(f".{target}") for name in layers)]:
+        raise ModelConfigError(
+            f"lora.targets: {', '.join(experts)} are the experts of {model.config.model_type} models, on which "
+            "adapters are not supported; remove them."
         )
 
 

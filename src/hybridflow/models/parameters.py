@@ -22,3 +22,9 @@ def part_like(whole: Tensor, parameter: Tensor) -> Tensor:
         return whole
     whole = whole.to(parameter.device_mesh.device_type)
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that are part of a model's files, such as the bias of a router. They do not learn."""
+    stored = model.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in model.named_buffers() if name in stored}

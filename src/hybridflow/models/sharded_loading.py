@@ -4,17 +4,15 @@ A rank holds at most its shards and one whole parameter.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from hybridflow.errors import ModelError
 from hybridflow.models.attention import ATTENTION
 from hybridflow.models.loading import (
     LOADING_ERRORS,
@@ -28,17 +26,16 @@ from hybridflow.models.loading import (
     require_language_model,
     require_no_ignored_layer,
     require_shape,
+    require_value_head,
     turn_off_dropout,
 )
 from hybridflow.models.lora import is_adapter, plain_name
-from hybridflow.models.model_files import INDEX, SINGLE, require_finite, require_sound_weights, weight_files
-from hybridflow.models.parameters import part_like, replace_parameters
+from hybridflow.models.model_files import require_finite
+from hybridflow.models.parameters import part_like, persistent_buffers, replace_parameters
+from hybridflow.models.stored_model import StoredModel, StoredTensors
 from hybridflow.runtime.boxes import local
 
 Head = Literal["policy", "value"]
-
-BODY = "model."
-"""Prefix of the body's parameters in a model with a head; a directory of the body alone leaves it out."""
 
 
 def build_without_weights(path: str | Path, head: Head, dtype: torch.dtype) -> PreTrainedModel:
@@ -55,14 +52,22 @@ def build_without_weights(path: str | Path, head: Head, dtype: torch.dtype) -> P
             model = auto_class.from_config(config, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=False)
     except LOADING_ERRORS as error:
         raise cannot_be_loaded(path, auto_class, error) from error
+    if head == "value":
+        require_value_head(model)
     model.tie_weights()
     turn_off_dropout(model)
     return model.eval()
 
 
 def build_with_placeholders(path: str | Path, head: Head, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Build the model on `device` with placeholders, which take no memory until `data` of a parameter is assigned."""
+    """Build the model on `device` with placeholders, which take no memory until `data` of a parameter is assigned.
+
+    Persistent buffers, which do not learn, have the contents of the directory.
+    """
     model = build_without_weights(path, head, dtype)
+    if persistent_buffers(model):
+        with StoredModel(path) as stored:
+            load_buffers(model, StoredTensors(model, stored))
     replace_parameters(
         model, lambda _, parameter: nn.Parameter(placeholder(parameter.shape, dtype, device), requires_grad=False)
     )
@@ -86,65 +91,34 @@ def load_shards(model: PreTrainedModel, path: str | Path) -> None:
     wrong shape.
     """
     has_tied_head = model.get_output_embeddings() is not None and is_tied(model.config)
-    with StoredModel(path, is_tied=has_tied_head) as stored:
+    with StoredModel(path, is_tied=has_tied_head) as files:
+        stored = StoredTensors(model, files)
         parameters = {name: parameter for name, parameter in model.named_parameters() if not is_adapter(name)}
-        wanted = {name: stored.name_of(plain_name(name)) for name in parameters}
-        require_complete(path, (n for n, found in wanted.items() if found is None and not n.startswith(VALUE_HEAD)))
+        missing = {name for name in parameters if plain_name(name) not in stored}
+        require_complete(path, (name for name in missing if not name.startswith(VALUE_HEAD)))
+        load_buffers(model, stored)
         for name, parameter in parameters.items():
-            found = wanted[name]
-            if found is None:
+            if name in missing:
                 local(parameter).zero_()
                 continue
-            require_shape(path, name, stored.shape(found), parameter.shape)
-            whole = stored.read(found).to(parameter.dtype)
+            require_shape(path, name, stored.shape(plain_name(name)), parameter.shape)
+            whole = stored.read(plain_name(name)).to(parameter.dtype)
             require_finite(path, name, whole)
             local(parameter).copy_(part_like(whole, parameter))
-        tied = {stored.name_of(name) for name in model.state_dict(keep_vars=True)}
-        ignored = set(stored.names) - {name for name in wanted.values() if name} - {name for name in tied if name}
-        require_no_ignored_layer(path, ignored, model._keys_to_ignore_on_load_unexpected or ())
+        require_no_ignored_layer(path, stored.ignored, model._keys_to_ignore_on_load_unexpected or ())
 
 
-class StoredModel:
-    """The tensors of a model directory by their stored names, read one at a time."""
-
-    def __init__(self, path: str | Path, *, is_tied: bool = False) -> None:
-        self.path, self._open = Path(path), ExitStack()
-        self._files: dict[str, Any] = {}
-        try:
-            require_sound_weights(path, is_tied=is_tied)
-            for file_path in weight_files(path):
-                file: Any = self._open.enter_context(safe_open(file_path, framework="pt"))
-                self._files |= dict.fromkeys(file.keys(), file)
-        except LOADING_ERRORS as error:
-            self._open.close()
-            raise ModelError(
-                f"'{path}': the weights cannot be read: {' '.join(str(error).split())}. The directory must hold "
-                f"{SINGLE}, or {INDEX} and every file that it lists; copy them again."
-            ) from error
-
-    @property
-    def names(self) -> list[str]:
-        """Names of all stored tensors."""
-        return list(self._files)
-
-    def name_of(self, parameter: str) -> str | None:
-        """Return the stored name of a parameter, with or without the prefix of the body; None if it is not stored."""
-        candidates = (parameter, parameter.removeprefix(BODY), BODY + parameter)
-        return next((name for name in candidates if name in self._files), None)
-
-    def shape(self, name: str) -> list[int]:
-        """Return the shape of a stored tensor without reading it."""
-        return self._files[name].get_slice(name).get_shape()
-
-    def read(self, name: str) -> Tensor:
-        """Read a stored tensor."""
-        return self._files[name].get_tensor(name)
-
-    def __enter__(self) -> "StoredModel":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._open.close()
+def load_buffers(model: PreTrainedModel, stored: StoredTensors) -> None:
+    """Fill the persistent buffers, such as the bias of a router, in the dtype of a model loaded by transformers."""
+    buffers = persistent_buffers(model)
+    require_complete(stored.path, (name for name in buffers if name not in stored))
+    for name, buffer in buffers.items():
+        require_shape(stored.path, name, stored.shape(name), buffer.shape)
+        in_float32 = any(part in name for part in model._keep_in_fp32_modules_strict or ())
+        whole = stored.read(name).to(buffer.device, torch.float32 if in_float32 else buffer.dtype)
+        require_finite(stored.path, name, whole)
+        owner, _, key = name.rpartition(".")
+        setattr(model.get_submodule(owner), key, whole)
 
 
 @contextmanager

@@ -1,8 +1,12 @@
 """Checks of supported models: every layer must compute its attention by the attention plan, and only by it."""
 
+import inspect
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from hybridflow.errors import ModelError
 from hybridflow.models.attention import PackedPlan
@@ -18,10 +22,12 @@ def require_supported_config(config: PretrainedConfig) -> None:
     """Raise ModelError for an unsupported configuration, before any weights are read."""
     text = config.get_text_config()
     kind = config.model_type
-    if any(name.endswith("ForMaskedLM") for name in config.architectures or ()):
+    if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         raise ModelError(
             f"{kind} models are masked language models, but a causal language model is required; {USE_INSTEAD}"
         )
+    if getattr(text, "is_heterogeneous", False):
+        raise ModelError(f"{kind} models with layers of different sizes are not supported; {USE_INSTEAD}")
     layer_types = getattr(text, "layer_types", None)
     if others := sorted(set(layer_types or ()) - {"full_attention"}):
         raise ModelError(f"{kind} models with layers of type {', '.join(others)} are not supported; {USE_INSTEAD}")
@@ -33,6 +39,16 @@ def require_supported_config(config: PretrainedConfig) -> None:
         raise ModelError(f"{kind} models with rope_type={rope_type!r} are not supported; {USE_INSTEAD}")
 
 
+def require_classifier(config: PretrainedConfig, auto_class: Any) -> None:
+    """Raise ModelError if transformers has no class of a model with a scalar head, as which it trains or is exported."""
+    if type(config) not in auto_class._model_mapping:
+        kind = auto_class.__name__.removeprefix("AutoModelFor")
+        raise ModelError(
+            f"{config.model_type} models cannot be a critic or a reward model: transformers has no {kind} class of "
+            f"them; {USE_INSTEAD}"
+        )
+
+
 def has_angles_of_length(config: PretrainedConfig) -> bool:
     """Whether rotary angles depend on the longest sequence of a call, so that log-probs depend on other rows."""
     rope = getattr(config, "rope_parameters", None) or {}
@@ -41,18 +57,23 @@ def has_angles_of_length(config: PretrainedConfig) -> bool:
 
 def require_planned_attention(model: PreTrainedModel) -> None:
     """Run two tokens through the model, and raise ModelError unless each layer calls the attention plan once."""
-    plan = _Recording()
+    kind, plan = model.config.model_type, _Recording()
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+        raise ModelError(f"{kind} models are not supported: their code does not take position_ids; {USE_INSTEAD}")
     zeros = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     try:
         with torch.no_grad():
             model(zeros, position_ids=zeros, attention_plan=plan, use_cache=False)
-    except (TypeError, RuntimeError) as error:  # the forward pass rejects the plan, or the heads are unsupported
-        raise ModelError(f"{model.config.model_type} models are not supported ({error}); {USE_INSTEAD}") from error
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # the code of some families fails in its own way
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ModelError(f"{kind} models are not supported ({reason[:300]}); {USE_INSTEAD}") from error
     num_layers = model.config.get_text_config().num_hidden_layers
     if plan.layers != list(range(num_layers)):
         raise ModelError(
-            f"{model.config.model_type} models are not supported: only {len(plan.layers)} of {num_layers} layers use a "
-            f"supported attention; {USE_INSTEAD}"
+            f"{kind} models are not supported: {len(set(plan.layers))} of {num_layers} layers use a supported "
+            f"attention, each once; {USE_INSTEAD}"
         )
 
 

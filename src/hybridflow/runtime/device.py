@@ -4,6 +4,7 @@ import importlib.util
 import os
 import shutil
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from hybridflow.errors import ConfigError, ModelConfigError
@@ -101,6 +102,15 @@ def gpu_has_bfloat16() -> bool | None:
         return None
     # It reads properties only: making the device current would take memory of it in a driver that does not compute.
     return bool(torch.version.hip) or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def cpu_has_bfloat16() -> bool:
+    """Return whether the CPU multiplies matrices in bfloat16, as Linux says."""
+    try:
+        words = Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return False
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(words)
 
 
 def preferred_dtype() -> Literal["bfloat16", "float32"]:

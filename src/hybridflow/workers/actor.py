@@ -70,8 +70,8 @@ class ActorWorker(SendsWeights, ModelWorker):
     def __init__(self, config: Config, total_updates: int = 1) -> None:
         config = prepare_worker_process(self, config)
         self.config = config
-        self.tokenizer = load_tokenizer(config.model.path)
-        self.stop_ids = stop_token_ids(self.tokenizer, config.model.path)
+        self.tokenizer = load_tokenizer(config.model.path, config.data.date)
+        self.stop_ids = stop_token_ids(self.tokenizer, config.model.path, config.data.chat_template)
         self.engine = self.build_engine(config, config.model.path, "policy", config.actor.optimizer, total_updates)
         transport = partial(build_sending_transport, config) if self.rank == 0 else None
         self.weight_sender = WeightSender(self.engine, config, transport)

@@ -13,7 +13,7 @@ from hybridflow.data import load_tokenizer
 from hybridflow.data.chat_prompts import PromptEncoder
 from hybridflow.data.preference_dataset import collate_conversations, encode_conversations
 from hybridflow.errors import ModelError, RewardError
-from hybridflow.models.sharded_loading import StoredModel
+from hybridflow.models.stored_model import StoredModel
 from hybridflow.protocol import DataProto
 from hybridflow.runtime.fault_points import fault_point
 from hybridflow.workers.model_worker import TO_REPLICAS, ModelWorker, parts_of_replicas
@@ -37,12 +37,11 @@ class RewardModelWorker(ModelWorker):
         config = prepare_worker_process(self, config)
         path = config.reward.model_path
         with StoredModel(path) as stored:
-            head = stored.name_of("score.weight")
-            labels = stored.shape(head)[0] if head else 0
+            labels = stored.shape("score.weight")[0] if "score.weight" in stored.names else 0
         if labels != 1:
             has = f"a head of {labels} labels" if labels else "no weights of a head (score.weight)"
             raise ModelError(f"reward.model_path='{path}' has {has}; use a sequence classifier with one label.")
-        self.tokenizer = load_tokenizer(path)
+        self.tokenizer = load_tokenizer(path, config.data.date)
         self.encoder = PromptEncoder(self.tokenizer, chat_template=True)
         self.engine = self.build_engine(config, path, "value")
 

@@ -28,8 +28,8 @@ class RolloutWorker(ReceivesWeights, GeneratingWorker):
     def __init__(self, config: Config, environments: Sequence[Closure] = ()) -> None:
         config = prepare_worker_process(self, config)
         self.config = config
-        self.tokenizer = load_tokenizer(config.model.path)
-        self.stop_ids = stop_token_ids(self.tokenizer, config.model.path)
+        self.tokenizer = load_tokenizer(config.model.path, config.data.date)
+        self.stop_ids = stop_token_ids(self.tokenizer, config.model.path, config.data.chat_template)
         model = None
         if config.rollout.backend == "embedded":
             dtype, device = DTYPES[config.model.dtype], own_device()

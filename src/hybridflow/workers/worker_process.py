@@ -8,6 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 from hybridflow.config import Config
 from hybridflow.controller import Dispatch, Worker, register
 from hybridflow.engines import join_process_group
+from hybridflow.models.kernels.arithmetic import arithmetic
 from hybridflow.models.kernels.library import use_kernels
 from hybridflow.models.loading import DTYPES
 from hybridflow.runtime.allocator import bound_shape_caches, keep_freed_memory
@@ -80,6 +81,11 @@ class DeviceWorker(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def abandon_step(self) -> None:
         """Discard what an unfinished step has left, before the run goes back to an earlier state."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def arithmetic(self) -> dict[str, str]:
+        """Return what decides how the results of this process are rounded."""
+        return arithmetic()
 
     @register(Dispatch.ONE_TO_ALL)
     def measure_peak(self, dtype: str) -> float:

@@ -92,7 +92,7 @@ def test_a_run_goes_on_with_its_class_and_with_no_other(task, tmp_path, monkeypa
     assert "closure:Talk-" in stored
     monkeypatch.setattr(closure, "_offered", {})
     forgotten = hybridflow.open_run(run.path)
-    with pytest.raises(EnvironmentConfigError, match=r"environment\.classes='closure:Talk-.*open_run.*environments="):
+    with pytest.raises(EnvironmentConfigError, match=r"environments='closure:Talk-.*open_run.*environments="):
         forgotten.fit()
     with pytest.raises(EnvironmentConfigError, match=r"the environment is Other-.*that of the run in .* was Talk-"):
         hybridflow.open_run(run.path, environments=Other)

@@ -11,6 +11,7 @@ import hybridflow
 from fixtures import tiny_run
 from hybridflow.cli.api import Table
 from hybridflow.cli.api.run import _prompts
+from hybridflow.cli.inspect.run_table import run_row
 from hybridflow.cli.main import main
 from hybridflow.errors import (
     CheckpointConfigError,
@@ -66,6 +67,20 @@ def test_a_run_shows_its_state_metrics_and_samples(python_run, tmp_path):
     assert isinstance(finished.samples(), Table)
     assert {sample["step"] for sample in finished.samples(step=2)} == {2}
     assert finished.report().read_text("utf-8").startswith("<!doctype html>")
+
+
+@pytest.mark.runs
+@OWN
+def test_fit_of_a_finished_run_names_it_and_refuses_other_settings(finished, tmp_path, caplog, monkeypatch):
+    shutil.copytree(finished.path, tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    run = hybridflow.open_run("run", reward=score)
+    assert run.fit(**{"controller.threads": 2, "trainer.total_steps": 2}) is run
+    assert run_row(run.path).recipe == "defaults"
+    assert "'run' is at step 3 of 3, finished; look at it with run.metrics" in caplog.text
+    for settings, change in (({}, "actor.optimizer.lr was"), ({"stop_after": 2}, "actor.optimizer.lr was")):
+        with pytest.raises(CheckpointConfigError, match=rf"other settings have no effect: {change}.* another run_dir"):
+            run.fit(**settings, **{"actor.optimizer.lr": 0.5})
 
 
 @pytest.mark.runs
@@ -132,7 +147,7 @@ def test_a_run_is_resumed_with_its_function_and_with_no_other(task, rows, tmp_pa
 
     closure._offered.clear()
     assert main(["train", str(tmp_path / "run/config.toml")]) == 2
-    with pytest.raises(RewardConfigError, match="is never stored; give it again"):
+    with pytest.raises(RewardConfigError, match="is never stored"):
         hybridflow.open_run(tmp_path / "run").resume()
     assert run.fit(**{"trainer.total_steps": 4}).metrics[-1]["step"] == 4
 
@@ -153,9 +168,15 @@ def test_supervised_training_preferences_and_reward_models_run(task, tmp_path):
 
 def test_what_is_wrong_is_an_error_before_a_file_is_written(task, rows, tmp_path):
     for changes, kind, problem in (
-        ({"prompt": "prompt"}, DataError, "prompts: row 0: 'prompt' is missing"),
+        ({"prompt": "prompt"}, DataError, "prompts: row 0: 'prompt' is missing; .* as in prompt=\"question\""),
         ({"trainer.total_step": 3}, ConfigError, "trainer.total_step"),
-        ({"model.path": "x"}, ConfigError, "model.path is given twice"),
+        ({"model.path": "x"}, ConfigError, "model is given twice"),
+        ({"data.train_files": ["x"]}, ConfigError, "prompts is given twice"),
+        ({"reward_fn": score}, ConfigError, "reward_fn= is not an argument; did you mean reward="),
+        ({"eval_dataset": "x"}, ConfigError, "eval_dataset: no such key; the key here is val_prompts"),
+        ({"reward": None}, RewardConfigError, "serves data_source 'rows' in prompts; .* Set reward=FUNCTION or"),
+        ({"reward": lambda completion, anwser: 0.0}, RewardConfigError, "'anwser' names .*did you mean 'answer'"),
+        ({"reward": "task.py:score", "environments": "a.py:B"}, ConfigError, "environments=.* with reward='task.py"),
         ({"reward": 5}, RewardConfigError, "reward=5 is a int; expected a function, or its name"),
         ({"recipe": "dapoo"}, ConfigError, "recipe='dapoo' is unknown"),
         ({"val_prompts": iter(rows)}, ConfigError, r"set validation\.max_samples"),

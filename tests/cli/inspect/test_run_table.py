@@ -37,6 +37,24 @@ def test_a_row_has_the_last_step_and_the_last_values(run):
     assert row.started == 1767323045.0
 
 
+@pytest.mark.parametrize(
+    ("starts", "recipe"),
+    [
+        ([["train", "dapo", "sub/own.toml", "trainer.run_dir=x.toml"]], "dapo own.toml"),
+        ([["train", "model.path=m"]], "defaults"),
+        ([["train", "first.toml"], ["train", "runs/a/config.toml"]], "first.toml"),
+        ([["train", "other/config.toml"]], "config.toml"),
+        (["grpo"], "grpo"),
+        (["defaults", "config.toml"], "defaults"),
+        ([["--any"]], ""),
+    ],
+)
+def test_the_recipe_is_that_of_a_command_or_of_a_python_program(run, starts, recipe):
+    made = [{"recipe": each} if isinstance(each, str) else {"command": ["hybridflow", *each]} for each in starts]
+    (run / "run.json").write_text(json.dumps({"starts": made}))
+    assert run_row(run).recipe == recipe
+
+
 def save(run, step, **sizes):
     directory = run / "checkpoints" / f"step_{step:06d}"
     directory.mkdir(parents=True)

@@ -2,11 +2,18 @@
 
 import pytest
 
+from hybridflow.config import load_config
+
 CONTRADICTIONS = [
     ("reward.weights={a=1.0} reward.model_path=x", "reward.weights={'a': 1.0} needs the numbers of a reward"),
     ("reward.overlong_buffer=600", "reward.overlong_buffer=600 exceeds data.max_response_length=512"),
-    ("trainer.val_every=5", "trainer.val_every=5, but data.val_files is empty"),
 ]
+
+
+def test_validation_is_off_without_files_whatever_a_recipe_says():
+    config = load_config("recipes/countdown_grpo.toml", ["data.val_files=[]"])
+    assert config.trainer.val_every > 0
+    assert config.data.val_files == ()
 
 
 @pytest.mark.parametrize(("overrides", "problem"), CONTRADICTIONS)

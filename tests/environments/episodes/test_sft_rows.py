@@ -9,8 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fixtures.chat_tokenizers import ADDED, CONTROL, chat_tokenizer
-from hybridflow.data.chat_prompts import PromptEncoder
-from hybridflow.data.turns import encode_turns
+from hybridflow.data.turns import TurnEncoder
 from hybridflow.environments import (
     CallLimits,
     ChatRenderer,
@@ -168,8 +167,7 @@ def test_messages_after_the_last_turn_are_left_out():
 def test_a_conversation_without_tools_has_the_tokens_of_plain_training(family):
     tokenizer = TOKENIZERS[family]
     messages = [EPISODE[0], EPISODE[1], *EPISODE[4:]]
-    plain = encode_turns(tokenizer, PromptEncoder(tokenizer, True), messages, tokenizer.eos_token_id, "row 0")
-    assert encoder_of(family)(messages, [], "row 0") == [plain]
+    assert encoder_of(family)(messages, [], "row 0") == TurnEncoder(tokenizer)(messages, [], "row 0")
 
 
 def hostile(family):
@@ -195,7 +193,10 @@ def conversation(texts):
 @settings(max_examples=20, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_control_tokens_in_texts_and_schemas_stay_text(family, data):
-    texts = data.draw(st.tuples(*[hostile(family)] * 6))
+    *texts, answer = data.draw(st.tuples(*[hostile(family)] * 6))
+    for mark in TOKENIZERS[family].batch_decode([[stop] for stop in stop_ids_of(family)]):
+        answer = answer.replace(mark, "")
+    texts.insert(4, answer)
     tokenizer, encoder = TOKENIZERS[family], encoder_of(family)
     function = {**TOOLS[0]["function"], "description": "".join(CONTROL[family])}
     tools = [{"type": "function", "function": function}]
@@ -229,9 +230,8 @@ PLAIN = WITHOUT_TOOL.replace("{# <tool_call> </tool_call> #}{{ tools }}", "").re
         (PLAIN, EPISODE, [], "in a format that is not known; expected that of Hermes"),
         (WITHOUT_TOOL, EPISODE, TOOLS, "does not write message 3, of the role tool"),
         (WITHOUT_TOOL.replace("{{ tools }}", ""), EPISODE[:3], TOOLS, "does not write the tool 'add'"),
-        (WITHOUT_TOOL.replace("<|im_end|>", ""), EPISODE[:3], TOOLS, r"ends message 2 with .* stops at '<\|im_end\|>'"),
         (WITHOUT_TOOL.replace(":{{", "<|im_end|>{{"), EPISODE[:3], TOOLS, "writes the prompt of message 2 in another"),
-        ("{{ raise_exception('no tool here') }}", EPISODE[3:5], [], "rejects the messages of an episode: no tool here"),
+        ("{{ raise_exception('no tool here') }}", EPISODE[3:5], [], "rejects the messages: no tool here"),
         (PLAIN, EPISODE[:2], [], "has the roles system, user; expected a message of the assistant"),
         (PLAIN, EPISODE[2:], [], "has the roles assistant, tool, assistant, user, assistant; expected"),
     ],

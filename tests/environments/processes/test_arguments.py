@@ -1,10 +1,20 @@
 """Reward functions whose parameters name what they get: of one sample or of a batch, here and in processes."""
 
+from contextlib import nullcontext
+
 import pytest
 
-from hybridflow.environments.processes.arguments import arguments_of, as_batch, takes_batches, takes_names
+from hybridflow.environments.processes.arguments import (
+    arguments_of,
+    as_batch,
+    check_names,
+    check_signature,
+    takes_batches,
+    takes_names,
+)
 from hybridflow.environments.rewards import RewardScorer, load_reward_function
 from hybridflow.errors import RewardConfigError, RewardError
+from hybridflow.runtime.user_code import declared_function
 
 PROMPT = [{"role": "user", "content": "2 + 2?"}]
 SAMPLE = {
@@ -107,3 +117,36 @@ def test_wrong_names_are_errors_of_samples_wrong_settings_of_the_start(file):
         RewardScorer(f"{file}:wrong").score(**COLUMNS)
     with pytest.raises(RewardConfigError, match=r"is one\(completion, answer, prompt, level, bonus=0.0\)"):
         load_reward_function(f"{file}:one", {"bonnus": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("declared", "problem"),
+    [
+        ("completion, anwser", "'anwser' names nothing of .*did you mean 'answer'"),
+        ("completions, levls", "'levls' names nothing of .*did you mean 'levels'"),
+        ("completon, answer", r"none is the response \(did you mean 'completion' instead of 'completon'\?\)"),
+        ("response", "none is the response; name it completion"),
+        ("completion, level, *, other, **_", "'other' names nothing"),
+        ("completion, level, answer='', *, other=[1], bonus=1.0, **_", None),
+        ("completion, answer", "'answer', but in all rows: 'answer' is missing; the row has level, other"),
+        ("solution_str, **_", None),
+        ("**_", None),
+    ],
+)
+def test_parameters_are_checked_without_running_the_file(tmp_path, declared, problem):
+    (tmp_path / "own.py").write_text(f"raise SystemExit\nasync def score({declared}) -> float: ...\n")
+    function = declared_function(f"{tmp_path}/own.py:score")
+    samples = [
+        {"data_source": "", "solution_str": "", "ground_truth": "", "extra_info": info}
+        for info in ({"level": 1, "other": 2}, {"level": 1})
+    ]
+    with pytest.raises(RewardConfigError, match=problem) if problem else nullcontext():
+        check_signature(function, "score", {"bonus": 1.0} if "bonus" in declared else {})
+        check_names(function, "score", {}, samples)
+
+
+def test_only_a_plain_function_of_a_file_is_read_without_running_it(file, tmp_path):
+    (tmp_path / "own.py").write_text("@decorated\ndef score(): ...\nother = print\n")
+    (tmp_path / "broken.py").write_text("def score(")
+    names = ("own.py:score", "own.py:other", "own.py:none", "broken.py:score", "none.py:score", "package.module:score")
+    assert {declared_function(f"{tmp_path}/{name}" if ".py" in name else name) for name in names} == {None}

@@ -84,7 +84,7 @@ def test_a_tensor_on_a_gpu_and_too_much_data_are_errors(monkeypatch):
 def test_a_function_that_was_not_given_is_an_error(monkeypatch):
     monkeypatch.setattr(closure, "_offered", {})
     found = Closure.of(score)
-    with pytest.raises(RewardConfigError, match=r"is never stored; give it again, as in hybridflow\.open_run"):
+    with pytest.raises(RewardConfigError, match=r"add reward\.function=path.py:function .* hybridflow\.open_run"):
         closure_of(found.name)
     offer(found)
     assert closure_of(found.name) is found

@@ -314,3 +314,17 @@ def test_a_scorer_shows_a_failed_sample_or_scores_it_up_to_a_rate(runner):
     wanted = r"(?s)2 of 4 rewards failed, more than reward.max_failure_rate=0.3.*not this one"
     with pytest.raises(RewardError, match=wanted):
         score_all(scorer, RAISE, RAISE, "ab", "ab")
+
+
+def test_a_function_that_prints_to_a_closed_pipe_keeps_its_score(runner):
+    read_end, write_end = os.pipe()
+    kept = os.dup(2)
+    os.close(read_end)
+    os.dup2(write_end, 2)
+    try:
+        outcomes = runner().run(of_texts("do print('x' * 10**5, flush=True)"))
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(write_end)
+    assert [outcome.problem for outcome in outcomes] == [""]

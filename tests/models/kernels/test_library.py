@@ -38,6 +38,7 @@ def test_kernels_are_built_once_into_private_cache_and_again_if_damaged(run, tmp
     (built,) = directory.iterdir()
     modified = built.stat().st_mtime_ns
     assert run().stdout == BUILT
+    assert run(CC="no-such-compiler").stdout == BUILT
     assert [path.stat().st_mtime_ns for path in directory.iterdir()] == [modified]
     whole = built.read_bytes()
     built.write_bytes(whole[: len(whole) // 2])

@@ -40,18 +40,18 @@ def test_a_step_is_a_line_with_figures_in_one_order_and_the_time_left(printed):
         (60.0, 4, {}),
     ]
     assert printed(steps, 4) == [
-        "step 1/4  reward 0.5  response length 31.2  s/step 10  left 0:00:30",
-        "step 2/4  reward 0.625  val accuracy 0.25  val score 0.75  left 0:00:30",
-        "step 3/4  reward 0.75  left 0:00:17",
+        "step 1/4  reward 0.5  response length 31.2  s/step 10",  # says nothing about the others
+        "step 2/4  reward 0.625  val accuracy 0.25  val score 0.75  left 0:00:40",
+        "step 3/4  reward 0.75  left 0:00:20",
         "step 4/4",
     ]
     assert printed([(0.0, 0, {"val/accuracy": 0.25}), (9.0, 1, {})], 0) == ["step 0  val accuracy 0.25", "step 1"]
 
 
 def test_time_left_is_that_of_recent_steps_of_this_start(printed):
-    resumed = [(100.0, 5, {"val/score/mean": 0.5}), (102.0, 6, {})]
+    resumed = [(100.0, 5, {"val/score/mean": 0.5}), (109.0, 6, {}), (111.0, 7, {})]
     lines = printed(resumed, 10, start_step=5)
-    assert [line.partition("left ")[2] for line in lines] == ["", "0:00:08"]
+    assert [line.partition("left ")[2] for line in lines] == ["", "", "0:00:06"]
     slower = [(float(step if step <= 30 else 30 + 5 * (step - 30)), step, {}) for step in range(1, 51)]
     assert printed(slower, 100)[-1] == "step 50/100  left 0:04:10"
 
@@ -88,3 +88,13 @@ def test_a_terminal_shows_a_bar_samples_log_lines_and_the_last_validation(capsys
 )
 def test_one_line_removes_the_middle_of_a_long_text(text, width, line):
     assert one_line(text, width) == line
+
+
+def test_a_step_whose_line_cannot_be_written_goes_on(monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        tracker = ConsoleTracker(2)
+        for step in (1, 2):
+            tracker.log(step, {"critic/score/mean": 0.5})
+        tracker.close()
+        tracker.console.file.discard()

@@ -47,11 +47,12 @@ def test_a_row_is_one_line_of_json_in_the_given_order(path):
 def test_value_that_json_lacks_raises_and_writes_nothing(path, value):
     writer = JsonlWriter(path)
     with pytest.raises(DataError, match="the row of step, x cannot be written as JSON"):
-        writer.log(1, {"x": value})
+        writer.write({"step": 1, "x": value})
     with pytest.raises(DataError, match="cannot be written as JSON"):
         writer.write_all([{"step": 3}, {"step": 4, "x": value}])
     writer.write_all({"step": step} for step in (1, 2))
-    assert read_jsonl(path) == [{"step": 1}, {"step": 2}]
+    writer.log(3, {"x": value, "y": 1.0})
+    assert read_jsonl(path) == [{"step": 1}, {"step": 2}, {"step": 3, "x": f"<{type(value).__name__}>", "y": 1.0}]
 
 
 def test_incomplete_last_line_is_not_read_and_dropped_on_open(path):

@@ -2,8 +2,11 @@
 
 import math
 import sys
+import urllib.request
 
+import numpy as np
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hybridflow.errors import ConfigError
@@ -12,11 +15,13 @@ from hybridflow.runtime.observe import (
     JsonlWriter,
     MLflowTracker,
     MultiTracker,
+    PrometheusTracker,
     TensorBoardTracker,
     guarded_tracker,
     read_jsonl,
 )
 from hybridflow.runtime.observe.mlflow import metric_name
+from hybridflow.runtime.observe.tracker import CleanNumbers, sample_table
 
 METRIC = "critic/score/mean"
 
@@ -99,7 +104,87 @@ def test_a_guarded_tracker_keeps_what_it_can_and_tells_what_is_lost(monkeypatch,
     assert "tracker 'mine' lacks 2 steps, from step 1 on" in caplog.text
 
 
-NAMES = {"val/pass@4": "val/pass_4", "val/my source (é)/maj@2": "val/my source ___/maj_2"}
+ODD = {
+    f"{METRIC}\udcff": 1.0,
+    "a b": 2.0,
+    "a_b": np.float32(3.0),
+    "_step": torch.tensor(4.0),
+    "x" * 300: True,
+    "//a/../b/": 5,
+    "": 6.0,
+    '\n"': 7.0,
+    "inf": math.inf,
+    "nan": math.nan,
+    "step": 9,
+    "huge": 10**400,
+    "list": [math.nan],
+    "text": "\udcff",
+    "set": {1},
+    "array": np.arange(2),
+    "none": None,
+}
+"""Metrics that one tracker or another refuses, by odd names, and values that none can hold."""
+NUM_NUMBERS = 11
+
+
+class Refusing(Failing):
+    """A tracker that refuses odd steps and, while `is_away`, all."""
+
+    def log(self, step, metrics):
+        if step % 2:
+            raise ValueError("odd")
+        super().log(step, metrics)
+
+
+def test_what_a_tracker_refuses_does_not_keep_the_rest_from_it(caplog):
+    refusing = Refusing()
+    guarded = GuardedTracker("mine", refusing)
+    for step in range(1, 4):
+        guarded.log(step, {})
+    refusing.is_away = False
+    for step in range(4, 9):
+        guarded.log(step, {})
+    guarded.close()
+    assert refusing.got == [2, 4, 6, 8]
+    assert "tracker 'mine' lacks 4 steps, from step 1 on" in caplog.text
+    assert caplog.text.count("failed at step") == 2  # one for each kind of error
+
+
+def prometheus_numbers(tracker):
+    with urllib.request.urlopen(tracker.address, timeout=30) as answer:
+        return [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
+
+
+def test_a_value_or_name_that_a_tracker_refuses_leaves_the_others(tmp_path):
+    rows, events = JsonlWriter(tmp_path / "rows"), TensorBoardTracker(tmp_path / "events")
+    gauges = PrometheusTracker(0, 'run\udcff\n"')
+    for tracker in (rows, events, gauges):
+        tracker.log(3, ODD)
+    (row,) = read_jsonl(tmp_path / "rows")
+    assert row.keys() == ODD.keys() - {f"{METRIC}\udcff"} | {f"{METRIC}?"}
+    assert (row["step"], row["huge"], row["text"]) == (3, 10**400, "?")
+    found = EventAccumulator(str(tmp_path / "events"))
+    found.Reload()
+    assert len(found.Tags()["scalars"]) == NUM_NUMBERS
+    shown = prometheus_numbers(gauges)
+    gauges.close()
+    assert len(shown) == NUM_NUMBERS
+    assert {'hybridflow_step{run="run?\\n\\""} 3.0', 'hybridflow_inf{run="run?\\n\\""} +Inf'} <= {*shown}
+    assert len(CleanNumbers(metric_name)(ODD)) == NUM_NUMBERS
+
+
+def test_a_table_of_samples_has_values_that_every_library_holds():
+    table = sample_table([{"prompt": "a\udcff", "ground_truth": 10**30, "score": {1}}, {"ground_truth": 4}])
+    assert (table["prompt"], table["ground_truth"]) == (["a?", None], [str(10**30), 4])
+    assert table["score"] == ['"{1}"', None]
+
+
+NAMES = {
+    "val/pass@4": "val/pass_4",
+    "val/my source (é)/maj@2": "val/my source ___/maj_2",
+    "//a/../b/": "a/b",
+    "..": "_",
+}
 
 
 def test_names_of_metrics_have_only_signs_that_mlflow_takes():
@@ -113,7 +198,8 @@ def test_mlflow_takes_every_name_of_a_metric(tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     tracker = MLflowTracker(tmp_path, "id", "run", {})
-    tracker.log(1, dict.fromkeys(NAMES, 0.5))
+    tracker.log(1, {**dict.fromkeys(NAMES, 0.5), **ODD})
     run = tracker._client.get_run(tracker._id)
     tracker.close()
-    assert run.data.metrics == dict.fromkeys(NAMES.values(), 0.5)
+    assert len(run.data.metrics) == len(NAMES.keys() | ODD.keys()) - (len(ODD) - NUM_NUMBERS)
+    assert run.data.metrics.keys() >= {*NAMES.values()}

@@ -5,7 +5,7 @@ import pytest
 from hybridflow.checkpoint import Checkpoint
 from hybridflow.config import load_config
 from hybridflow.errors import CheckpointError
-from hybridflow.trainers.run.run_identity import require_same_run, run_identity
+from hybridflow.trainers.run.run_identity import arithmetic_of, require_same_arithmetic, require_same_run, run_identity
 
 
 @pytest.fixture
@@ -100,3 +100,39 @@ def test_a_key_newer_than_the_checkpoint_is_ignored(model):
     del before["config"]["algorithm.gamma"]
     now["config"]["algorithm.gamma"] = 0.5
     require_same_run(Checkpoint(Path("runs/a/checkpoints/step_000020"), 20, before, ()), now)
+
+
+ARITHMETIC = {"device": "cpu", "processor": "one", "torch": "2", "threads": "1", "kernels": "compiled C", "build": "a"}
+
+
+@pytest.fixture
+def goes_on(model):
+    """Return a function that continues a run whose workers computed otherwise, with changes of the configuration."""
+
+    def run(before, now, *changes):
+        first, second = (
+            run_identity(load_config(None, [f"model.path={model()}", *more]), "train") for more in ([], changes)
+        )
+        first["arithmetic"] = arithmetic_of([ARITHMETIC | before])
+        second["arithmetic"] = arithmetic_of([ARITHMETIC | now, ARITHMETIC | now])
+        require_same_arithmetic(Checkpoint(Path("runs/a/checkpoints/step_000020"), 20, first, ()), second)
+
+    return run
+
+
+def test_a_run_does_not_go_on_with_other_kernels_unless_they_are_chosen(goes_on, caplog):
+    pytorch = {"kernels": "PyTorch"}
+    for before, now in (({}, pytorch), (pytorch, {})):
+        with pytest.raises(CheckpointError, match=r"PyTorch.*same PATH.*with controller\.compiled_kernels=false"):
+            goes_on(before, now)
+    goes_on({}, {})
+    assert not caplog.records
+    goes_on({}, pytorch, "controller.compiled_kernels=false")
+    assert "was computed with other rounding; kernels: compiled C, now PyTorch" in caplog.text
+
+
+def test_another_processor_version_or_number_of_threads_is_logged(goes_on, caplog):
+    goes_on({}, {"threads": "2", "build": "b", "torch": "3"})
+    assert "torch: 2, now 3; threads: 1, now 2; build: a, now b" in caplog.text
+    goes_on({}, {"processor": "other", "kernels": "PyTorch"})
+    assert arithmetic_of([ARITHMETIC, ARITHMETIC | {"threads": "2"}]) == ARITHMETIC | {"threads": "1, 2"}

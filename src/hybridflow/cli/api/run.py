@@ -1,5 +1,6 @@
 """A run as an object: it trains, and shows and uses what was trained."""
 
+import shlex
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -9,14 +10,17 @@ from hybridflow.checkpoint import Checkpoint, CheckpointStore, export_model
 from hybridflow.cli.api.environment_argument import Environments, environment_sources
 from hybridflow.cli.api.rows import Data, file_of, files_of, records_of, write_rows
 from hybridflow.cli.api.settings import overrides
-from hybridflow.cli.inspect.run_table import run_row
+from hybridflow.cli.api.words import Words, in_own_words
+from hybridflow.cli.inspect.run_table import NO_RECIPE, run_row
 from hybridflow.config import Config, load_config
+from hybridflow.config.load import ALGORITHMS
 from hybridflow.config.run_paths import absolute_paths
 from hybridflow.data.parquet_rows import Row
 from hybridflow.data.row_forms import rows_of
 from hybridflow.environments.processes.closure import ENVIRONMENT, REWARD, Closure, Purpose, is_closure, offer
 from hybridflow.errors import CheckpointConfigError, ConfigError
 from hybridflow.models.hub import local_model, require_upload, upload_model
+from hybridflow.runtime.observe import get_logger
 from hybridflow.runtime.observe.run_files import RunFiles
 from hybridflow.trainers.build import build
 from hybridflow.trainers.build.build_generation import build_generator, build_validator
@@ -29,6 +33,8 @@ from hybridflow.trainers.run.text_generation import typed_prompts
 
 if TYPE_CHECKING:
     import pandas
+
+logger = get_logger(__name__)
 
 BUILDERS: dict[str, Callable[[Config], Any]] = {
     "train": build.build_trainer,
@@ -64,8 +70,9 @@ class Run:
         recipes: Sequence[Path],
         changes: Sequence[str],
         closures: Sequence[Closure] = (),
+        words: Words | None = None,
     ) -> None:
-        self.path, self.kind = path, kind
+        self.path, self.kind, self.words = path, kind, words or Words(kind)
         self._recipes, self._changes, self._closures = recipes, list(changes), closures
 
     def __repr__(self) -> str:
@@ -79,6 +86,7 @@ class Run:
         """The configuration, with what recipes, arguments and defaults give each key."""
         return self._config()
 
+    @in_own_words
     def fit(self, stop_after: int | None = None, **settings: Any) -> "Run":
         """Train, from the newest checkpoint of the directory or from the start, and return this run.
 
@@ -90,7 +98,15 @@ class Run:
             _require_same_closures(self._closures, self.path)
         self._changes += overrides(settings)
         with BUILDERS[self.kind](config) as trainer:
+            names = [file.stem if file.parent == ALGORITHMS else file.name for file in self._recipes]
+            trainer.run.start_facts["recipe"] = " ".join(names) or NO_RECIPE
             trainer.fit(stop_after)
+        row, where = run_row(self.path), shlex.quote(str(self.path))
+        logger.info(
+            "'%s' is at step %d of %d, %s; look at it with run.metrics, run.samples() and run.report(), or with "
+            "`hybridflow report %s` and `hybridflow watch %s`",
+            *(self.path, row.step, row.total_steps, row.state, where, where),
+        )
         return self
 
     def resume(self, stop_after: int | None = None, **settings: Any) -> "Run":
@@ -116,6 +132,7 @@ class Run:
         write_report([RunFiles(self.path)], file)
         return file
 
+    @in_own_words
     def generate(
         self,
         prompts: str | Sequence[str | Sequence[Mapping[str, str]]],
@@ -139,6 +156,7 @@ class Run:
             found = [row["responses"] if n > 1 else row["responses"][0] for row in generator.run(rows)]
         return found[0] if isinstance(prompts, str) else found
 
+    @in_own_words
     def evaluate(
         self,
         prompts: Data = None,
@@ -164,6 +182,7 @@ class Run:
             metrics, _ = validator.run()
         return metrics
 
+    @in_own_words
     def replay(self, step: int, **changes: Any) -> Replay:
         """Learn a step of the run again, and once more under `changes`, keys of the configuration.
 
@@ -174,6 +193,7 @@ class Run:
             paths = absolute_paths(self.path / "config.toml")
             return replay_step(self.path, step, overrides(changes), scratch=Path(scratch), paths=paths)
 
+    @in_own_words
     def export(
         self,
         out: str | Path,

@@ -36,6 +36,11 @@ def overrides(settings: Mapping[str, Any]) -> list[str]:
     return [f"{key}={_toml(key, value)}" for key, value in _leaves(settings)]
 
 
+def keys_of(settings: Mapping[str, Any]) -> list[str]:
+    """Return the keys that settings set."""
+    return [key for key, _ in _leaves(settings)]
+
+
 def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in settings.items():
         key = f"{prefix}{name}"

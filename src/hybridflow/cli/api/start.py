@@ -1,18 +1,21 @@
 """The functions that start a run from Python; each is one command."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from hybridflow.cli.api.environment_argument import Environments, environment_sources
 from hybridflow.cli.api.rows import Data, file_of, files_of, is_columnar, records_of, write_rows
 from hybridflow.cli.api.run import Run
 from hybridflow.cli.api.settings import Recipe, overrides, recipe_files
+from hybridflow.cli.api.words import DATA_KINDS, Words
 from hybridflow.config import Config, load_config
-from hybridflow.data.row_forms import Kind, rows_of
+from hybridflow.data.row_forms import rows_of
 from hybridflow.data.tool_messages import without_nulls_of_columns
 from hybridflow.environments.processes.closure import Closure
-from hybridflow.errors import ConfigError, ModelConfigError, RewardConfigError
+from hybridflow.errors import ModelConfigError, RewardConfigError
+from hybridflow.trainers.build.preconditions import require_reward_functions
 from hybridflow.trainers.run.run_directory import DATA
 from hybridflow.trainers.run.run_identity import Kind as RunKind
 
@@ -50,7 +53,7 @@ def train(
     sources, closures = environment_sources(environments)
     given |= {"environment.classes": sources} if sources else {}
     columns, closures = {"prompt": prompt, "answer": answer}, [*([closure] if closure else []), *closures]
-    return _start("train", model, prompts, val_prompts, recipe, run_dir, {**given, **settings}, columns, closures)
+    return _start("train", model, prompts, val_prompts, recipe, run_dir, settings, columns, given, closures)
 
 
 def sft(
@@ -102,9 +105,6 @@ def reward_model(
     return _start("reward-model", model, pairs, val_pairs, recipe, run_dir, settings, {"prompt": prompt})
 
 
-DATA_KINDS: dict[RunKind, Kind] = {"train": "prompts", "sft": "examples", "dpo": "pairs", "reward-model": "pairs"}
-
-
 def _start(
     kind: RunKind,
     model: str | Path,
@@ -114,6 +114,7 @@ def _start(
     run_dir: str | Path | None,
     settings: dict[str, Any],
     columns: dict[str, str],
+    given: Mapping[str, Any] = MappingProxyType({}),
     closures: Sequence[Closure] = (),
 ) -> Run:
     if not isinstance(model, str | Path):
@@ -121,39 +122,45 @@ def _start(
             f"model is a {type(model).__name__}; expected a directory or a name on the hub. Save a model and its "
             "tokenizer first, with save_pretrained(DIRECTORY), and give the directory."
         )
-    given: dict[str, Any] = {"model.path": str(model)} | ({} if run_dir is None else {"trainer.run_dir": str(run_dir)})
-    if twice := [key for key in given if key in settings]:
-        raise ConfigError(f"{twice[0]} is given twice; it is an argument of its own.")
-    recipes, changes = recipe_files(recipe), overrides({**given, **settings})
-    expected = overrides({} if val_data is None else {"data.val_files": ["given"]})  # whose file is not written yet
-    first = load_config(recipes, [*changes, *expected])
-    name = DATA_KINDS[kind]
-    limits = {
-        "train": (first.trainer.total_steps * _batch_size(first, kind), "trainer.total_steps"),
-        "val": (first.validation.max_samples, "validation.max_samples"),
-    }
-    written: list[tuple[list[Any], Path]] = []
+    given = {**given, "model.path": str(model)} | ({} if run_dir is None else {"trainer.run_dir": str(run_dir)})
+    words, has_val = Words(kind, columns), val_data is not None
+    with words:
+        words.require_arguments(settings, [*given, "data.train_files", *["data.val_files"] * has_val])
+        recipes, changes = recipe_files(recipe), overrides({**given, **settings})
+        first = load_config(recipes, changes)
+        name = DATA_KINDS[kind]
+        limits = {
+            "train": (first.trainer.total_steps * _batch_size(first, kind), "trainer.total_steps"),
+            "val": (first.validation.max_samples, "validation.max_samples"),
+        }
+        written: list[tuple[list[Any], Path]] = []
 
-    def files(data: Data, name: str, split: str) -> Sequence[str]:
-        if (named := files_of(data)) is not None:
-            if other := {ours: theirs for ours, theirs in columns.items() if ours != theirs}:
-                changes.extend(overrides({"data.columns": other}))
-            return named
-        records = records_of(data, name, *limits[split])
-        if kind == "sft" and is_columnar(data):
-            records = without_nulls_of_columns(records)
-        rows = rows_of(records, DATA_KINDS[kind], columns, split)
-        file = file_of(rows, Path(first.trainer.run_dir) / DATA, split)
-        written.append((rows, file))
-        return [str(file)]
+        def files(data: Data, name: str, split: str) -> Sequence[str]:
+            if (named := files_of(data)) is not None:
+                if other := {ours: theirs for ours, theirs in columns.items() if ours != theirs}:
+                    changes.extend(overrides({"data.columns": other}))
+                return named
+            records = records_of(data, name, *limits[split])
+            if kind == "sft" and is_columnar(data):
+                records = without_nulls_of_columns(records)
+            rows = rows_of(records, DATA_KINDS[kind], columns, split)
+            file = file_of(rows, Path(first.trainer.run_dir) / DATA, split)
+            written.append((rows, file))
+            return [str(file)]
 
-    changes += overrides({"data.train_files": files(data, name, "train")})
-    if val_data is not None:
-        changes += overrides({"data.val_files": files(val_data, f"val_{name}", "val")})
-    load_config(recipes, changes)  # all is valid: now files are written
-    for rows, file in written:
-        write_rows(rows, file)
-    return Run(Path(first.trainer.run_dir), kind, recipes, changes, closures)
+        changes += overrides({"data.train_files": files(data, name, "train")})
+        if has_val:
+            changes += overrides({"data.val_files": files(val_data, f"val_{name}", "val")})
+        run = Run(Path(first.trainer.run_dir), kind, recipes, changes, closures, words)
+        for rows, file in written if kind == "train" else ():
+            samples = [
+                {**row, "ground_truth": row["reward_model"].get("ground_truth"), "extra_info": row.get("extra_info")}
+                for row in rows
+            ]
+            require_reward_functions(run.config, samples, [str(file)])
+        for rows, file in written:  # all is valid
+            write_rows(rows, file)
+    return run
 
 
 def _batch_size(config: Config, kind: RunKind) -> int:

@@ -85,7 +85,7 @@ def compare_runs(a: RunFiles, b: RunFiles, pattern: str = "*") -> Comparison:
     prompts_a, prompts_b = ({row["step"]: row.get("prompt_id") for row in run.rollouts} for run in (a, b))
     others = [step for step in sorted(prompts_a.keys() & prompts_b.keys()) if prompts_a[step] != prompts_b[step]]
     return Comparison(
-        config=_differing(a.config, b.config),
+        config=_differing(a.shown_config, b.shown_config),
         environment=_differing(*(_recorded(run, ENVIRONMENT) for run in (a, b))),
         data=_differing_data(a, b),
         has_data=all("data" in run.starts[-1] for run in (a, b)),

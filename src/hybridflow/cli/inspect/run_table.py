@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from hybridflow.config.load import packaged_recipe
 from hybridflow.errors import DataError, HybridFlowError
 from hybridflow.runtime.observe.jsonl import read_last_rows
 from hybridflow.runtime.observe.run_files import METRICS, read_starts
@@ -27,6 +28,10 @@ FIGURES = {
 """The figure of a kind of run in training, and the one in validation."""
 
 KINDS = ("train", "sft", "dpo", "reward-model")
+
+NO_RECIPE, OWN_RECIPE = "defaults", "config.toml"
+"""What stands for no recipe; the configuration of the run itself, which says less than the recipe of an earlier start.
+"""
 
 LAST_ROWS = 5
 """Rows at the end of metrics.jsonl in which the figure is looked for."""
@@ -107,7 +112,8 @@ def _row(path: Path) -> RunRow:
     total_steps = _total_steps(start)
     checkpoints = _checkpoint_bytes(path / "checkpoints")
     checkpoint_step = max(checkpoints, default=0)
-    kind, recipe = _kind_and_recipe(start)
+    kind, recipes = _kind(start), [found for each in reversed(starts) if (found := _recipe(each))]
+    recipe = next((each for each in recipes if each != OWN_RECIPE), recipes[0] if recipes else "")
     return RunRow(
         path,
         kind=kind,
@@ -150,11 +156,24 @@ def _total_steps(start: Mapping[str, Any]) -> int:
     return total_steps if isinstance(total_steps, int) else 0
 
 
-def _kind_and_recipe(start: Mapping[str, Any]) -> tuple[str, str]:
+def _kind(start: Mapping[str, Any]) -> str:
+    return str(start.get("kind") or next((each for each in _arguments(start)[:1] if each in KINDS), ""))
+
+
+def _arguments(start: Mapping[str, Any]) -> list[str]:
     command = start.get("command")
-    arguments = [str(each) for each in command[1:]] if isinstance(command, list) else []
-    kind = start.get("kind") or next((each for each in arguments[:1] if each in KINDS), "")
-    return str(kind), " ".join(Path(each).name for each in arguments if each.endswith(".toml") and "=" not in each)
+    return [str(each) for each in command[1:]] if isinstance(command, list) else []
+
+
+def _recipe(start: Mapping[str, Any]) -> str:
+    """Return the names of a start's recipes; "" if they are not known."""
+    if "recipe" in start:  # of a Python program
+        return str(start["recipe"])
+    kind, *arguments = _arguments(start) or [""]
+    if kind not in KINDS:
+        return ""
+    given = [each for each in arguments if "=" not in each and (each.endswith(".toml") or packaged_recipe(each))]
+    return " ".join(Path(each).name for each in given) or NO_RECIPE
 
 
 def _seconds(text: Any) -> float:

@@ -14,7 +14,7 @@ REWARD_ARGUMENTS = (
 
 def problems(config: Config) -> Iterator[str]:
     """Yield one line for each value that another one makes wrong."""
-    for subject in (_order, _validation, _reward):
+    for subject in (_order, _reward):
         yield from subject(config)
 
 
@@ -26,14 +26,6 @@ def _order(config: Config) -> Iterator[str]:
         yield (
             f"data.order_by={data.order_by!r} has no effect with data.order={data.order!r}; use order = 'curriculum' "
             "or 'weighted', or unset order_by"
-        )
-
-
-def _validation(config: Config) -> Iterator[str]:
-    if config.trainer.val_every and not config.data.val_files:
-        yield (
-            f"trainer.val_every={config.trainer.val_every}, but data.val_files is empty; "
-            "add a validation file or use val_every = 0"
         )
 
 

@@ -1,6 +1,8 @@
 """Base class of the sections and the types of their keys. Imports no torch."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import date
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
@@ -14,16 +16,19 @@ Parameter = bool | int | float | str
 NoneAsText = BeforeValidator(lambda value: None if value == "none" else value)  # TOML has no null
 
 
-def _count_or_auto(value: object) -> object:
-    if value != "auto" and not (isinstance(value, int) and value > 0):
-        raise ValueError('expected a positive integer or "auto"')
-    return value
+def _expect(is_valid: Callable[[Any], bool], expected: str) -> BeforeValidator:
+    def valid(value: object) -> object:
+        if not is_valid(value):
+            raise ValueError(f"expected {expected}")
+        return str(value) if isinstance(value, date) else value  # TOML has dates
+
+    return BeforeValidator(valid)
 
 
-def _switch_or_auto(value: object) -> object:
-    if value != "auto" and not isinstance(value, bool):
-        raise ValueError('expected true, false or "auto"')
-    return value
+def _is_date(value: object) -> bool:
+    with suppress(ValueError):
+        return str(date.fromisoformat(str(value))) == str(value)
+    return value == "auto"
 
 
 def _zero_or_usable(value: float) -> float:
@@ -34,22 +39,18 @@ def _zero_or_usable(value: float) -> float:
 
 LOWEST_TEMPERATURE = 1e-3
 Temperature = Annotated[float, Field(ge=0), AfterValidator(_zero_or_usable)]
-CountOrAuto = BeforeValidator(_count_or_auto)
-SwitchOrAuto = BeforeValidator(_switch_or_auto)
+CountOrAuto = _expect(lambda x: x == "auto" or (isinstance(x, int) and x > 0), 'a positive integer or "auto"')
+SwitchOrAuto = _expect(lambda x: x == "auto" or isinstance(x, bool), 'true, false or "auto"')
+DateOrAuto = _expect(_is_date, 'a date as in 2026-11-28 or "auto"')
 
 
 def named_or_user(names: Any) -> BeforeValidator:
     """Return a validator that accepts one of the names, or the user's own function."""
-
-    def valid(value: object) -> object:
-        if value not in get_args(names) and not (isinstance(value, str) and ":" in value.strip(":")):
-            known = ", ".join(map(repr, get_args(names)))
-            raise ValueError(
-                f"expected one of {known}, or your own function as 'path.py:function' or 'module:function'"
-            )
-        return value
-
-    return BeforeValidator(valid)
+    known = ", ".join(map(repr, get_args(names)))
+    return _expect(
+        lambda x: x in get_args(names) or (isinstance(x, str) and ":" in x.strip(":")),
+        f"one of {known}, or your own function as 'path.py:function' or 'module:function'",
+    )
 
 
 UserFunction = Annotated[str, Field(json_schema_extra={"shown": "'path.py:function' or 'module:function'"})]

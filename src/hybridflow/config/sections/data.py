@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from hybridflow.config.sections.base import (
+    DateOrAuto,
     Fraction,
     NoneAsText,
     NonNegative,
@@ -41,24 +42,22 @@ class DataConfig(Section):
     )
     train_batch_size: Positive = Field(default=64, description="Prompts in one training step.")
     max_prompt_length: Positive = Field(default=512, description="Largest length of a prompt, in tokens.")
-    max_response_length: Positive = Field(
-        default=512, description="Largest length of a response, in tokens; generation stops there."
-    )
-    overlong_prompts: OverlongName = Field(
-        default="drop",
-        description="Treatment of prompts longer than max_prompt_length: drop, error, or truncate a side.",
-    )
+    max_response_length: Positive = Field(default=512, description="Largest length of a response, in tokens.")
+    overlong_prompts: OverlongName = Field(default="drop", description="Treatment of longer prompts.")
     order: Annotated[OrderName | UserFunction, named_or_user(OrderName)] = Field(
         default="shuffled",
         description="Order of the training rows: shuffled anew in each epoch, sequential, curriculum (ascending by "
         "data.order_by), weighted (sampled in proportion to data.order_by), or your own function (docs/data.md).",
     )
-    order_by: str = Field(
-        default="", description="Column, or key in extra_info, with the numbers that data.order reads."
-    )
+    order_by: str = Field(default="", description="Column, or key in extra_info, with numbers for data.order.")
     chat_template: bool = Field(
         default=True,
         description="Apply the tokenizer's chat template, if it has one; otherwise join messages with newlines.",
+    )
+    date: Annotated[str, DateOrAuto] = Field(
+        default="auto",
+        description="Date that a chat template reads as today's (strftime_now), as in 2026-11-28; the time is 00:00. "
+        "auto: that of the run's start, which a resumed run keeps.",
     )
 
 

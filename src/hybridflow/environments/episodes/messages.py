@@ -36,3 +36,8 @@ class AssistantTurn:
                 for call in self.calls
             ]
         return message
+
+    def add_to(self, messages: list[Message]) -> None:
+        """Append the turn to a conversation, in place of a message that the prompt has begun and it continues."""
+        begun = messages.pop() if messages and messages[-1]["role"] == "assistant" else {}
+        messages.append({**begun, **self.message()})

@@ -7,11 +7,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hybridflow.data.chat_prompts import is_begun
+from hybridflow.data.turn_rendering import NextPrompt
 from hybridflow.environments.episodes.answers import Answer, Begin, Failure, Finish, Question, TakeTurn
 from hybridflow.environments.episodes.environment import EndReason, Episode, Turn
 from hybridflow.environments.episodes.episode_tokens import EpisodeRow
 from hybridflow.environments.episodes.messages import AssistantTurn
-from hybridflow.environments.episodes.rendering import ChatRenderer, NextPrompt
+from hybridflow.environments.episodes.rendering import ChatRenderer
 from hybridflow.errors import HybridFlowError
 
 Ask = Callable[[Question], Awaitable[Answer]]
@@ -87,7 +89,7 @@ class Player:
         if answer.failure:
             return self._fail(answer.failure, answer.error)
         self.episode.messages += answer.messages
-        self.num_first_messages = len(answer.messages)
+        self.num_first_messages = len(answer.messages) - is_begun(answer.messages)
         return self._next(lambda: self._renderer.start(self.episode.messages))
 
     async def take(
@@ -99,7 +101,9 @@ class Player:
         """
         number = len(self.episode.turns)
         self.rows[-1].add_sampled(ids, log_probs, versions, number)
-        said = self._renderer.parse(ids, self._stop_ids, self._prompt.text)
+        messages = self.episode.messages
+        begun = messages[-1].get("content") if is_begun(messages) else None
+        said = self._renderer.parse(ids, self._stop_ids, self._prompt.text, begun or "")
         ends_with_token = bool(ids) and ids[-1] in self._stop_ids
         if not ids or not (ends_with_token or has_stopped):
             self._cut_turn = said
@@ -133,7 +137,7 @@ class Player:
 
     def _note(self, said: AssistantTurn, answer: Answer) -> None:
         turn = Turn(len(self.episode.turns), said.content, said.reasoning, answer.called, said.malformed)
-        self.episode.messages.append(said.message())
+        said.add_to(self.episode.messages)
         self.episode.turns.append(turn)
 
     def _next(self, render: Callable[[], NextPrompt]) -> list[int] | None:

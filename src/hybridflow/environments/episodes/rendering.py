@@ -1,24 +1,18 @@
-"""Conversations as tokens, turn by turn: what was sampled stays, and only new messages are rendered.
-
-    messages ──> start() ──> prompt ids ──> engine ──> sampled ids (kept as they are)
-                                               ^             │ the format parses their text
-              go_on(): ids of new messages ────┘<── tools, environment
-
-If a template changes what came before, the episode goes on in a new row, whose prompt is the whole conversation.
-"""
+"""Conversations with tools as tokens, in which texts of users and tools stay texts; and what a sampled turn says."""
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from hybridflow.data.chat_prompts import RENDERING_LIMIT_S
+from hybridflow.data.chat_prompts import Ending
+from hybridflow.data.turn_rendering import NextPrompt as NextPrompt
+from hybridflow.data.turn_rendering import TurnRenderer
 from hybridflow.environments.episodes.formats import ToolFormat, format_of, is_open, parse_plain
 from hybridflow.environments.episodes.messages import AssistantTurn, Message, ToolCall
 from hybridflow.environments.episodes.tools import Tool
 from hybridflow.errors import DataError, EnvironmentConfigError
-from hybridflow.runtime.deadline import DeadlineExceeded, call_within
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,17 +30,7 @@ _THOUGHTS = {"<think>", "</think>"}
 """Control tokens that a model may write in the text of its turn."""
 
 
-@dataclass(frozen=True)
-class NextPrompt:
-    """The tokens after a turn. `is_new_row`: they are the whole conversation, for a reason, and begin a new row."""
-
-    ids: list[int]
-    text: str
-    is_new_row: bool = False
-    reason: str = ""
-
-
-class ChatRenderer:
+class ChatRenderer(TurnRenderer):
     """Renders the conversations of a tokenizer's chat template with some tools.
 
     A tool may be given as its JSON schema. Raises EnvironmentConfigError for a tokenizer without a chat template, and
@@ -56,7 +40,7 @@ class ChatRenderer:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", tools: Sequence[Tool | Mapping[str, Any]] = ()) -> None:
         if not tokenizer.chat_template:
             raise EnvironmentConfigError("the tokenizer has no chat template, which separates the turns of an episode.")
-        self._tokenizer = tokenizer
+        super().__init__(tokenizer)
         self._control = sorted(_control_texts(tokenizer), key=len, reverse=True)
         self._marks = _any_of(self._control)
         self._marks_of_turns = _any_of([text for text in _special_texts(tokenizer) if text not in _THOUGHTS])
@@ -68,22 +52,22 @@ class ChatRenderer:
         if tools and self.format is None:
             raise EnvironmentConfigError(UNKNOWN_FORMAT)
 
-    def start(self, messages: Sequence[Message]) -> NextPrompt:
-        """Return the prompt of a conversation's first turn."""
-        text, contents = self.render(messages, add_generation_prompt=True)
-        return NextPrompt(self.encode(text, contents), text)
-
-    def parse(self, ids: Sequence[int], stop_ids: Sequence[int], prompt: str | None = None) -> AssistantTurn:
+    def parse(
+        self, ids: Sequence[int], stop_ids: Sequence[int], prompt: str | None = None, begun: str = ""
+    ) -> AssistantTurn:
         """Return what sampled tokens say; the last one may be a stop token.
 
-        `prompt`: the text before them, which may have opened reasoning; None: that of any conversation.
+        `prompt`: the text before them, which may have opened reasoning; None: that of any conversation. `begun`: what
+        the turn says in it already.
         """
-        kept = list(ids[:-1] if ids and ids[-1] in stop_ids else ids)
-        text = self.decode(kept)
-        begun = self._marks_of_turns.split(self._any_prompt if prompt is None else prompt)[-1]
+        opened = self._marks_of_turns.split(self._any_prompt if prompt is None else prompt)[-1]
+        if begun := begun.strip():
+            opened, found, spaces = opened.rpartition(begun)
+            begun += spaces if found else ""
+        text = begun + self.decode(ids[:-1] if ids and ids[-1] in stop_ids else ids)
         if not (self.format and self._tools):
-            return parse_plain(text, is_reasoning=is_open(begun) or None)
-        said = self.format.parse(text, is_reasoning=is_open(begun))
+            return parse_plain(text, is_reasoning=is_open(opened) or None)
+        said = self.format.parse(text, is_reasoning=is_open(opened))
         if len(said.calls) > 1 and not self._takes_several_calls:
             ignored = "one call at a time: the calls after the first one were not made"
             said = replace(said, calls=said.calls[:1], malformed=(*said.malformed, ignored))
@@ -98,56 +82,12 @@ class ChatRenderer:
         """Whether the template writes a turn with two calls, which that of Llama 3 does not."""
         turn = AssistantTurn("", calls=(ToolCall("a"), ToolCall("b"))).message()
         try:
-            self.render([{"role": "user", "content": "a"}, turn], add_generation_prompt=False)
+            self.render([{"role": "user", "content": "a"}, turn], "end")
         except DataError:
             return False
         return True
 
-    def go_on(
-        self,
-        before: NextPrompt,
-        sampled: Sequence[int],
-        messages: Sequence[Message],
-        new: Sequence[Message],
-        *,
-        ends_with_token: bool = True,
-    ) -> NextPrompt:
-        """Return the tokens between a sampled turn and the next one.
-
-        `before`: the prompt of the turn. `sampled`: its tokens, the last of which ended it, or a stop string did
-        (not `ends_with_token`). `messages`: the conversation with the turn as its last message. `new`: the messages
-        after it.
-
-        The row goes on if the template writes the whole conversation with the sampled text in it, or if it writes the
-        turn in one way, whether or not messages follow: then it may be written in another way than it was sampled.
-        After a stop string it may not, since nothing marks the place where the turn ended.
-        """
-        text, contents = self.render([*messages, *new], add_generation_prompt=True)
-        said = before.text + self.decode(sampled)
-        if text.startswith(said):
-            return NextPrompt(self.encode(text[len(said) :], contents), text)
-        if not ends_with_token:
-            return self._new_row(text, contents, _difference(said, text))
-        after_turn, _ = self.render(messages, add_generation_prompt=False)
-        for earlier, later in ((before.text, after_turn), (after_turn, text)):
-            if not later.startswith(earlier):
-                return self._new_row(text, contents, _difference(earlier, later))
-        end, following = self.decode(sampled[-1:]), text[len(after_turn) :]
-        _, found, rest = after_turn[len(before.text) :].rpartition(end)
-        if not found and following.startswith(end):  # the first token of the next message ended the turn, as in GLM
-            return NextPrompt(self.encode(following[len(end) :], contents), text)
-        if not found:
-            return self._new_row(text, contents, f"the template does not write {end!r}, which ended the turn")
-        return NextPrompt(self.encode(rest + following, contents), text)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, control tokens included."""
-        return cast(str, self._tokenizer.decode(list(ids), skip_special_tokens=False))
-
-    def _new_row(self, text: str, contents: Sequence[str], reason: str) -> NextPrompt:
-        return NextPrompt(self.encode(text, contents), text, is_new_row=True, reason=reason)
-
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> tuple[str, list[str]]:
+    def render(self, messages: Sequence[Message], ending: Ending) -> tuple[str, list[str]]:
         """Return the text of a conversation, and the contents that stand in it as places.
 
         A content has a place if it holds the text of a control token, which a tokenizer would read as the token. In
@@ -165,53 +105,18 @@ class ChatRenderer:
             else:
                 fields = _hidden(fields, marks, contents)
             shown.append({**fields, "role": message["role"]})
-        return self._apply(shown, add_generation_prompt), contents
+        return self.prompts.render(shown, ending, self._tools), contents
 
-    def stop_after(self, messages: Sequence[Message], new: Sequence[Message], stop_ids: Sequence[int]) -> int | None:
-        """Return the stop token with which the text after a turn begins, where a template ends no turn by itself.
-
-        `messages`: the conversation with the turn as its last message. `new`: the messages after it.
-        """
-        written, _ = self.render(messages, add_generation_prompt=False)
-        text, _ = self.render([*messages, *new], add_generation_prompt=True)
-        after = text[len(written) :] if text.startswith(written) else ""
-        return next((each for each in stop_ids if after.startswith(self.decode([each]))), None)
-
-    def _apply(self, messages: list[Message], add_generation_prompt: bool) -> str:
-        tools = cast(Any, self._tools or None)
-
-        def apply() -> Any:
-            return self._tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-            )
-
-        try:
-            return str(call_within(RENDERING_LIMIT_S, apply))
-        except DeadlineExceeded as error:
-            raise DataError(f"the chat template took longer than {RENDERING_LIMIT_S} s for a conversation.") from error
-        except Exception as error:  # a template is a program
-            reason = str(error) or type(error).__name__
-            raise DataError(f"the chat template rejects the messages of an episode: {reason[:500]}.") from error
-
-    def encode(self, text: str, contents: Sequence[str] = ()) -> list[int]:
+    def encode(self, text: str, contents: Sequence[str] = (), *, is_start: bool = False) -> list[int]:
         """Return the tokens of a rendered text, with the contents in their places as text and nothing else."""
         ids: list[int] = []
         for number, part in enumerate(_PLACES.split(text)):
             if number % 2:
                 for piece in _without_marks(contents[int(part)], self._control):
-                    ids += self._ids_of(piece)
+                    ids += super().encode(piece)
             else:
-                ids += self._ids_of(part)
+                ids += super().encode(part)
         return ids
-
-    def _ids_of(self, text: str) -> list[int]:
-        try:
-            return cast(list[int], self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
-        except TypeError as error:  # half of a character
-            raise DataError(f"the tokenizer cannot encode {text!r:.200}: {error}.") from error
 
 
 def _special_texts(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
@@ -258,12 +163,3 @@ def _without_marks(text: str, marks: Sequence[str]) -> list[str]:
                     cut.append(mark[1:] + other)
             pieces = cut
     return [piece for piece in pieces if piece]
-
-
-def _difference(before: str, after: str) -> str:
-    """Return where a text that should begin with another one differs from it."""
-    same = next(
-        (i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(map(len, (before, after)))
-    )
-    start = max(0, same - 20)
-    return f"the template changes what came before: {before[start : same + 40]!r} became {after[start : same + 40]!r}"

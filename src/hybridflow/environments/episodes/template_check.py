@@ -63,8 +63,8 @@ def _checks(tokenizer: "PreTrainedTokenizerBase", stop_ids: Sequence[int], tools
     again: Message = {"role": "user", "content": "And which next?"}
     try:
         prompt = renderer.start([question])
-        without, _ = renderer.render([question], add_generation_prompt=False)
-        answered, _ = renderer.render([question, AssistantTurn(ANSWER).message(), again], add_generation_prompt=True)
+        without, _ = renderer.render([question], "end")
+        answered, _ = renderer.render([question, AssistantTurn(ANSWER).message(), again], "answer")
     except DataError as error:
         yield Finding("prompt", "failed", str(error))
         return
@@ -72,6 +72,7 @@ def _checks(tokenizer: "PreTrainedTokenizerBase", stop_ids: Sequence[int], tools
         yield Finding("prompt", "failed", "add_generation_prompt adds nothing, so a model must write its own header")
     else:
         yield Finding("prompt", "ok", f"ends with {prompt.text[len(without) :]!r}")
+    yield _begun_answer(renderer, question)
     yield _stop_token(renderer, stop_ids, answered.rpartition(ANSWER)[2])
     episodes = [
         ("a user answers", AssistantTurn(ANSWER), [again]),
@@ -92,6 +93,22 @@ def _checks(tokenizer: "PreTrainedTokenizerBase", stop_ids: Sequence[int], tools
             yield Finding(check, "limited" if check == "two tools answer" else "failed", str(error))
     if tools:
         yield _round_trip(renderer, [question], AssistantTurn("", "", (call,)))
+
+
+def _begun_answer(renderer: ChatRenderer, question: Message) -> Finding:
+    """Check that a prompt may end with the beginning of an answer."""
+    begun, whole = ({"role": "assistant", "content": content} for content in (ANSWER, f"{ANSWER} {ANSWER}"))
+    try:
+        text, (written, _) = renderer.start([question, begun]).text, renderer.render([question, whole], "end")
+    except DataError as error:
+        return Finding("a begun answer", "limited", str(error))
+    if not written.startswith(text):
+        return Finding(
+            "a begun answer", "limited", f"the template writes {text[-80:]!r} in another way once it goes on"
+        )
+    return Finding(
+        "a begun answer", "ok", "a prompt may end with the beginning of an answer, which the model continues"
+    )
 
 
 def _stop_token(renderer: ChatRenderer, stop_ids: Sequence[int], after: str) -> Finding:
@@ -117,7 +134,7 @@ def _episode(
 ) -> Finding:
     """Check that a turn can be continued, and that the tokens of both turns are those of the whole conversation."""
     prompt, history = renderer.start(messages), [*messages, turn.message()]
-    written, _ = renderer.render(history, add_generation_prompt=False)
+    written, _ = renderer.render(history, "end")
     if not written.startswith(prompt.text):
         return Finding(check, "failed", "the template writes the prompt of a turn in another way once it is answered")
     sampled = renderer.encode(written[len(prompt.text) :])
@@ -141,7 +158,7 @@ def _episode(
 def _round_trip(renderer: ChatRenderer, messages: list[Message], turn: AssistantTurn) -> Finding:
     """Check that a call that the template writes is parsed as the same call."""
     prompt = renderer.start(messages)
-    whole, _ = renderer.render([*messages, turn.message()], add_generation_prompt=False)
+    whole, _ = renderer.render([*messages, turn.message()], "end")
     assert renderer.format is not None, "a renderer with tools knows their format"
     written = whole[len(prompt.text) :] if whole.startswith(prompt.text) else whole
     parsed = renderer.format.parse(written)

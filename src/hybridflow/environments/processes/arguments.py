@@ -10,7 +10,7 @@ from typing import Any
 from hybridflow.environments.processes.reward_process import WHAT
 from hybridflow.environments.rewards.table import RewardFunction
 from hybridflow.errors import RewardConfigError
-from hybridflow.runtime.user_code import require_arguments
+from hybridflow.runtime.user_code import did_you_mean, require_arguments
 from hybridflow.runtime.user_import import load_user_function
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -60,7 +60,8 @@ def arguments_of(function: Any, sample: Mapping[str, Any], kwargs: Mapping[str, 
     chosen = {name: value for name, value in values.items() if takes_all or name in parameters} | dict(kwargs)
     for name, each in parameters.items():
         if each.kind in _BY_NAME and each.default is each.empty and name not in chosen:
-            raise TypeError(f"its parameter '{name}' names nothing of the sample, which has {', '.join(values)}")
+            hint = did_you_mean([name], values)
+            raise TypeError(f"its parameter '{name}' names nothing of the sample, which has {', '.join(values)}{hint}")
     return chosen
 
 
@@ -105,6 +106,44 @@ def load_reward_function(name: str, kwargs: Mapping[str, Any] | None = None) -> 
     return function
 
 
-def check_signature(function: RewardFunction, name: str, kwargs: Mapping[str, Any]) -> None:
-    """Raise `RewardError` if the function takes neither the four arguments, their plurals nor names, with `kwargs`."""
-    require_arguments(function, name, WHAT, checked_arguments(function, kwargs), RewardConfigError)
+def check_signature(
+    function: RewardFunction, name: str, kwargs: Mapping[str, Any], error: type[Exception] = RewardConfigError
+) -> None:
+    """Raise `error` if the function takes neither the four arguments, their plurals nor names, with `kwargs`."""
+    parameters = parameters_of(function)
+    own = [each for each, by in parameters.items() if by.kind in _BY_NAME and by.default is by.empty]
+    own = [each for each in own if each not in kwargs]
+    if own and not {*ARGUMENTS, *BATCH_ARGUMENTS, "completion", "completions"} & {*parameters}:
+        hint = did_you_mean([each for each in own if each not in _NAMES], _NAMES)
+        raise error(
+            f"{WHAT} '{name}' has the parameters {', '.join(own)}, of which none is the response{hint}; name it "
+            f"completion, or completions for lists of all rows. Others may be {', '.join(_NAMES[1:])}, or columns of "
+            "the rows."
+        )
+    require_arguments(function, name, WHAT, checked_arguments(function, kwargs), error)
+
+
+_NAMES = ("completion", "prompt", "answer", "ground_truth", "data_source", "extra_info")
+
+
+def check_names(
+    function: RewardFunction, name: str, kwargs: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raise `RewardError` if a parameter names nothing of some sample, or an answer that no sample has."""
+    if not samples or not takes_names(function):
+        return
+    kinds = [*{tuple(sample["extra_info"] or ()): sample for sample in samples}.values()]
+    try:
+        for call in [as_batch(kinds)] if takes_batches(function) else kinds:
+            arguments_of(function, call, kwargs)
+    except TypeError as error:
+        raise RewardConfigError(f"{WHAT} '{name}': {error}.") from None
+    columns = [*dict.fromkeys(column for sample in kinds for column in sample["extra_info"] or ())]
+    if "answer" in columns or any(sample["ground_truth"] != "" for sample in samples):
+        return
+    for needed, each in parameters_of(function).items():
+        if needed.removesuffix("s") in ("answer", "ground_truth") and each.default is each.empty:
+            raise RewardConfigError(
+                f"{WHAT} '{name}' has the parameter '{needed}', but in all rows: 'answer' is missing; the row has "
+                f"{', '.join(columns) or 'a prompt'}. If the function does without, give its parameter a default."
+            )

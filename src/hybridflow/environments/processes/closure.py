@@ -25,20 +25,31 @@ MAX_BYTES = 2**28
 
 @dataclass(frozen=True)
 class Purpose:
-    """What a closure is for, as errors say it: its kind, key of the configuration, argument in Python and its form."""
+    """What a closure is for, as errors say it: its kind, key of the configuration, argument in Python and its form.
+
+    `override` is what a command needs in its place.
+    """
 
     what: str
     key: str
     argument: str
     form: str
+    override: str
     error: type[ConfigError]
 
     def __str__(self) -> str:
         return f"the {self.what}"
 
 
-REWARD = Purpose("reward function", "reward.function", "reward", "path.py:function", RewardConfigError)
-ENVIRONMENT = Purpose("environment", "environment.classes", "environments", "path.py:Class", EnvironmentConfigError)
+REWARD = Purpose(
+    *("reward function", "reward.function", "reward", "path.py:function", "reward.function=path.py:function"),
+    error=RewardConfigError,
+)
+ENVIRONMENT = Purpose(
+    *("environment", "environment.classes", "environments", "path.py:Class"),
+    override="""'environment.classes={NAME = "path.py:Class"}'""",
+    error=EnvironmentConfigError,
+)
 
 
 @dataclass(frozen=True)
@@ -100,9 +111,9 @@ def closure_of(name: str, purpose: Purpose = REWARD) -> Closure | None:
         return None
     if name not in _offered:
         raise purpose.error(
-            f"{purpose.key}='{name}' was given by a Python program, which is never stored; give it again, as in "
-            f"hybridflow.open_run(RUN_DIR, {purpose.argument}=...).resume(), or write it to a file and set "
-            f"{purpose.key} to '{purpose.form}'."
+            f"{purpose.key}='{name}' was given by a Python program, which is never stored. For a command, write it to "
+            f"a file and add {purpose.override} to the command; in Python, give it again: "
+            f"hybridflow.open_run(RUN_DIR, {purpose.argument}=...)."
         )
     return _offered[name]
 

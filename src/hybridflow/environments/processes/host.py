@@ -109,7 +109,7 @@ class EnvironmentHost:
 
     def _note(self, said: AssistantTurn, called: Sequence[CalledTool] = ()) -> Turn:
         turn = Turn(len(self._episode.turns), said.content, said.reasoning, tuple(called), said.malformed)
-        self._episode.messages.append(said.message())
+        said.add_to(self._episode.messages)
         self._episode.turns.append(turn)
         return turn
 

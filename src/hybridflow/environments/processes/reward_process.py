@@ -48,7 +48,7 @@ def main() -> None:
     try:
         loader = module_of(settings["loader"])
         function = by_value(*own) if own else loader.load_user_function(name, WHAT, NotLoaded)
-        loader.require_arguments(function, name, WHAT, calls.checked_arguments(function, settings["kwargs"]), NotLoaded)
+        calls.check_signature(function, name, settings["kwargs"], NotLoaded)
         is_async = returns_awaitable(function)
         forms = {"takes_batches": calls.takes_batches(function), "takes_names": calls.takes_names(function)}
         kind = {"is_async": is_async, **forms, "source": "" if own else source_of(function)}
@@ -81,7 +81,10 @@ def begin() -> tuple[dict[str, Any], "Replies", BinaryIO]:
     folder, temporary = os.path.dirname(__file__), os.environ["TMPDIR"]
     remove_tree = module_of(os.path.join(folder, "tree_removal.py")).remove_tree
     module_of(os.path.join(folder, "supervisor.py")).supervise(lambda: remove_tree(temporary))
+    output = module_of(os.path.join(folder, "../../runtime/lenient_output.py"))
+    output.open_standard_files()
     replies, questions = Replies(os.fdopen(os.dup(1), "wb")), os.fdopen(os.dup(0), "rb")
+    sys.stdout, sys.stderr = map(output.LenientOutput, (sys.stdout, sys.stderr))  # a `print` must not fail
     os.dup2(2, 1)  # the user's code must not write replies or read questions
     with open(os.devnull, "rb") as empty:
         os.dup2(empty.fileno(), 0)

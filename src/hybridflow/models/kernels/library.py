@@ -1,7 +1,7 @@
-"""The library of compiled kernels: built once per machine into the user's cache, loaded once per process.
+"""The library of compiled kernels: built once per processor into the user's cache, loaded once per process.
 
-It does not know what the kernels compute, except the checksum of words. A missing compiler is not an error: PyTorch
-computes the same, slower.
+It does not know what the kernels compute, except the checksum of words. A missing compiler is not an error if the
+library is in the cache; else PyTorch computes, slower and with other rounding.
 """
 
 import ctypes
@@ -32,6 +32,7 @@ DIGEST_SIZE = hashlib.sha256().digest_size
 COMPUTED = (torch.float32, torch.bfloat16)
 _SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int64: "int64"}
 _enabled = True
+_build = ""
 _functions: dict[tuple[str, torch.dtype], Callable[..., int]] = {}
 logger = get_logger(__name__)
 
@@ -40,6 +41,11 @@ def use_kernels(enabled: bool) -> None:
     """Enable the compiled kernels, which is the default, or compute with PyTorch only."""
     global _enabled
     _enabled = enabled
+
+
+def kernel_facts() -> dict[str, str]:
+    """Return what computes on the CPU: the compiled kernels, with a hash of their library, or PyTorch."""
+    return {"kernels": "compiled C", "build": _build} if serves(torch.empty(0)) else {"kernels": "PyTorch"}
 
 
 def serves(x: Tensor) -> bool:
@@ -80,46 +86,54 @@ def _function(name: str, dtype: torch.dtype, arguments: tuple[Tensor | int | flo
 def _library() -> ctypes.CDLL | None:
     """Load the kernels, compiled if they are not in the cache; None, with one warning, if they cannot be compiled."""
     try:
-        compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or "cc"]
         try:
-            library = _from_cache(compiler)
+            library = _from_cache()
         except (OSError, subprocess.SubprocessError):  # for example a full disk, or one mounted noexec
             library = None
-        return library or _from_temporary_directory(compiler)
+        return library or _from_temporary_directory()
     except (OSError, subprocess.SubprocessError, ValueError) as error:  # ValueError: CC has unbalanced quotes
         output = getattr(error, "stderr", None) or str(error)
         logger.warning(
-            "no compiled CPU kernels (%s): PyTorch's slower operations are used. Install a C compiler with OpenMP, "
-            "such as gcc, or set CC to one.",
+            "no compiled CPU kernels (%s): PyTorch's operations are used, which are slower and round differently. "
+            "Install a C compiler with OpenMP, such as gcc, or set CC to one.",
             " ".join(output.split())[:200],
         )
         return None
 
 
-def _from_temporary_directory(compiler: list[str]) -> ctypes.CDLL:
+def _from_temporary_directory() -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as directory:
-        return ctypes.CDLL(str(_compile(compiler, Path(directory) / "kernels.so")))
+        return _load(_compile(Path(directory) / "kernels.so"))
 
 
-def _from_cache(compiler: list[str]) -> ctypes.CDLL | None:
-    """Load the library from the user's cache, built if missing or damaged; None if other users can write the cache."""
+def _from_cache() -> ctypes.CDLL | None:
+    """Load the library from the user's cache, built if missing or damaged; None if other users can write the cache.
+
+    A library stays when the compiler changes or is not found, so that results keep their bits.
+    """
     try:
         directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hybridflow"
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except RuntimeError:  # there is no home directory
         return None
-    path = directory / f"kernels-{_fingerprint(compiler)}.so"
+    path = directory / f"kernels-{_fingerprint()}.so"
     if not _is_private(directory) or (path.exists() and not _is_private(path)):
         return None
     if not (path.exists() and _is_whole(path)):
         with tempfile.TemporaryDirectory(dir=directory) as temporary:
-            built = _compile(compiler, Path(temporary) / "kernels.so")
+            built = _compile(Path(temporary) / "kernels.so")
             with built.open("r+b") as file:  # append the digest, which the loader ignores
                 digest = hashlib.sha256(file.read()).digest()
                 file.write(digest)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(built, path)
+    return _load(path)
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    global _build
+    _build = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
     return ctypes.CDLL(str(path))
 
 
@@ -135,7 +149,8 @@ def _is_private(path: Path) -> bool:
     return status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
-def _compile(compiler: list[str], output: Path) -> Path:
+def _compile(output: Path) -> Path:
+    compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or "cc"]
     logger.info("compiling the CPU kernels (takes a few seconds)")
     command = [*compiler, *_flags(), str(SOURCES[0]), "-o", str(output), "-lm"]
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
@@ -147,12 +162,10 @@ def _flags() -> tuple[str, ...]:
     return (*FLAGS, *(X86_FLAGS if platform.machine() in ("x86_64", "AMD64") else OTHER_FLAGS))
 
 
-def _fingerprint(compiler: list[str]) -> str:
-    """Return a hash of the sources, the compiler and the processor, for which `native` code is built."""
-    version = subprocess.run([*compiler, "--version"], check=True, capture_output=True, timeout=BUILD_TIMEOUT_S).stdout
-    parts = [*(source.read_bytes() for source in SOURCES), repr((compiler, _flags())).encode(), version, _processor()]
+def _fingerprint() -> str:
+    """Return a hash of the sources, the options and the processor, for which `native` code is built."""
     digest = hashlib.sha256()
-    for part in parts:
+    for part in (*(source.read_bytes() for source in SOURCES), repr(_flags()).encode(), _processor()):
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()[:16]
 

@@ -33,7 +33,7 @@ def runs_triton(x: Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return False
-    return x.is_cuda and x.dtype in DTYPES and _has_triton()
+    return x.is_cuda and x.dtype in DTYPES and has_triton()
 
 
 def runs_triton_elementwise(x: Tensor) -> bool:
@@ -42,5 +42,6 @@ def runs_triton_elementwise(x: Tensor) -> bool:
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether Triton is installed."""
     return find_spec("triton") is not None

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from hybridflow.errors import OutOfMemoryError, RolloutConfigError, RolloutError
-from hybridflow.models.sharded_loading import build_without_weights
+from hybridflow.models.parameters import persistent_buffers
+from hybridflow.models.sharded_loading import build_with_placeholders
+from hybridflow.models.stored_model import PublishedForm, Waiting
 from hybridflow.rollout.base import Completion, FinishReason, Request, SleepingPart
 from hybridflow.rollout.loading import Loading, require_announced
 from hybridflow.rollout.requests import StopStrings, TokenDecoder, not_finite, require_servable
@@ -85,7 +87,7 @@ class VLLMRollout:
     ) -> None:
         if dtype not in DTYPES:
             raise RolloutConfigError(f"vLLM computes in {' or '.join(DTYPES)}, model.dtype is '{dtype}'.")
-        described = build_without_weights(path, "policy", torch.float32)
+        described = build_with_placeholders(path, "policy", torch.float32, torch.device("cpu"))
         config = described.config.get_text_config()
         if max_model_len > config.max_position_embeddings:
             raise RolloutConfigError(
@@ -94,6 +96,9 @@ class VLLMRollout:
             )
         require_head_size(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
         self._shapes = {name: parameter.shape for name, parameter in described.named_parameters()}
+        self._buffers = persistent_buffers(described)  # which the trainer does not send: they do not learn
+        self._form = PublishedForm(described, [*self._shapes, *self._buffers])
+        self._waiting: Waiting = {}
         self._vocabulary: int = config.vocab_size
         self._max_model_len = max_model_len or config.max_position_embeddings
         self._max_running_sequences = max_running_sequences
@@ -211,18 +216,21 @@ class VLLMRollout:
         self.abandon_loading()
         self._loading = loading
         self._engine.start_loading()
+        self._waiting = {}
+        self._engine.load(self._form.stream(self._buffers.items(), self._waiting))
 
     def boxes_to_load(self) -> Mapping[str, Box]:
         """Return the part of each weight that this rank loads, see `RolloutEngine.boxes_to_load`."""
         if self._loading is not None:
             raise RolloutError("boxes_to_load was called while weights are being loaded; call it before start_loading.")
-        return self._engine.boxes_to_load(self._shapes)
+        unchanged = self._form.unchanged(self._shapes)
+        return self._engine.boxes_to_load({name: self._shapes[name] for name in unchanged})
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load some of the announced weights, see `RolloutEngine.load`."""
         loading = require_announced(self._loading)
         try:
-            self._engine.load(loading.checked(weights))
+            self._engine.load(self._form.stream(loading.checked(weights), self._waiting))
         except BaseException:
             self.abandon_loading()
             raise

@@ -285,6 +285,8 @@ class VLLMEngine:
 
         self._on_model(finalize_layerwise_reload)
         self._on_model(_renew_tied_head)
+        if not self._on_gpu:
+            self._on_model(_pack_experts)
         self.forget_prompts()
 
     def abandon_loading(self) -> None:
@@ -406,3 +408,11 @@ def _renew_tied_head(model: Any, config: Any) -> None:
     head = getattr(model, "lm_head", None)
     if getattr(config.hf_text_config, "tie_word_embeddings", False) and head is not None:
         head.quant_method.process_weights_after_loading(head)
+
+
+def _pack_experts(model: Any, config: Any) -> None:
+    """Pack the weights of experts into the layout of the kernel of a CPU, which vLLM does for the first weights only."""
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(layer)

@@ -21,6 +21,8 @@ class Advice:
     why: str
     keys: tuple[tuple[str, Any, tuple[Any, ...]], ...]
     steps: tuple[int, int]
+    is_note: bool = False
+    """Whether nothing that is learned is wrong."""
 
     @property
     def where(self) -> str:
@@ -72,7 +74,7 @@ def advice_from(evidence: Evidence, *, at_first_step: bool = False) -> list[Advi
             suggested = [(key, suggest(evidence.config[key])) for key, suggest in changes]
             named = [(_set_key(key, evidence), values) for key, values in suggested if values is not None]
             keys = tuple((key, evidence.config[key], values) for key, values in named)
-            found.append((finding, Advice(finding.name, seen.text, finding.why, keys, evidence.steps)))
+            found.append((finding, Advice(finding.name, seen.text, finding.why, keys, evidence.steps, finding.is_note)))
     hidden = {name for finding, _ in found for name in finding.hides}
     return [advice for _, advice in found if advice.name not in hidden]
 

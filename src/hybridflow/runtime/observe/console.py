@@ -1,16 +1,20 @@
 """The console output of a run: a live display on a terminal, otherwise one plain line per step."""
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import IO, Any, cast
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+from hybridflow.runtime.lenient_output import LenientOutput
+from hybridflow.runtime.observe.tracker import number_of
 
 RL_FIGURES = {
     "reward": "critic/score/mean",
@@ -60,7 +64,7 @@ class ConsoleTracker:
         self.total_steps = total_steps
         self.figures = dict(figures)
         self.title = title
-        self.console = console or Console()
+        self.console = console or Console(file=cast(IO[str], LenientOutput(sys.stdout)))
         self._clock = clock
         self._step = self._start_step = start_step
         self._times = deque([(start_step, clock())], maxlen=RECENT_STEPS + 1)  # (step, time when it finished)
@@ -70,11 +74,13 @@ class ConsoleTracker:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show the step and its metrics: update the live display or print one line."""
-        if step <= self._start_step:
-            self._times.clear()  # the time of a validation before the first step says nothing about a step
+        if step <= self._start_step + 1:
+            self._times.clear()  # the first step compiles and allocates, and may follow a validation
         self._times.append((step, self._clock()))
         self._step = step
-        self._values.update({label: (step, metrics[name]) for label, name in self.figures.items() if name in metrics})
+        for label, name in self.figures.items():
+            if number_of(metrics.get(name)) is not None:
+                self._values[label] = step, metrics[name]
         if self.console.is_terminal:
             self._show()
         else:

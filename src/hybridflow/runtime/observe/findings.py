@@ -40,7 +40,7 @@ class RunFinding:
     """A finding. `found_if` describes the condition, in which the threshold is `advice.<threshold>`, or a fixed number.
 
     `hides`: names of findings that say less if this one is found. `at_first_step`: the least threshold of a look at
-    the first step alone; None: one step proves nothing.
+    the first step alone; None: one step proves nothing. `is_note`: nothing that is learned is wrong.
     """
 
     name: str
@@ -51,6 +51,7 @@ class RunFinding:
     changes: Changes
     hides: tuple[str, ...] = ()
     at_first_step: float | None = None
+    is_note: bool = False
 
 
 def mean_above(text: str, *patterns: str) -> Look:
@@ -268,6 +269,7 @@ FINDINGS: tuple[RunFinding, ...] = (
         "Responses without mistakes have equal rewards, from which the policy learns nothing more.",
         {"data.train_files": decide, "data.order": decide, "algorithm.filter_groups": instead(False, True)},
         hides=("equal rewards", "groups without variance", "entropy collapse"),
+        is_note=True,
     ),
     RunFinding(
         "equal rewards",
@@ -427,6 +429,7 @@ FINDINGS: tuple[RunFinding, ...] = (
             "controller.balance": unless("rows"),
             "memory.max_tokens_per_micro_batch": times(2, 4),
         },
+        is_note=True,
     ),
     RunFinding(
         "idle processes",
@@ -440,5 +443,6 @@ FINDINGS: tuple[RunFinding, ...] = (
             "trainer.lag": instead(0, 1, 2),
             "placement.pools": lambda now: () if now else None,
         },
+        is_note=True,
     ),
 )

@@ -17,14 +17,14 @@ class GuardedTracker:
     """Passes each step to a tracker outside of the run, such as a server; `name` is that of `trainer.trackers`.
 
     A failure is a warning. The step is kept and given again with the next one, so that a server that comes back misses
-    nothing.
+    nothing. A call that fails although the next one works is left out.
     """
 
     def __init__(self, name: str, tracker: Tracker) -> None:
         self._name, self._tracker = name, tracker
         self._pending: deque[tuple[str, int, Any]] = deque()
-        self._lost: set[int] = set()  # steps of the calls that were too many to keep
-        self._is_failing = False
+        self._lost: set[int] = set()  # steps of calls that it refuses, or that were too many to keep
+        self._told: set[tuple[str, str]] = set()  # method and error of the warnings
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Pass the metrics of a step on."""
@@ -52,22 +52,30 @@ class GuardedTracker:
         self._send()
 
     def _send(self) -> None:
+        """Give the tracker its calls in order. Where one fails and the next does not, the tracker refuses the one."""
+        failed: list[tuple[str, int, Any]] = []
+        while self._pending and len(failed) < 2:
+            call = self._pending.popleft()
+            if error := self._error_of(call):
+                failed.append(call)
+                if (kind := (call[0], type(error).__name__)) not in self._told:  # once, until it works again
+                    self._told.add(kind)
+                    text = "tracker '%s' failed at step %d (%s: %s); the run goes on, and gives it the step again later"
+                    logger.warning(text, self._name, call[1], kind[1], error)
+                continue
+            refused = [each for each in failed if self._error_of(each)]  # it may work again just now
+            self._lost.update(step for _, step, _ in refused)
+            failed.clear()
+            if self._told and not refused and len(self._pending) == 0:
+                logger.warning("tracker '%s' works again, and has got what was kept for it", self._name)
+                self._told.clear()
+        self._pending.extendleft(reversed(failed))
+
+    def _error_of(self, call: tuple[str, int, Any]) -> Exception | None:
+        """Give the tracker a call; return its error."""
+        method, step, what = call
         try:
-            while self._pending:
-                method, step, what = self._pending[0]
-                getattr(self._tracker, method)(step, what)
-                self._pending.popleft()
+            getattr(self._tracker, method)(step, what)
         except Exception as error:  # of a library, or of the user's class
-            if not self._is_failing:  # once, until it works again
-                logger.warning(
-                    "tracker '%s' failed at step %d (%s: %s); the run goes on, and gives it the step again later",
-                    self._name,
-                    self._pending[0][1],
-                    type(error).__name__,
-                    error,
-                )
-            self._is_failing = True
-            return
-        if self._is_failing:
-            logger.warning("tracker '%s' works again, and has got what was kept for it", self._name)
-        self._is_failing = False
+            return error
+        return None

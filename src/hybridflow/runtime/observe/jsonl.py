@@ -44,14 +44,15 @@ class JsonlWriter:
         """Append several rows in one write; see `write`."""
         lines = "".join(map(to_json_line, rows))
         try:
-            with open(self.path, "a", encoding="utf-8") as file:
+            with open(self.path, "a", encoding="utf-8", errors="replace") as file:
                 file.write(lines)
         except OSError as error:
             raise DataError(f"{self.path}: {len(lines)} characters could not be written: {error}.") from error
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append the metrics of a step as one row."""
-        self.write({"step": step, **metrics})
+        """Append the metrics of a step as one row; of a value that JSON cannot hold, the name of its type."""
+        rest = {name: _held(value) for name, value in metrics.items() if name not in ("step", NON_FINITE)}
+        self.write({"step": step, **rest})
 
     def truncate_after(self, step: int) -> set[int]:
         """Drop the rows of later steps, which a run resumed from the checkpoint of `step` writes again.
@@ -126,6 +127,15 @@ def to_json_line(row: Mapping[str, Any]) -> str:
         raise DataError(
             f"the row of {', '.join(row)} cannot be written as JSON: {error}; use numbers, text and lists of them."
         ) from error
+
+
+def _held(value: Any) -> Any:
+    """Return a value that JSON can hold: the value itself, or the name of its type."""
+    try:
+        to_json_line({"value": value})
+    except DataError:
+        return f"<{type(value).__name__}>"
+    return value
 
 
 def _lines(path: Path) -> list[str]:

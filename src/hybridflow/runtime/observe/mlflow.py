@@ -4,12 +4,11 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import ConfigError
-from hybridflow.runtime.observe.tracker import sample_table
+from hybridflow.runtime.observe.tracker import CleanNumbers, sample_table, utf8_text
 
 EXPERIMENT = "hybridflow"
 KEY = "hybridflow.run"
@@ -19,9 +18,14 @@ MAX_CHARS = 500
 """Characters of a parameter that every MLflow server takes."""
 
 
+MAX_NAME_CHARS = 240
+"""Characters of a name, of the 250 that MLflow takes."""
+
+
 def metric_name(name: str) -> str:
-    """Return a name that MLflow takes: `val/pass_4` for `val/pass@4`."""
-    return re.sub(r"[^A-Za-z0-9_\-. /:]", "_", name)
+    """Return a name that MLflow takes, which is also a path: `val/pass_4` for `val/pass@4`, `a/b` for `/a/../b/`."""
+    parts = re.sub(r"[^A-Za-z0-9_\-. /:]", "_", name).split("/")
+    return "/".join(part for part in parts if part not in ("", ".", ".."))[:MAX_NAME_CHARS].rstrip("/") or "_"
 
 
 class MLflowTracker:
@@ -41,25 +45,27 @@ class MLflowTracker:
                 "`pip install 'hybridflow[trackers]'`, or remove it from trainer.trackers."
             ) from error
         self._metric: Any = Metric
+        self._numbers = CleanNumbers(metric_name)
         directory = directory.absolute()
         address = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{directory}/mlflow.db"
         self._client: Any = MlflowClient(tracking_uri=address)
         artifacts = None if "MLFLOW_TRACKING_URI" in os.environ else f"{directory.as_uri()}/mlflow"
         experiment = self._experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT), artifacts)
         found = self._client.search_runs([experiment], f"tags.`{KEY}` = '{run_id}'", max_results=1)
-        self._run = found[0] if found else self._client.create_run(experiment, tags={KEY: run_id}, run_name=name)
+        self._run = (
+            found[0] if found else self._client.create_run(experiment, tags={KEY: run_id}, run_name=utf8_text(name))
+        )
         self._id: str | None = self._run.info.run_id
         known = self._run.data.params
-        params = [Param(key, str(value)[:MAX_CHARS]) for key, value in config.items() if key not in known]
+        given = {metric_name(key): utf8_text(str(value)[:MAX_CHARS]) for key, value in config.items()}
+        params = [Param(key, value) for key, value in given.items() if key not in known]
         for start in range(0, len(params), 100):  # the most that one call takes
             self._client.log_batch(self._id, params=params[start : start + 100])
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Log the numbers of a step."""
         now = int(time.time() * 1000)
-        numbers = [
-            self._metric(metric_name(name), float(x), now, step) for name, x in metrics.items() if isinstance(x, Real)
-        ]
+        numbers = [self._metric(name, number, now, step) for name, number in self._numbers(metrics).items()]
         for start in range(0, len(numbers), 1000):  # the most that one call takes
             self._client.log_batch(self._require_open(step), metrics=numbers[start : start + 1000])
 

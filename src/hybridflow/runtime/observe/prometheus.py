@@ -2,12 +2,17 @@
 
 import re
 from collections.abc import Mapping
-from numbers import Real
 from typing import Any
 
 from hybridflow.errors import ConfigError
+from hybridflow.runtime.observe.tracker import CleanNumbers, utf8_text
 
 LOOPBACK = "127.0.0.1"
+
+
+def gauge_name(name: str) -> str:
+    """Return the name of the gauge of a metric."""
+    return f"hybridflow_{re.sub(r'[^A-Za-z0-9_]', '_', name)}"
 
 
 class PrometheusTracker:
@@ -26,7 +31,8 @@ class PrometheusTracker:
                 "`pip install 'hybridflow[trackers]'`, or remove it from trainer.trackers."
             ) from error
         self._gauge: Any = prometheus_client.Gauge
-        self._registry, self._gauges, self._name = prometheus_client.CollectorRegistry(), dict[str, Any](), name
+        self._registry, self._gauges = prometheus_client.CollectorRegistry(), dict[str, Any]()
+        self._name, self._numbers = utf8_text(name), CleanNumbers(gauge_name)
         try:
             self._server, self._thread = prometheus_client.start_http_server(port, LOOPBACK, self._registry)
         except OSError as error:
@@ -44,9 +50,10 @@ class PrometheusTracker:
         """Set the gauges to the numbers of a step."""
         if not self._is_open:
             raise ConfigError(f"step {step} cannot be logged: the Prometheus tracker is closed.")
-        for name, value in {"step": step, **metrics}.items():
-            if isinstance(value, Real):
-                self._gauge_of(name).labels(run=self._name).set(float(value))
+        for name, number in self._numbers({**metrics, "step": step}).items():
+            if name not in self._gauges:
+                self._gauges[name] = self._gauge(name, name, ["run"], registry=self._registry)
+            self._gauges[name].labels(run=self._name).set(number)
 
     def close(self) -> None:
         """Stop the endpoint."""
@@ -55,9 +62,3 @@ class PrometheusTracker:
             self._server.shutdown()
             self._server.server_close()
             self._thread.join()
-
-    def _gauge_of(self, name: str) -> Any:
-        gauge = f"hybridflow_{re.sub(r'[^A-Za-z0-9_]', '_', name)}"
-        if gauge not in self._gauges:
-            self._gauges[gauge] = self._gauge(gauge, name, ["run"], registry=self._registry)
-        return self._gauges[gauge]

@@ -81,6 +81,11 @@ class RunFiles:
             raise DataError(f"'{self.path / 'run.json'}' has no configuration; restore the file.")
         return config
 
+    @property
+    def shown_config(self) -> dict[str, Any]:
+        """The configuration with values as recipes have them: "none" in place of None, which TOML lacks."""
+        return {key: "none" if value is None else value for key, value in self.config.items()}
+
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl: numbers, and None for those that are missing."""

@@ -1,11 +1,11 @@
 """The tracker of `trainer.trackers = ["tensorboard"]`, which writes TensorBoard event files."""
 
 from collections.abc import Mapping
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import ConfigError
+from hybridflow.runtime.observe.tracker import CleanNumbers, utf8_text
 
 
 class TensorBoardTracker:
@@ -23,15 +23,15 @@ class TensorBoardTracker:
                 "trainer.trackers contains 'tensorboard', but the package is not installed; run "
                 "`pip install 'hybridflow[tensorboard]'`, or remove it from trainer.trackers."
             ) from error
+        self._numbers = CleanNumbers(utf8_text)
         self._writer: SummaryWriter | None = SummaryWriter(str(directory), purge_step=purge_step)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write the numbers of a step and flush the file."""
         if self._writer is None:
             raise ConfigError(f"step {step} cannot be logged: the TensorBoard tracker is closed.")
-        for name, value in metrics.items():
-            if isinstance(value, Real):
-                self._writer.add_scalar(name, float(value), step)
+        for name, number in self._numbers(metrics).items():
+            self._writer.add_scalar(name, number, step)
         self._writer.flush()
 
     def close(self) -> None:

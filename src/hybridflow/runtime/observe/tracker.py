@@ -1,7 +1,8 @@
 """Trackers, which receive the metrics of each step."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any, Protocol
 
 Metrics = Mapping[str, Any]
@@ -27,13 +28,53 @@ SAMPLE_COLUMNS = ("step", "row", "prompt", "response", "ground_truth", "score", 
 """What a table of samples has of each."""
 
 
+LARGEST_INTEGER = 2**53
+"""Up to here a float, and so every tracker, holds all integers."""
+
+
 def sample_table(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return samples as columns, texts and numbers only."""
     return {name: [_plain(sample.get(name)) for sample in samples] for name in SAMPLE_COLUMNS}
 
 
 def _plain(value: Any) -> Any:
-    return value if value is None or isinstance(value, str | int | float) else json.dumps(value, default=repr)
+    if value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) <= LARGEST_INTEGER):
+        return value
+    return utf8_text(value if isinstance(value, str) else json.dumps(value, default=repr))
+
+
+def utf8_text(text: str) -> str:
+    """Return a text with "?" for what UTF-8 cannot hold, such as bytes of a file name."""
+    return text.encode(errors="replace").decode()
+
+
+def number_of(value: Any) -> float | None:
+    """Return a number, also one of numpy or torch, as a float; None for other values and for one beyond all floats."""
+    try:
+        value = value.item() if hasattr(value, "item") else value
+        return float(value) if isinstance(value, Real) else None
+    except (OverflowError, ValueError, RuntimeError):  # an array has several numbers
+        return None
+
+
+class CleanNumbers:
+    """Numbers of metrics by names that a tracker takes. `clean` maps a name; of two equal results one gets a number."""
+
+    def __init__(self, clean: Callable[[str], str]) -> None:
+        self._clean = clean
+        self._names: dict[str, str] = {}
+
+    def __call__(self, metrics: Metrics) -> dict[str, float]:
+        """Return the numbers; values that are not numbers are left out."""
+        numbers = {name: number_of(value) for name, value in metrics.items()}
+        return {self._name(name): number for name, number in numbers.items() if number is not None}
+
+    def _name(self, name: str) -> str:
+        if name not in self._names:
+            clean = self._clean(name)
+            others = (clean, *(f"{clean}_{number}" for number in range(2, len(self._names) + 3)))
+            self._names[name] = next(each for each in others if each not in self._names.values())
+        return self._names[name]
 
 
 class MultiTracker:

@@ -2,12 +2,11 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import ConfigError
-from hybridflow.runtime.observe.tracker import sample_table
+from hybridflow.runtime.observe.tracker import CleanNumbers, sample_table, utf8_text
 
 PROJECT = "hybridflow"
 
@@ -29,10 +28,11 @@ class WandbTracker:
                 "`pip install 'hybridflow[trackers]'`, or remove it from trainer.trackers."
             ) from error
         self._wandb: Any = wandb
+        self._numbers = CleanNumbers(lambda name: utf8_text(f"metric{name}" if name[:1] in ("", "_") else name))
         self._run: Any = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             id=run_id,
-            name=name,
+            name=utf8_text(name),
             dir=directory,
             config=dict(config),
             resume="allow",
@@ -41,13 +41,15 @@ class WandbTracker:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Log the numbers of a step."""
-        self._require_open(step).log({name: x for name, x in metrics.items() if isinstance(x, Real)}, step=step)
+        self._require_open(step).log(self._numbers(metrics), step=step)
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Log samples of a step as a table."""
         columns = sample_table(samples)
         table = self._wandb.Table(
-            columns=list(columns), data=[list(row) for row in zip(*columns.values(), strict=True)]
+            columns=list(columns),
+            data=[list(row) for row in zip(*columns.values(), strict=True)],
+            allow_mixed_types=True,  # the answer of one row is a number, that of another a text
         )
         self._require_open(step).log({"samples": table}, step=step)
 

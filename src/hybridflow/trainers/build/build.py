@@ -14,7 +14,7 @@ from hybridflow.trainers.build.preconditions import (
     require_reward_functions,
     require_rollout_engine,
     require_same_tokenizer,
-    settle_dtype,
+    settle_auto,
     settle_rows,
     with_required_files,
 )
@@ -30,14 +30,14 @@ from hybridflow.trainers.stages import updates_per_step
 def build_trainer(config: Config) -> PPOTrainer:
     """Build the trainer of `hybridflow train`; see `build_run`."""
     config = with_required_files(config, "data.train_files")
-    config = settle_rows(settle_dtype(config))
+    config = settle_rows(settle_auto(config))
     require_rollout_engine(config)
     require_same_tokenizer(config)
 
     def prompts(files: tuple[str, ...], max_samples: int, order_by: str) -> RLHFDataset:
         dataset = open_prompts(config, files, max_samples, order_by)
         require_positions(config, dataset)
-        require_reward_functions(config, dataset, files)
+        require_reward_functions(config, dataset.samples(), files)
         if config.environment.weights:
             dataset.weigh_sources(config.environment.weights)
         return dataset

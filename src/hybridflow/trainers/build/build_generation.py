@@ -18,7 +18,7 @@ from hybridflow.trainers.build.groups import build_backend, build_groups, closin
 from hybridflow.trainers.build.preconditions import (
     require_reward_functions,
     require_rollout_engine,
-    settle_dtype,
+    settle_auto,
     settle_rows,
     with_required_files,
 )
@@ -32,7 +32,7 @@ def build_validator(config: Config, checkpoint: Checkpoint | None = None) -> Val
     """Build the validator of `hybridflow evaluate`, with the weights of model.path or of a checkpoint."""
     config = settle_rows(_prepare(config, checkpoint, "data.val_files"))
     prompts = open_prompts(config, config.data.val_files, config.validation.max_samples)
-    require_reward_functions(config, prompts, config.data.val_files)
+    require_reward_functions(config, prompts.samples(), config.data.val_files)
     rewards = {Role.Reward: reward_worker(config)}
     with _groups(config, checkpoint, rewards) as (backend, groups):
         return build_group_validator(config, prompts, groups[Role.ActorRollout], groups[Role.Reward], backend)
@@ -51,7 +51,7 @@ def build_generator(
     """
     config = _prepare(config.model_copy(update={"environment": EnvironmentConfig()}), checkpoint)
     config = checked_prompts(config, prompts, cap_response_length=cap_response_length)
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, config.data.date)
     with _groups(config, checkpoint, {}) as (backend, groups):
         return TextGenerator(config, tokenizer, groups[Role.ActorRollout], backend)
 
@@ -61,7 +61,7 @@ def open_prompts(config: Config, files: tuple[str, ...], max_samples: int = 0, o
     data = config.data
     return RLHFDataset(
         files,
-        load_tokenizer(config.model.path),
+        load_tokenizer(config.model.path, config.data.date),
         data.max_prompt_length,
         overlong=data.overlong_prompts,
         chat_template=data.chat_template,
@@ -92,7 +92,7 @@ def _prepare(config: Config, checkpoint: Checkpoint | None, *file_keys: str) -> 
     """Check the configuration, prepare this process, and return the configuration without training."""
     config = with_required_files(config, *file_keys)
     require_rollout_engine(config)
-    config = settle_dtype(_without_learning(config), resumes=False)
+    config = settle_auto(_without_learning(config), resumes=False)
     _require_base(config, checkpoint)
     prepare_driver_process(config)
     return config

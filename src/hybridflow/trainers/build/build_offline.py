@@ -11,7 +11,7 @@ from hybridflow.data.row_forms import RowForm
 from hybridflow.environments import EpisodeEncoder
 from hybridflow.models.model_sizes import decoder_shape
 from hybridflow.trainers.build.build_run import OpenDataset, TrainingKind, build_run
-from hybridflow.trainers.build.preconditions import require_room, settle_dtype, with_required_files
+from hybridflow.trainers.build.preconditions import require_room, settle_auto, with_required_files
 from hybridflow.trainers.offline.objectives import DPO, SFT, Objective, RewardModeling
 from hybridflow.trainers.offline.offline_trainer import OfflineTrainer
 from hybridflow.trainers.run.run_identity import Kind
@@ -24,11 +24,11 @@ Examples = SFTDataset | PreferenceDataset
 def build_sft_trainer(config: Config) -> OfflineTrainer:
     """Build the trainer of `hybridflow sft`; see `build_run`."""
     config = with_required_files(config, "data.train_files")
-    config = settle_dtype(config)
+    config = settle_auto(config)
 
     def examples(files: tuple[str, ...], max_samples: int, order_by: str) -> SFTDataset:
         data = config.data
-        tokenizer = load_tokenizer(config.model.path)
+        tokenizer = load_tokenizer(config.model.path, config.data.date)
         return SFTDataset(
             files,
             tokenizer,
@@ -47,7 +47,7 @@ def build_sft_trainer(config: Config) -> OfflineTrainer:
 def build_dpo_trainer(config: Config) -> OfflineTrainer:
     """Build the trainer of `hybridflow dpo`; the reference is reference.model_path, or the initial model."""
     config = with_required_files(config, "data.train_files", reference=True)
-    config = settle_dtype(config)
+    config = settle_auto(config)
     reference = None
     if not config.actor_is_reference:
         reference = ClassWithInitArgs(ReferenceWorker, config=config, temperature=1.0)
@@ -61,7 +61,7 @@ def build_dpo_trainer(config: Config) -> OfflineTrainer:
 def build_reward_model_trainer(config: Config) -> OfflineTrainer:
     """Build the trainer of `hybridflow reward-model`, which puts a scalar head on model.path."""
     config = with_required_files(config, "data.train_files")
-    config = settle_dtype(config)
+    config = settle_auto(config)
     REWARD_MODEL_ADAPTERS.require(config)
     pairs = _pairs(config, "reward_model")
     return _build(
@@ -72,9 +72,10 @@ def build_reward_model_trainer(config: Config) -> OfflineTrainer:
 def _pairs(config: Config, layout: Literal["policy", "reward_model"]) -> OpenDataset[Examples]:
     def pairs(files: tuple[str, ...], max_samples: int, order_by: str) -> PreferenceDataset:
         data = config.data
+        tokenizer = load_tokenizer(config.model.path, data.date)
         return PreferenceDataset(
             files,
-            load_tokenizer(config.model.path),
+            tokenizer,
             data.max_prompt_length,
             data.max_response_length,
             layout=layout,
@@ -82,6 +83,7 @@ def _pairs(config: Config, layout: Literal["policy", "reward_model"]) -> OpenDat
             max_samples=max_samples,
             order_by=order_by,
             form=RowForm(data.columns, data.map),
+            stop_ids=stop_token_ids(tokenizer, config.model.path),
         )
 
     return pairs

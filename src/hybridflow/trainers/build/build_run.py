@@ -14,9 +14,10 @@ from hybridflow.errors import ConfigError, LostWorkerError
 from hybridflow.models.kernels.library import use_kernels
 from hybridflow.runtime.allocator import bound_shape_caches, keep_freed_memory, relax_garbage_collector
 from hybridflow.runtime.observe import get_logger
+from hybridflow.runtime.observe.slow_start import named_if_slow
 from hybridflow.runtime.random_state import seed_random_state
 from hybridflow.runtime.threads import set_deterministic, set_num_threads, use_full_float32
-from hybridflow.trainers.build.groups import build_backend, build_groups, closing_on_error
+from hybridflow.trainers.build.groups import build_backend, build_groups, closing_on_error, groups_of_pools
 from hybridflow.trainers.build.pool_sizes import pool_sizes_of
 from hybridflow.trainers.build.preconditions import require_one_rank, require_profile_steps, require_snapshot_dir
 from hybridflow.trainers.build.token_budgets import TokenBudgets
@@ -69,7 +70,8 @@ def build_run(config: Config, program: TrainingKind[D, T]) -> T:
     require_unused(Path(config.trainer.run_dir))
     prepare_driver_process(config)
     data, trainer = config.data, config.trainer
-    dataset = program.open_dataset(data.train_files, 0, data.order_by)
+    with named_if_slow("reading data.train_files"):
+        dataset = program.open_dataset(data.train_files, 0, data.order_by)
     if program.batch_size > len(dataset):
         raise ConfigError(
             f"{program.batch_key}={program.batch_size} is larger than the data set of {len(dataset)} rows; use at most "
@@ -77,24 +79,35 @@ def build_run(config: Config, program: TrainingKind[D, T]) -> T:
         )
     order = "weighted" if config.environment.weights else data.order
     loader = BatchLoader(dataset, program.batch_size, seed=trainer.seed, order=order)
-    validation = program.open_dataset(data.val_files, config.validation.max_samples, "") if data.val_files else None
+    with named_if_slow("reading data.val_files"):
+        rows = config.validation.max_samples
+        validation = program.open_dataset(data.val_files, rows, "") if data.val_files else None
+    if trainer.val_every and not validation:
+        logger.info("trainer.val_every=%d has no effect: data.val_files is empty", trainer.val_every)
     total_steps = trainer.total_steps or trainer.epochs * len(loader)
     require_profile_steps(config, total_steps)
-    classes = program.classes(total_steps)
-    run = RunDirectory(config, program.kind)
+    with named_if_slow("checking the run on placeholders"):
+        classes = program.classes(total_steps)
+    with named_if_slow("hashing the models"):
+        run = RunDirectory(config, program.kind)
     run.start_facts["data"] = data_facts(train=dataset, val=validation)
 
     def start() -> T:
         with closing_on_error(build_backend(config)) as backend:
             sizes = pool_sizes_of(config, backend, list(classes))
             fitting = sizes.fit() if sizes else config
-            groups = build_groups(fitting, backend, classes)
+            with named_if_slow("starting the workers and loading the models"):
+                groups = build_groups(fitting, backend, classes)
+            of_pools = groups_of_pools(fitting, groups, "arithmetic")
+            run.record_arithmetic(facts for group in of_pools for facts in group.arithmetic())
             budgets = TokenBudgets(fitting, groups, run)
-            budgets.settle()
-            speedometer = measured_speedometer(fitting, program.learners, groups)
+            with named_if_slow("measuring memory and speed"):
+                budgets.settle()
+                speedometer = measured_speedometer(fitting, program.learners, groups)
             run.start_facts["matmul_peak_flops_per_s"] = next(iter(speedometer.learners.values())).peak_flops
             data_parts = (loader, validation, total_steps, run)
-            return program.trainer(RunParts(fitting, groups, *data_parts, speedometer, backend, budgets, sizes))
+            with named_if_slow("preparing the first step"):
+                return program.trainer(RunParts(fitting, groups, *data_parts, speedometer, backend, budgets, sizes))
 
     return start_with_tries(config, start, run.start_facts)
 

@@ -2,38 +2,55 @@
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from datetime import date
 from pathlib import Path
-from typing import get_args
+from typing import Any, cast, get_args
 
 from hybridflow.checkpoint import CheckpointStore
 from hybridflow.config import Config, DTypeName, check
 from hybridflow.data import RLHFDataset, load_tokenizer
-from hybridflow.data.tokenizer import require_tokenizer, stop_token_ids
+from hybridflow.data.tokenizer import reads_clock, require_tokenizer, stop_token_ids
 from hybridflow.environments import check_template
+from hybridflow.environments.processes.arguments import check_names, check_signature
+from hybridflow.environments.processes.closure import closure_of
 from hybridflow.environments.rewards.table import require_known
 from hybridflow.errors import ConfigError, DataConfigError, EnvironmentConfigError, ModelConfigError, ModelError
 from hybridflow.models.hub import with_local_files
 from hybridflow.models.loading import vocabulary_size
 from hybridflow.rollout.vllm import require_vllm
-from hybridflow.runtime.device import gpu_has_bfloat16
+from hybridflow.runtime.device import cpu_has_bfloat16, gpu_has_bfloat16
 from hybridflow.runtime.observe import get_logger
 from hybridflow.runtime.observe.run_files import read_starts
+from hybridflow.runtime.user_code import declared_function
 from hybridflow.trainers.build.groups import build_backend, closing_on_error
 
 
-def settle_dtype(config: Config, *, resumes: bool = True) -> Config:
-    """Return the configuration with the dtype that model.dtype = "auto" stands for.
+def settle_auto(config: Config, *, resumes: bool = True) -> Config:
+    """Return the configuration with the dtype and the date that model.dtype and data.date = "auto" stand for.
 
-    A run that continues from a checkpoint keeps the recorded dtype (unless not `resumes`), also on other devices. Else
-    it is bfloat16 if the workers have GPUs that compute in it, otherwise float32. Raises CheckpointError if `run.json`
-    is damaged, ConfigError if the configured Ray cluster does not answer.
+    A run that continues from a checkpoint keeps what is recorded (unless not `resumes`), also on other devices and on
+    another day. Else the dtype is bfloat16 if the workers have GPUs that compute in it, otherwise float32; the date is
+    today's if a chat template reads it. Raises CheckpointError if `run.json` is damaged, ConfigError if the configured
+    Ray cluster does not answer.
     """
+    recorded = _recorded(config) if resumes else {}
+    if config.data.date == "auto" and any(
+        map(reads_clock, filter(None, (config.model.path, config.reward.model_path)))
+    ):
+        day = recorded.get("data.date", "auto")
+        day = str(date.today()) if day == "auto" else day
+        config = config.model_copy(update={"data": config.data.model_copy(update={"date": day})})
     if config.model.dtype != "auto":
         return config
-    if resumes and (recorded := _recorded_dtype(config)):
-        return config.with_dtype(recorded)
+    if (dtype := recorded.get("model.dtype")) in get_args(DTypeName):
+        return config.with_dtype(cast(DTypeName, dtype))
     has_bfloat16 = _gpus_have_bfloat16(config)
+    if has_bfloat16 is None and cpu_has_bfloat16():
+        logger.info(
+            "model.dtype='auto' is float32 on a CPU; this one has bfloat16, which is faster from some million "
+            "parameters on: model.dtype='bfloat16'"
+        )
     if has_bfloat16 is False:
         logger.warning(
             "model.dtype='auto' is float32 here: the GPUs do not compute in bfloat16 (compute capability 8.0 or later "
@@ -42,15 +59,14 @@ def settle_dtype(config: Config, *, resumes: bool = True) -> Config:
     return config.with_dtype("bfloat16" if has_bfloat16 else "float32")
 
 
-def _recorded_dtype(config: Config) -> DTypeName | None:
-    """Return the dtype of the last start of the run in trainer.run_dir; None if there is no checkpoint to continue."""
+def _recorded(config: Config) -> dict[str, Any]:
+    """Return the keys of the last start of the run in trainer.run_dir; empty if there is no checkpoint to continue."""
     directory = Path(config.trainer.run_dir)
     if not directory.is_dir() or not CheckpointStore(directory / "checkpoints").list():
-        return None
+        return {}
     starts = read_starts(directory)
     last = starts[-1] if starts and isinstance(starts[-1], dict) else {}
-    recorded = dict(last.get("config") or {}).get("model.dtype")
-    return recorded if recorded in get_args(DTypeName) else None
+    return dict(last.get("config") or {})
 
 
 def _gpus_have_bfloat16(config: Config) -> bool | None:
@@ -78,7 +94,7 @@ def settle_rows(config: Config) -> Config:
     environment = config.environment
     if not environment.classes:
         return config
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, config.data.date)
     findings = check_template(tokenizer, stop_token_ids(tokenizer, config.model.path))
     if failed := [each for each in findings if each.state == "failed" and each.check != "tools"]:
         raise EnvironmentConfigError(
@@ -138,12 +154,15 @@ def with_required_files(config: Config, *file_keys: str, reference: bool = False
             require_model_directory(key, path)
             if key not in WITHOUT_TOKENIZER:
                 require_tokenizer(path, key)
-    require_known_tokens(config.model.path)
+    require_known_tokens(config.model.path, config.data.chat_template)
     return config
 
 
-def require_known_tokens(path: str) -> None:
-    """Raise ModelError unless the policy's vocabulary has every token of its tokenizer and every stop token."""
+def require_known_tokens(path: str, chat_template: bool) -> None:
+    """Raise ModelError unless the policy's vocabulary has every token of its tokenizer and every stop token.
+
+    Log a stop token of the chat template that the model's configuration does not name.
+    """
     tokenizer, entries = load_tokenizer(path), vocabulary_size(path)
     largest = max(tokenizer.get_vocab().values())
     if largest >= entries:
@@ -152,7 +171,14 @@ def require_known_tokens(path: str) -> None:
             f"model.path='{path}': the tokenizer has token {token!r} of id {largest}, but the model has a vocabulary "
             f"of {entries}; remove the token, resize the model's embeddings, or copy both from one directory."
         )
-    if beyond := [token_id for token_id in stop_token_ids(tokenizer, path) if not 0 <= token_id < entries]:
+    stop_ids = stop_token_ids(tokenizer, path)
+    if own := set(stop_token_ids(tokenizer, path, chat_template)).difference(stop_ids):
+        logger.warning(
+            "model.path='%s': the chat template ends an answer with %r, and so does this run; name it (%d) also as "
+            "eos_token_id in generation_config.json, so that other programs stop there.",
+            *(path, tokenizer.decode(list(own)), *own),
+        )
+    if beyond := [token_id for token_id in stop_ids if not 0 <= token_id < entries]:
         raise ModelError(
             f"model.path='{path}': stop token {beyond[0]} (eos_token_id of generation_config.json or config.json) is "
             f"not in the model's vocabulary of {entries}, so no response could end with it; correct it."
@@ -169,17 +195,25 @@ def require_positions(config: Config, prompts: RLHFDataset) -> None:
         )
 
 
-def require_reward_functions(config: Config, prompts: RLHFDataset, files: Iterable[str]) -> None:
-    """Raise ConfigError for a data source without an environment, or without a reward function."""
-    classes, sources = config.environment.classes, sorted(set(prompts.data_sources))
+def require_reward_functions(config: Config, samples: Iterable[Mapping[str, Any]], files: Iterable[str]) -> None:
+    """Raise ConfigError for a data source without an environment or a reward function, or for a wrong function.
+
+    A function is wrong if a parameter names nothing of a sample, of which `data_source` and `extra_info` are read.
+    """
+    classes, samples, name = config.environment.classes, [*samples], config.reward.function
+    sources = sorted({sample["data_source"] for sample in samples})
     if len(classes) > 1 and (unknown := [source for source in sources if source not in classes]):
         raise EnvironmentConfigError(
             f"no environment serves data_source {', '.join(map(repr, unknown))} in {', '.join(files)}; "
             f"environment.classes has {', '.join(classes)}. Name the class in the column data_source of each row."
         )
-    if classes or config.reward.function or config.reward.model_path:
-        return
-    require_known(prompts.data_sources, files)
+    closure = closure_of(name)
+    if function := closure.function() if closure else declared_function(name):
+        label = getattr(function, "__name__", name) if closure else name
+        check_signature(function, label, config.reward.kwargs)
+        check_names(function, label, config.reward.kwargs, [{**sample, "solution_str": ""} for sample in samples])
+    elif not (name or classes or config.reward.model_path):
+        require_known(sources, files)
 
 
 def require_room(config: Config, longest: int) -> None:

@@ -5,7 +5,7 @@ import json
 import os
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +19,13 @@ from hybridflow.runtime.files import require_plain_file, write_text_atomically
 from hybridflow.runtime.observe import JsonlWriter, collect_run_info, get_logger
 from hybridflow.runtime.observe.run_files import METRICS, RECOVERIES, ROLLOUTS, SAMPLES, read_starts
 from hybridflow.runtime.observe.trace import TRACE_FILE
-from hybridflow.trainers.run.run_identity import Kind, require_same_run, run_identity
+from hybridflow.trainers.run.run_identity import (
+    Kind,
+    arithmetic_of,
+    require_same_arithmetic,
+    require_same_run,
+    run_identity,
+)
 from hybridflow.workers.engine_schedule import SCHEDULE
 
 logger = get_logger(__name__)
@@ -92,6 +98,12 @@ class RunDirectory:
         self.documents: dict[str, str] = {}  # contents by file name; `begin` writes them
         self.start_facts: dict[str, Any] = {}  # `begin` records them in `run.json`
         self._release_lock: weakref.finalize[..., Self] | None = None
+
+    def record_arithmetic(self, ranks: Iterable[Mapping[str, str]]) -> None:
+        """Add what the workers compute with to the identity. Raises CheckpointConfigError if it must not change."""
+        self.identity["arithmetic"] = self.start_facts["arithmetic"] = arithmetic_of(ranks)
+        if self.checkpoint:
+            require_same_arithmetic(self.checkpoint, self.identity)
 
     def begin(self) -> tuple[JsonlWriter, JsonlWriter, JsonlWriter, JsonlWriter]:
         """Record this start, and open the files of `LOGS`.

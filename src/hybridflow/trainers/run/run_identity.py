@@ -5,6 +5,7 @@ Other keys may change when a run is resumed; changes are logged.
 """
 
 import json
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from hybridflow.checkpoint import Checkpoint
@@ -28,6 +29,10 @@ FIXED_SECTIONS = {
 """Keys, or prefixes of keys, that must be equal in the checkpoint, by kind of run."""
 
 
+FALLBACKS = {"kernels": "controller.compiled_kernels", "layers": "model.compile"}
+"""Facts of the arithmetic that change when a compiler or Triton is not found, with the keys that decide them too."""
+
+
 def run_identity(config: Config, kind: Kind) -> dict[str, Any]:
     """Return the identity as JSON values: `kind`, `config` (all keys) and `models` (a fingerprint for each path)."""
     paths = {"model.path": config.model.path}
@@ -46,7 +51,7 @@ def run_identity(config: Config, kind: Kind) -> dict[str, Any]:
 def require_same_run(checkpoint: Checkpoint, identity: dict[str, Any]) -> None:
     """Raise CheckpointConfigError, with all differences, if the checkpoint belongs to another run.
 
-    model.dtype = "auto" stands for the recorded dtype (`settle_dtype`).
+    model.dtype = "auto" stands for the recorded dtype (`settle_auto`).
     """
     before = checkpoint.info
     if before.get("kind") != identity["kind"]:
@@ -76,3 +81,33 @@ def require_same_run(checkpoint: Checkpoint, identity: dict[str, Any]) -> None:
         )
     if changes:
         logger.info("changed since '%s': %s", checkpoint.directory, "; ".join(changes.values()))
+
+
+def arithmetic_of(ranks: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """Return the facts of `models.kernels.arithmetic` of all ranks, by name: the different values of each."""
+    values: dict[str, set[str]] = {}
+    for facts in ranks:
+        for name, value in facts.items():
+            values.setdefault(name, set()).add(value)
+    return {name: ", ".join(sorted(of_ranks)) for name, of_ranks in values.items()}
+
+
+def require_same_arithmetic(checkpoint: Checkpoint, identity: dict[str, Any]) -> None:
+    """Log what makes this start round otherwise than the checkpoint's: a device, a number of threads, a version.
+
+    Raises CheckpointConfigError if a machine of the same kind lost or got a compiler or Triton, unless the key changed.
+    """
+    before, now = checkpoint.info.get("arithmetic", {}), identity["arithmetic"]
+    changes = {
+        name: f"{name}: {before[name]}, now {now[name]}" for name in now if before.get(name, now[name]) != now[name]
+    }
+    for name in FALLBACKS.keys() & changes.keys() if not changes.keys() & {"device", "processor"} else ():
+        key = FALLBACKS[name]
+        if checkpoint.info["config"].get(key) == identity["config"][key]:
+            raise CheckpointConfigError(
+                f"'{checkpoint.directory}' was computed with other code, which rounds differently ({changes[name]}). "
+                "Start with the same PATH and CC (a C compiler), packages, and cache of kernels (XDG_CACHE_HOME); or "
+                f"accept other rounding with {key}=false."
+            )
+    if changes:
+        logger.warning("'%s' was computed with other rounding; %s", checkpoint.directory, "; ".join(changes.values()))

@@ -1,6 +1,7 @@
 """Logs of a run: metrics, samples and trace of each step to files, console and trackers."""
 
 import hashlib
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
@@ -65,7 +66,7 @@ class AdviceMonitor:
         for advice in advice_from(evidence, at_first_step=not is_whole):
             if self._logged.get(advice.name) != number:
                 self._logged[advice.name] = number
-                logger.warning("%s", printable(advice.line))
+                logger.log(logging.INFO if advice.is_note else logging.WARNING, "%s", printable(advice.line))
 
     def rewind(self, step: int) -> None:
         """Forget the steps after `step`, which the run makes again."""

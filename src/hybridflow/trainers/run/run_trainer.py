@@ -61,6 +61,7 @@ class RunTrainer(BackendOwner):
         self.speedometer, self.stateful_groups = parts.speedometer, stateful_groups
         self.rank_speeds = measured_shares(self.config, self.groups)
         self.saver = self.new_saver(self.run.store, in_background=self.config.trainer.save_in_background)
+        self.saver.num_kept = self.config.trainer.keep_checkpoints
         if self.run.checkpoint:
             self.restore(self.run.checkpoint)
         if parts.token_budgets:

@@ -35,7 +35,7 @@ def checked_prompts(config: Config, prompts: Sequence[Row], *, cap_response_leng
     if not prompts:
         return config
     data, path = config.data, config.model.path
-    longest = max(map(len, encode_prompts(config, load_tokenizer(path), prompts)))
+    longest = max(map(len, encode_prompts(config, load_tokenizer(path, data.date), prompts)))
     positions = positions_of(path)
     if not isinstance(positions, int) or longest + data.max_response_length <= positions:
         return config
@@ -59,7 +59,7 @@ def with_system(config: Config, prompts: Sequence[Row], text: str) -> list[Row]:
     Raises DataConfigError if there is no chat template or if it omits system messages, and for a prompt that begins
     with a system message.
     """
-    encoder = PromptEncoder(load_tokenizer(config.model.path), config.data.chat_template)
+    encoder = PromptEncoder(load_tokenizer(config.model.path, config.data.date), config.data.chat_template)
     if not encoder.uses_template:
         reason = "the tokenizer has none" if config.data.chat_template else "data.chat_template=false"
         raise DataConfigError(

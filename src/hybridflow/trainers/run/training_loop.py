@@ -1,16 +1,19 @@
 """The training loop around the steps of any trainer: validation, logs, checkpoints, signals. Knows no algorithm."""
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
 from hybridflow.config import Config, TrainerConfig
 from hybridflow.controller import Role, WorkerGroup
-from hybridflow.errors import HybridFlowError, WorkerError
+from hybridflow.errors import CheckpointConfigError, HybridFlowError, WorkerError
+from hybridflow.runtime.cores import CoreUse
 from hybridflow.runtime.fault_points import fault_point
 from hybridflow.runtime.observe import TraceEvent, get_logger, memory_bytes
+from hybridflow.runtime.observe.slow_start import named_if_slow
 from hybridflow.runtime.stop_signals import StopRequest
 from hybridflow.trainers.build.groups import groups_of_pools
 from hybridflow.trainers.run.rank_speeds import RankSpeeds, SlowRankWatch
@@ -65,6 +68,26 @@ class SaveTimes:
         """Count the seconds from now, the end of a save."""
         self._last_save = self._clock()
 
+
+class CrowdWatch:
+    """A context of each step; in the first ones it notices other programs on the cores, and logs them once."""
+
+    def __init__(self, config: Config) -> None:
+        """Watch unless the workers are on a cluster of others, whose processes this one does not know."""
+        self._num_left = 0 if config.controller.address else CROWD_STEPS
+
+    def __enter__(self) -> None:
+        self._use = CoreUse() if self._num_left else None
+
+    def __exit__(self, *_: object) -> None:
+        self._num_left -= self._num_left > 0
+        if self._use and self._use.read().is_full and self._use.text:
+            self._num_left = 0
+            logger.info("%s, so that a step takes longer than it would alone", self._use.text)
+
+
+CROWD_STEPS = 5
+"""Steps of a start in which other programs are looked for."""
 
 logger = get_logger(__name__)
 
@@ -121,15 +144,18 @@ def fit(trainer: Trainer, stop_after: int | None = None) -> None:
     log = RunLog(trainer.run, total_steps=trainer.total_steps, figures=trainer.figures)
     saves, recovery = SaveTimes(how), trainer.recovery
     with log, StopRequest() as stop, _completing_saves(trainer):
-        is_begun = stopping = False
+        is_begun, stopping, crowding = False, False, CrowdWatch(trainer.config)
         while not stopping:
             with recovering(recovery, lambda: log.rewind(trainer.global_step)):
+                how_long = nullcontext() if is_begun else named_if_slow(f"step {trainer.global_step + 1}")
                 if not is_begun:
-                    _begin(trainer, log)
+                    with named_if_slow("validating before the first step"):
+                        _begin(trainer, log)
                     is_begun = True
                     if stop.requested:
                         break
-                stopping = _train_one_step(trainer, log, saves, lambda step: step >= last_step or stop.requested)
+                with how_long, crowding:
+                    stopping = _train_one_step(trainer, log, saves, lambda step: step >= last_step or stop.requested)
     if trainer.global_step < trainer.total_steps:
         logger.warning(
             "stopped after step %d of %d; run the same command to continue%s",
@@ -201,19 +227,42 @@ def _completing_saves(trainer: Trainer) -> Iterator[None]:
     trainer.finish_save()
 
 
+FREE = ("model.dtype", "trainer.total_steps", "trainer.epochs", "trainer.resume", "trainer.run_dir", "trainer.trackers")
+"""Keys that may change in a run that is at its last step; of the sections below, all may."""
+
+FREE_SECTIONS = ("controller.", "placement.", "recovery.")
+
+
 def _log_nothing_to_do(trainer: Trainer) -> None:
-    step, total_steps = trainer.global_step, trainer.total_steps
+    """Log why there is no step to make. Raises CheckpointConfigError if settings changed that would have no effect."""
+    step, total_steps, run = trainer.global_step, trainer.total_steps, trainer.run
+    before = run.checkpoint.info["config"] if run.checkpoint else {}
+    started_in = next((start.get("directory", "") for start in reversed(run.starts())), "")
+    changed = [
+        f"{key} was {before[key]!r} and is {value!r}"
+        for key, value in run.identity["config"].items()
+        if key in before and key not in FREE and not key.startswith(FREE_SECTIONS)
+        if before[key] != value and _absolute(before[key], started_in) != _absolute(value, "")
+    ]
+    if changed:
+        raise CheckpointConfigError(
+            f"'{run.path}' is at step {step} already, so that other settings have no effect: {'; '.join(changed)}. "
+            f"Raise trainer.total_steps above {step} to train on with them, or choose another trainer.run_dir."
+        )
     if step < total_steps:
         logger.warning(
-            "'%s' is already at step %d: nothing to do. Remove --stop-after, or name a later step",
-            trainer.run.path,
-            step,
+            "'%s' is already at step %d: nothing to do. Remove --stop-after, or name a later step", run.path, step
         )
     else:
         logger.warning(
             "'%s' is finished: it is at step %d of %d. Raise trainer.total_steps (or trainer.epochs) to continue, "
             "or choose another trainer.run_dir",
-            trainer.run.path,
-            step,
-            total_steps,
+            *(run.path, step, total_steps),
         )
+
+
+def _absolute(value: Any, directory: str) -> Any:
+    """Return a value with its texts, which may be paths, as absolute paths; equal texts stay equal."""
+    if isinstance(value, list):
+        return [_absolute(each, directory) for each in value]
+    return os.path.abspath(os.path.join(directory, value)) if isinstance(value, str) else value

@@ -10,6 +10,7 @@ from hybridflow.checkpoint import Checkpoint, CheckpointStore, SavedFile, save_s
 from hybridflow.controller import WorkerGroup
 from hybridflow.data import BatchLoader
 from hybridflow.errors import CheckpointError, HybridFlowError
+from hybridflow.runtime.files import describe_bytes
 from hybridflow.runtime.observe import get_logger
 from hybridflow.runtime.random_state import capture_random_state, restore_random_state
 
@@ -44,6 +45,8 @@ class TrainingSaver:
         self._num_reports = 0
         self._write_last: Callable[[], None] = _do_nothing
         self._step = 0
+        self.num_kept = 0
+        """Checkpoints of a run that are kept; 0: these are snapshots, or the log has their size."""
 
     def save(self, step: int, write_last: Callable[[Path], None] | None = None, **more: Any) -> None:
         """Write the checkpoint of a step, or begin to; `more` is added to its state. Raises CheckpointError.
@@ -80,7 +83,15 @@ class TrainingSaver:
                 self._note(group.finish_save())
             take_reports(self._directory)
             self._write_last()
-        logger.debug("saved '%s'", self._store.path(self._step))
+        path = self._store.path(self._step)
+        logger.debug("saved '%s'", path)
+        if self.num_kept:
+            size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+            kept = "one of them is" if self.num_kept == 1 else f"{self.num_kept} of them are"
+            logger.info(
+                "a checkpoint of this run has %s; %s kept (trainer.keep_checkpoints)", describe_bytes(size), kept
+            )
+            self.num_kept = 0
 
     def rescue(self) -> None:
         """Complete a pending save if all its files were written, although their ranks may be lost; else abandon it."""

@@ -53,7 +53,7 @@ def run_data(run: RunFiles) -> dict[str, Any]:
     return {
         "name": run.name,
         "starts": [_plain({name: value for name, value in start.items() if name != "config"}) for start in run.starts],
-        "config": _plain(run.config),
+        "config": _plain(run.shown_config),
         "state": state,
         "curves": curves,
         "rollouts": _rollouts(known(run.rollouts) or _rollouts_of(samples)),
@@ -62,7 +62,13 @@ def run_data(run: RunFiles) -> dict[str, Any]:
         "total_steps": run.starts[-1].get("total_steps", 0),
         "timeline": page_timeline(run),
         "advice": [
-            {"title": f"{each.name} ({each.where})", "seen": each.seen, "why": each.why, "change": each.change}
+            {
+                "title": f"{each.name} ({each.where})",
+                "seen": each.seen,
+                "why": each.why,
+                "change": each.change,
+                "is_note": each.is_note,
+            }
             for each in find_advice(run)
         ],
     }

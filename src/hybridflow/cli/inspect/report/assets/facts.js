@@ -11,7 +11,7 @@ function showOverview(main) {
         figure("timing_s/step"), run.rollouts.step.length, run.samples.length]]),
       run.timeline.length ? make("p", {}, run.timeline.at(-1).line) : null,
       run.advice.length ? null : make("div", { class: "advice fine" }, "No finding: nothing in the metrics crosses a threshold"),
-      ...run.advice.map((each) => make("section", { class: "advice" }, make("h3", {}, each.title), make("p", {}, each.seen), make("p", {}, each.why),
+      ...run.advice.map((each) => make("section", { class: each.is_note ? "advice soft" : "advice" }, make("h3", {}, each.title), make("p", {}, each.seen), make("p", {}, each.why),
         make("p", {}, each.change))));
   }
 }

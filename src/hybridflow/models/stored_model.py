@@ -1,0 +1,207 @@
+"""The tensors of a model directory, and the form in which a family's files have them.
+
+The files of a family may have other names than the model, and several tensors for one of the model: experts are fused
+in memory and stored one by one. transformers has the conversions; here they apply to a few tensors at a time.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    revert_weight_conversion,
+)
+
+from hybridflow.errors import ModelError
+from hybridflow.models.loading import LOADING_ERRORS
+from hybridflow.models.lora import is_adapter, plain_name
+from hybridflow.models.model_files import INDEX, SINGLE, require_sound_weights, weight_files
+
+
+class StoredModel:
+    """The tensors of a model directory by their stored names, read one at a time."""
+
+    def __init__(self, path: str | Path, *, is_tied: bool = False) -> None:
+        self.path, self._open = Path(path), ExitStack()
+        self._files: dict[str, Any] = {}
+        try:
+            require_sound_weights(path, is_tied=is_tied)
+            for file_path in weight_files(path):
+                file: Any = self._open.enter_context(safe_open(file_path, framework="pt"))
+                self._files |= dict.fromkeys(file.keys(), file)
+        except LOADING_ERRORS as error:
+            self._open.close()
+            raise ModelError(
+                f"'{path}': the weights cannot be read: {' '.join(str(error).split())}. The directory must hold "
+                f"{SINGLE}, or {INDEX} and every file that it lists; copy them again."
+            ) from error
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all stored tensors."""
+        return list(self._files)
+
+    def shape(self, name: str) -> list[int]:
+        """Return the shape of a stored tensor without reading it."""
+        return self._files[name].get_slice(name).get_shape()
+
+    def read(self, name: str) -> Tensor:
+        """Read a stored tensor."""
+        return self._files[name].get_tensor(name)
+
+    def __enter__(self) -> "StoredModel":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._open.close()
+
+
+@dataclass
+class _Source:
+    """Stored tensors, each with the converter's pattern for it, that together are one or several of the model's."""
+
+    target: str
+    converter: WeightConverter | None
+    stored: list[tuple[str, str]] = field(default_factory=list)
+
+
+class StoredTensors:
+    """The tensors of a directory by the names and in the shapes of a model, read as often as they are asked for.
+
+    `ignored`: stored names of which the model has no tensor. Sets the conversions by which the directory was read, for
+    `stored_form`.
+    """
+
+    def __init__(self, model: PreTrainedModel, files: StoredModel) -> None:
+        self.path, self._model, self._files = files.path, model, files
+        self._names = {plain_name(name) for name in model.state_dict(keep_vars=True) if not is_adapter(name)}
+        transforms = get_model_conversion_mapping(model)
+        renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+        converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+        self.ignored: list[str] = []
+        sources: dict[str, _Source] = {}
+        for name in sorted(files.names, key=dot_natural_key):
+            target = name
+            for renaming in renamings:
+                target, _ = renaming.rename_source_key(target)
+            target, pattern, converter = _converted_name(target, converters)
+            found = self._own_name(target)
+            if found is None:  # already in the model's form
+                found, pattern, converter = self._own_name(name), None, None
+            if found is None:
+                self.ignored.append(name)
+            else:
+                sources.setdefault(found, _Source(found, converter)).stored.append((pattern or name, name))
+        model._weight_conversions = [transform for transform in transforms if transform.was_used()]
+        self._source_of: dict[str, _Source] = {}
+        self._shapes: dict[str, Sequence[int]] = {}
+        for source in sources.values():
+            shaped = self._converted(source, lambda name: torch.empty(files.shape(name), device="meta"))
+            self._shapes |= {name: tensor.shape for name, tensor in shaped.items()}
+            self._source_of |= dict.fromkeys(shaped, source)
+        self._last: tuple[_Source, dict[str, Tensor]] | None = None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._source_of
+
+    def shape(self, name: str) -> Sequence[int]:
+        """Return the shape of a tensor of the model without reading it."""
+        return self._shapes[name]
+
+    def read(self, name: str) -> Tensor:
+        """Read a tensor of the model, in the dtype of the files."""
+        source = self._source_of[name]
+        if self._last is None or self._last[0] is not source:
+            self._last = (source, self._converted(source, self._files.read))
+        return self._last[1][name]
+
+    def _own_name(self, name: str) -> str | None:
+        """Return the model's name of a tensor whose name may lack the prefix of the body, or have it in excess."""
+        prefix = f"{self._model.base_model_prefix}."
+        candidates = (name, name.removeprefix(prefix), prefix + name)
+        return next((candidate for candidate in candidates if candidate in self._names), None)
+
+    def _converted(self, source: _Source, read: Any) -> dict[str, Tensor]:
+        if source.converter is None:
+            return {source.target: read(source.stored[-1][1])}
+        converter: Any = deepcopy(source.converter)
+        for pattern, name in source.stored:
+            converter.add_tensor(source.target, name, pattern, read(name))
+        try:
+            converted = converter.convert(source.target, model=self._model, config=self._model.config)
+        except LOADING_ERRORS as error:
+            raise ModelError(
+                f"'{self.path}': {source.stored[0][1]} and {len(source.stored) - 1} other weights do not fit together "
+                f"as {source.target} ({' '.join(str(error).split())}); files are missing or of another model, copy "
+                "them again."
+            ) from error
+        return {name: _single(tensor) for name, tensor in converted.items()}
+
+
+def _converted_name(name: str, converters: Iterable[WeightConverter]) -> tuple[str, str | None, WeightConverter | None]:
+    """Return the name that the first matching converter gives, with its pattern and the converter."""
+    for converter in converters:
+        renamed, pattern = converter.rename_source_key(name)
+        if pattern is not None:
+            return renamed, pattern, converter
+    return name, None, None
+
+
+def _single(tensor: Any) -> Tensor:
+    return tensor[0] if isinstance(tensor, list) else tensor
+
+
+Waiting = dict[tuple[str, ...], dict[str, Tensor]]
+"""The tensors of the model that have come of each group, while others of the group have not."""
+
+
+class PublishedForm:
+    """The form in which the files of a model have its tensors: as it was read by StoredTensors, or as it is published.
+
+    `groups`: the names of the model's tensors that become stored tensors together, mostly one alone.
+    """
+
+    def __init__(self, model: PreTrainedModel, names: Iterable[str]) -> None:
+        self._model = model
+        if getattr(model, "_weight_conversions", None) is None:
+            published = get_model_conversion_mapping(model, add_legacy=False)
+            model._weight_conversions = [form for form in published if not isinstance(form, PrefixChange)]
+        forms: Any = model._weight_conversions
+        converters: Any = [form.reverse_transform() for form in forms[::-1] if isinstance(form, WeightConverter)]
+        groups: dict[str, list[str]] = {}
+        for name in names:
+            groups.setdefault(_converted_name(name, converters)[0], []).append(name)
+        self.groups = [tuple(group) for group in groups.values()]
+        self._group_of = {name: group for group in self.groups for name in group}
+
+    def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the stored tensors of one group, or of several."""
+        if not self._model._weight_conversions:
+            return dict(tensors)
+        return revert_weight_conversion(self._model, dict(tensors))
+
+    def stream(self, tensors: Iterable[tuple[str, Tensor]], waiting: Waiting) -> Iterator[tuple[str, Tensor]]:
+        """Yield the stored tensors of each group when its last tensor comes; the others are kept in `waiting`."""
+        for name, tensor in tensors:
+            group = self._group_of[name]
+            came = waiting.setdefault(group, {})
+            came[name] = tensor
+            if len(came) == len(group):
+                yield from self.of(waiting.pop(group)).items()
+
+    def unchanged(self, shapes: Mapping[str, torch.Size]) -> set[str]:
+        """Return those of the model's tensors that are stored by the same name."""
+        alone = [name for name in shapes if len(self._group_of[name]) == 1]
+        return {name for name in alone if list(self.of({name: torch.empty(shapes[name], device="meta")})) == [name]}
