@@ -1,9 +1,10 @@
 """Chat messages as the token ids of a prompt: by the chat template or as plain text, with one BOS token at most."""
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from hybridflow.data.parquet_rows import Row, shorten, shorten_text
@@ -152,7 +153,23 @@ class PromptEncoder:
                 reason = f"{reason}; the last message is the assistant's, which the template cannot continue"
             raise DataError(f"the chat template rejects the messages: {reason}.") from error
 
+    @cached_property
+    def _takes_texts(self) -> bool:
+        """Whether the chat template takes the arguments of calls as JSON texts, as those of DeepSeek do."""
+        call = {"type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
+        said = {"role": "assistant", "content": "", "tool_calls": [call]}
+        try:
+            written = str(self._as_written([{"role": "user", "content": "a"}, said], "end", ()))
+        except Exception:  # a template is a program
+            return True
+        return str(call["function"]["arguments"]) in written
+
     def _apply_template(self, messages: Sequence[Message], ending: Ending, tools: Sequence[Schema]) -> object:
+        if any(message.get("tool_calls") for message in messages) and self._takes_texts:
+            messages = [_with_texts(message) for message in messages]
+        return self._as_written(messages, ending, tools)
+
+    def _as_written(self, messages: Sequence[Message], ending: Ending, tools: Sequence[Schema]) -> object:
         return self._tokenizer.apply_chat_template(
             cast(Any, messages),
             tools=cast(Any, tools or None),
@@ -187,6 +204,14 @@ class PromptEncoder:
         """Return the token ids of prompt texts; special tokens in a text are recognized, only BOS is added."""
         encoded = encode_texts(self._tokenizer, texts)
         return [ids if ids[:1] == self._prefix else self._prefix + ids for ids in encoded]
+
+
+def _with_texts(message: Message) -> Message:
+    """Return a message with the arguments of its calls as JSON texts."""
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    texts = [{**each, "arguments": json.dumps(each["arguments"], ensure_ascii=False)} for each in functions]
+    calls = zip(message.get("tool_calls") or (), texts, strict=True)
+    return {**message, "tool_calls": [{**call, "function": text} for call, text in calls]} if texts else message
 
 
 def is_begun(messages: Sequence[Message]) -> bool:

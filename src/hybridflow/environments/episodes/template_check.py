@@ -46,7 +46,8 @@ def check_template(
         return [Finding("template", "failed", "the tokenizer has no chat template")]
     known = format_of(tokenizer.get_chat_template(tools=[Tool.of(lookup).schema()]))
     if known is None and not tools:
-        findings = [Finding("tools", "failed", f"no known format of calls ({', '.join(f.name for f in FORMATS)})")]
+        formats = ", ".join(each.name for each in FORMATS)
+        findings = [Finding("tools", "limited", f"no known format of calls ({formats})")]
         return [*findings, *_checks(tokenizer, stop_ids, [])]
     return list(_checks(tokenizer, stop_ids, list(tools) or [Tool.of(lookup)]))
 
