@@ -62,6 +62,7 @@ class TurnEncoder:
         given = stop_token_ids(tokenizer) if stop_ids is None else stop_ids
         self.stop_ids = tuple(sorted({*given, own} - {None}))
         self._end = eos_token_id(tokenizer) if own is None else own
+        self._marks = [self._renderer.decode([stop_id]) for stop_id in self.stop_ids]
         self._warned: set[str] = set()
 
     def __call__(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], place: str) -> list[Turns]:
@@ -73,7 +74,7 @@ class TurnEncoder:
         """
         with named(place):
             answers = _answers_of(messages)
-            checked = self._checked(messages)
+            checked = self.checked(messages)
             renderer = self._renderer_of(checked, tools)
             if len(answers) > 1 and not renderer.prompts.uses_template:
                 raise DataError(
@@ -87,7 +88,7 @@ class TurnEncoder:
     ) -> tuple[list[int], list[list[int]]]:
         """Return the tokens of a prompt, and those of each response to it. Raises DataError, naming `place`."""
         with named(place):
-            before = self._checked(prompt)
+            before = self.checked(prompt)
             start = self._renderer.start(before)
             return start.ids, [self._response(before, start, text) for text in texts]
 
@@ -122,8 +123,10 @@ class TurnEncoder:
         for number, following in zip(answers, [*answers[1:], len(messages)], strict=True):
             history, new = messages[: number + 1], messages[number + 1 : following]
             reply = self._reply(renderer, prompt, history, new)
-            if reply.text:
-                self._warn_of_losses(renderer, history[-1], reply, f"{place}: message {number}")
+            if reply.text and (lost := self._losses(renderer, history[-1], reply)):
+                found = "%s: message %s: the chat template writes this turn as %r, without %s, which is not learned"
+                text = renderer.decode(reply.ids[:-1])
+                self._warn("losses", found, place, str(number), text[:300], " and ".join(lost))
             row.response.extend(reply.ids)
             row.counts.extend([True] * len(reply.ids))
             if number == answers[-1]:
@@ -178,14 +181,14 @@ class TurnEncoder:
 
     def said(self, text: str, what: str = "the answer") -> str:
         """Return the text of an answer up to its stop token, and without that if the chat template writes it."""
-        ids = self._renderer.encode(text)
+        ids = self._renderer.encode(text) if any(mark in text for mark in self._marks) else []
         end = self._end_of(ids, what)
         if end is None:
             return text
         before, mark, _ = text.partition(self._renderer.decode(ids[end : end + 1]))
         return before if self.prompts.uses_template else before + mark
 
-    def _checked(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    def checked(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Return messages as a chat template reads them; raise DataError for what has no meaning."""
         checked = [dict(message) for message in self.prompts.checked(messages)]
         for number, message in enumerate(checked):
@@ -195,17 +198,11 @@ class TurnEncoder:
                 del message["reasoning_content"]
         return checked
 
-    def _losses(self, renderer: TurnRenderer, message: Message, text: str) -> list[str]:
-        """Return the parts of a message that the text of its turn has lost."""
+    def _losses(self, renderer: TurnRenderer, message: Message, reply: Reply) -> list[str]:
+        """Return the parts of a message that its turn has lost."""
         parts = [(key, message.get(key, "")) for key in ("content", "reasoning_content")]
-        return [f"{key}={value!r:.100}" for key, value in parts if not _has(text, value)]
-
-    def _warn_of_losses(self, renderer: TurnRenderer, message: Message, reply: Reply, place: str) -> None:
-        """Log, once, that a part of a turn is not trained, or that calls are read back as other ones."""
-        text = renderer.decode(reply.ids[:-1])
-        if lost := self._losses(renderer, message, text):
-            found = "%s: the chat template writes this turn as %r, without %s, which is not learned"
-            self._warn("losses", found, place, text[:300], " and ".join(lost))
+        lost = [(key, value) for key, value in parts if not _has(reply.text, value)]
+        return [f"{key}={value!r:.100}" for key, value in lost if not _has(renderer.decode(reply.ids), value)]
 
     def _warn(self, kind: str, text: str, *values: str) -> None:
         if kind not in self._warned:
@@ -215,7 +212,7 @@ class TurnEncoder:
 
 def answered(prompt: Sequence[Message], response: str) -> list[dict[str, Any]]:
     """Return a prompt with the response to it, which goes on with the last message if that is the assistant's."""
-    messages = [dict(message) for message in prompt]
+    messages = [{key: value for key, value in message.items() if key != "weight"} for message in prompt]
     begun = messages.pop() if is_begun(messages) else {"role": "assistant", "content": ""}
     return [*messages, {**begun, "content": begun["content"] + response}]
 
