@@ -1,7 +1,7 @@
 """Chat messages as the token ids of a prompt: by the chat template or as plain text, with one BOS token at most."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -19,8 +19,10 @@ logger = get_logger(__name__)
 RENDERING_LIMIT_S = 10.0
 """Seconds that a chat template may take for one prompt; a good one takes less than a millisecond."""
 
-Message = Mapping[str, Any]
-Schema = Mapping[str, Any]
+Message = dict[str, Any]
+Schema = dict[str, Any]
+"""A JSON schema of a tool."""
+
 Ending = Literal["answer", "continue", "end"]
 """How a text ends: with the header of the next answer, within the last message, or as the conversation has ended."""
 
@@ -31,7 +33,7 @@ PROBE = "<hybridflow probe of the chat template>"
 """An answer that no prompt contains, to see what a chat template writes before it."""
 
 
-def read_messages(row: Row, column: str = "prompt") -> list[dict[str, str]]:
+def read_messages(row: Row, column: str = "prompt") -> list[Message]:
     """Return the chat messages in a column of a row, without their null fields; raise DataError if one is malformed."""
     messages = row.values[column]
     if not isinstance(messages, list):
@@ -44,7 +46,7 @@ def read_messages(row: Row, column: str = "prompt") -> list[dict[str, str]]:
     return [_read_message(row, column, number, message) for number, message in enumerate(messages)]
 
 
-def _read_message(row: Row, column: str, number: int, message: object) -> dict[str, str]:
+def _read_message(row: Row, column: str, number: int, message: object) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise DataError(
             f"{row.place}: message {number} of '{column}' needs a role and a content, got {shorten(message)}."

@@ -4,12 +4,9 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hybridflow.data.chat_prompts import read_messages
+from hybridflow.data.chat_prompts import Message, Schema, read_messages
 from hybridflow.data.parquet_rows import Row, shorten, shorten_text
 from hybridflow.errors import DataError
-
-Message = dict[str, Any]
-Schema = dict[str, Any]
 
 CALL = '{"type": "function", "function": {"name": "...", "arguments": {...}}}'
 SCHEMA = '{"type": "function", "function": {"name": "...", "description": "...", "parameters": {...}}}'

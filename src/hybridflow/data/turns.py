@@ -9,12 +9,12 @@ One rule for supervised examples, pairs of responses and episodes of data:
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hybridflow.data.chat_prompts import PROBE, Message, is_begun, named
+from hybridflow.data.chat_prompts import PROBE, Message, Schema, is_begun, named
 from hybridflow.data.tokenizer import eos_token_id, stop_token_ids
 from hybridflow.data.tool_messages import uses_tools
 from hybridflow.data.turn_rendering import NextPrompt, TurnRenderer
@@ -65,7 +65,7 @@ class TurnEncoder:
         self._marks = [self._renderer.decode([stop_id]) for stop_id in self.stop_ids]
         self._warned: set[str] = set()
 
-    def __call__(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], place: str) -> list[Turns]:
+    def __call__(self, messages: Sequence[Message], tools: Sequence[Schema], place: str) -> list[Turns]:
         """Return the rows of a conversation, in order; each answer whose weight is not 0 counts in one of them.
 
         A row begins with the first of these answers, and where the template changes earlier turns. Messages after the
@@ -92,7 +92,7 @@ class TurnEncoder:
             start = self._renderer.start(before)
             return start.ids, [self._response(before, start, text) for text in texts]
 
-    def _response(self, prompt: list[dict[str, Any]], start: NextPrompt, text: str) -> list[int]:
+    def _response(self, prompt: list[Message], start: NextPrompt, text: str) -> list[int]:
         """Return the tokens of a response, with its stop token."""
         said = self.said(text)
         if self.prompts.uses_template:
@@ -107,7 +107,7 @@ class TurnEncoder:
         end = self._end_of(ids, "the response")
         return [*ids, self._end] if end is None else ids[: end + 1]
 
-    def _renderer_of(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> TurnRenderer:
+    def _renderer_of(self, messages: Sequence[Message], tools: Sequence[Schema]) -> TurnRenderer:
         if uses_tools(messages, tools):
             raise DataConfigError(
                 "the conversation has tools, calls or results of tools, which need a chat template; use a tokenizer "
@@ -115,9 +115,7 @@ class TurnEncoder:
             )
         return self._renderer
 
-    def _rows(
-        self, renderer: TurnRenderer, messages: list[dict[str, Any]], answers: list[int], place: str
-    ) -> Iterator[Turns]:
+    def _rows(self, renderer: TurnRenderer, messages: list[Message], answers: list[int], place: str) -> Iterator[Turns]:
         prompt = renderer.start(messages[: answers[0]], may_continue=False)
         row = Turns(prompt.ids, [], [])
         for number, following in zip(answers, [*answers[1:], len(messages)], strict=True):
@@ -140,9 +138,7 @@ class TurnEncoder:
                 row.counts.extend([False] * len(prompt.ids))
         yield row
 
-    def _reply(
-        self, renderer: TurnRenderer, prompt: NextPrompt, history: list[dict[str, Any]], new: list[dict[str, Any]]
-    ) -> Reply:
+    def _reply(self, renderer: TurnRenderer, prompt: NextPrompt, history: list[Message], new: list[Message]) -> Reply:
         """Return the last message of `history` as an answer to its prompt; `new`: the messages after it."""
         if not renderer.prompts.uses_template:
             return Reply(self._plain(history[-1]["content"]))
@@ -188,7 +184,7 @@ class TurnEncoder:
         before, mark, _ = text.partition(self._renderer.decode(ids[end : end + 1]))
         return before if self.prompts.uses_template else before + mark
 
-    def checked(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    def checked(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages as a chat template reads them; raise DataError for what has no meaning."""
         checked = [dict(message) for message in self.prompts.checked(messages)]
         for number, message in enumerate(checked):
@@ -210,7 +206,7 @@ class TurnEncoder:
             logger.warning(f"{text}; later ones are not logged.", *values)
 
 
-def answered(prompt: Sequence[Message], response: str) -> list[dict[str, Any]]:
+def answered(prompt: Sequence[Message], response: str) -> list[Message]:
     """Return a prompt with the response to it, which goes on with the last message if that is the assistant's."""
     messages = [{key: value for key, value in message.items() if key != "weight"} for message in prompt]
     begun = messages.pop() if is_begun(messages) else {"role": "assistant", "content": ""}
@@ -231,7 +227,7 @@ def _answers_of(messages: Sequence[Message]) -> list[int]:
     return counted
 
 
-def _answer_of(message: Message) -> dict[str, Any]:
+def _answer_of(message: Message) -> Message:
     """Return a message that may follow a turn of the assistant."""
     return {"role": "tool" if "tool_calls" in message else "user", "content": PROBE}
 

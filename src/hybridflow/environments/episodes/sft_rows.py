@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.data.chat_prompts import PROBE, Message
+from hybridflow.data.chat_prompts import PROBE, Message, Schema
 from hybridflow.data.tool_messages import uses_tools
 from hybridflow.data.turn_rendering import TurnRenderer
 from hybridflow.data.turns import Reply, TurnEncoder
@@ -40,7 +40,7 @@ class EpisodeEncoder(TurnEncoder):
 
         self._chat_renderer_of = chat_renderer_of
 
-    def _renderer_of(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> TurnRenderer:
+    def _renderer_of(self, messages: Sequence[Message], tools: Sequence[Schema]) -> TurnRenderer:
         if not uses_tools(messages, tools):
             return self._renderer
         try:
