@@ -68,7 +68,7 @@ class RLHFDataset:
             encoder.text(record["raw_prompts"], row.place) for row, record in zip(rows, self._records, strict=True)
         ]
         self._tokenizer = tokenizer
-        self._prompt_ids = encoder.encode(texts)
+        self._prompt_ids = encoder.encode(texts, [row.place for row in rows])
         for record, text in zip(self._records, texts, strict=True):
             record["prompt_texts"] = text
         for row, ids in zip(rows, self._prompt_ids, strict=True):
