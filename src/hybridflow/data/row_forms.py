@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hybridflow.data.parquet_rows import MEDIA_COLUMNS, reject_media
+from hybridflow.data.parquet_rows import MEDIA_COLUMNS, reject_media, shorten
 from hybridflow.data.prepare.pairs import read_answer, read_sides, require_same_prompt
 from hybridflow.data.prepare.prompt_file import as_messages, preference_row, prompt_row
 from hybridflow.data.prepare.records import is_empty, messages_of, value_of
@@ -118,6 +118,12 @@ def _prompt_row(record: Record, names: Mapping[str, str], place: str, split: str
     prompt, answer = names["prompt"], names["answer"]
     asked = _filled(record, prompt, place)
     if prompt == "prompt" and answer in ("", "answer") and all(name in record for name in PROMPT_FILE):
+        truth = record["reward_model"]
+        if not isinstance(truth, dict) or truth.get("ground_truth") is None:
+            raise DataError(
+                f"{place}: column 'reward_model' must hold style and ground_truth, as in "
+                f"{{'style': 'rule', 'ground_truth': '72'}}, got {shorten(truth)}."
+            )
         return {**record, "prompt": as_messages(asked)} if isinstance(asked, str) else record
     messages = messages_of(asked, prompt, place)
     if prompt == CONVERSATIONS and messages[-1]["role"] == "assistant":
