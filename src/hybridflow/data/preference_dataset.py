@@ -33,7 +33,7 @@ def encode_conversations(
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         with named(place):
             texts.append(encoder.render(answered(messages, response), "end"))
-    ids = encoder.encode(texts)
+    ids = encoder.encode(texts, places)
     for conversation, place in zip(ids, places, strict=True):
         if not conversation:
             raise DataError(f"{place} and its prompt have no tokens to score.")
