@@ -82,7 +82,7 @@ def test_examples_and_pairs_are_read_from_json_lines(tmp_path, char_tokenizer):
     form = RowForm({"prompt": "q", "response": "a"})
     assert SFTDataset(examples, char_tokenizer(), 4, 4, order_by="hard", form=form).numbers == [2]
     wrong = write_rows(tmp_path / "wrong.jsonl", [{"prompt": "a", "response": 3}])
-    with pytest.raises(DataError, match=r"wrong\.jsonl: line 1: 'response' must be a text, got 3"):
+    with pytest.raises(DataError, match=r"wrong\.jsonl: line 1: 'response' must be a text or a list of .*, got 3"):
         SFTDataset(wrong, char_tokenizer(), 4, 4)
     talk = write_rows(tmp_path / "talk.jsonl", [{"messages": chat("a", "b")}])
     assert len(SFTDataset(talk, char_tokenizer(), 4, 4)) == 1
@@ -170,12 +170,22 @@ PROMPT = chat("a")
 @pytest.mark.parametrize(
     ("read", "rows", "limits", "message"),
     [
-        (SFTDataset, [{"prompt": PROMPT}], (4, 4), "column 'response' is missing"),
-        (SFTDataset, [{"prompt": PROMPT, "response": None}], (4, 4), "a.parquet: row 0: column 'response' has no"),
+        (SFTDataset, [{"prompt": PROMPT}], (4, 4), "row 0: 'response' is missing; the row has prompt"),
+        (SFTDataset, [{"prompt": PROMPT, "response": None}], (4, 4), "a.parquet: row 0: 'response' is empty"),
         (SFTDataset, [{"prompt": PROMPT, "response": "b"}], (4, 0), "max_response_length=0"),
         (SFTDataset, [{"prompt": PROMPT, "response": "bcd"}], (2, 2), "no examples are left"),
-        (PreferenceDataset, [{"prompt": PROMPT, "chosen": "b"}], (4, 4), "column 'rejected' is missing"),
-        (PreferenceDataset, [("a", 1, "b")], (4, 4), "row 0: column 'chosen' must be a text, got 1"),
+        (
+            PreferenceDataset,
+            [{"prompt": PROMPT, "chosen": "b"}],
+            (4, 4),
+            "row 0: 'rejected' is missing; the row",
+        ),
+        (
+            PreferenceDataset,
+            [("a", 1, "b")],
+            (4, 4),
+            "row 0: 'chosen' must be a text or a list of .*, got 1",
+        ),
         (PreferenceDataset, [("a", "b", "c"), ("a", "b", "b")], (4, 4), "row 1: 'chosen' and 'rejected' are the same"),
         (PreferenceDataset, [("a", "b", "b<eos>")], (4, 4), "row 0: 'chosen' and 'rejected' have the same tokens"),
     ],

@@ -234,7 +234,7 @@ def test_a_test_set_that_leaves_no_rows_is_an_error(tmp_path, size):
 
 
 def test_a_parquet_file_is_read_in_parts_with_the_row_of_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr("hybridflow.data.prepare.records.PARQUET_ROWS", 3)
+    monkeypatch.setattr("hybridflow.data.parquet_rows.PARQUET_ROWS", 3)
     files = prepare_files(
         "dapo", write_rows(tmp_path / "a.parquet", [dapo(n) for n in range(8)]), tmp_path / "out", test_size=1
     )
@@ -355,7 +355,7 @@ ANSWER_LAST = r"the last message of 'chosen' has the role 'user'; expected the a
         ("gsm8k", "a.jsonl", f'{json.dumps(gsm8k(1))}\n{{"question": "a', "line 2: is not JSON"),
         ("gsm8k", "a.jsonl", "[1]", "line 1: is a list"),
         ("gsm8k", "a.jsonl", b"\xff\xfe", "line 1: byte 0 is not UTF-8"),
-        ("table", "a.json", '{"question": "a"}', "holds a dict; expected a list of objects"),
+        ("table", "a.json", '{"rows":\n[]}', "holds a dict; expected a list of objects"),
         ("math", "a.json", [math(1), "b"], r"a.json: row 1: is a str; expected an object"),
         ("table", "a.json", "[", "is not JSON"),
         ("table", "a.csv", "question,result\na,b,c\n", "row 0: has more fields; the first line has 2"),
@@ -416,9 +416,9 @@ def test_a_malformed_file_is_an_error_with_its_place(tmp_path, task, name, rows,
     ("truths", "message"),
     [
         ([], "no rows to write"),
-        (["1", {"target": 1}], "one type per column"),
-        (["a\ud800"], r"rows\.parquet: .*'a.ud800' is not valid Unicode"),
-        ([{}], r"rows\.parquet: .*has no place for"),
+        (["1", {"target": {1, 2}}], r"rows\.parquet: row 1: column 'reward_model' has a value of the type set;"),
+        (["1", {2: 1}], r"rows\.parquet: row 1: column 'reward_model' has the key 2; keys in values must be texts"),
+        (["1", "a\ud800"], r"rows\.parquet: row 1: column 'reward_model': the text 'a.ud800' is not valid Unicode"),
     ],
 )
 def test_rows_that_cannot_be_written_leave_the_files_as_they_were(tmp_path, truths, message):

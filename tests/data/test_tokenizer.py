@@ -5,6 +5,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from hybridflow.data import RLHFDataset, load_tokenizer, stop_token_ids
+from hybridflow.data.chat_prompts import encode_texts
 from hybridflow.data.tokenizer import require_tokenizer, response_texts
 from hybridflow.errors import DataConfigError, DataError
 
@@ -83,8 +84,11 @@ def test_malformed_generation_config_is_an_error(char_tokenizer, tmp_path, conte
 def test_text_that_the_tokenizer_cannot_encode_is_an_error(prompt_file):
     backend = Tokenizer(models.WordLevel({"a": 0, "<eos>": 1}))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
-    with pytest.raises(DataError, match=r"the tokenizer cannot encode the texts: .*give it an unknown token"):
-        RLHFDataset(prompt_file(["b"]), tokenizer, 8)
+    problem = r"row 1: the tokenizer cannot encode the text 'b': .*; give the tokenizer an unknown token, or use one"
+    with pytest.raises(DataError, match=problem):
+        RLHFDataset(prompt_file(["a", "b", "a"]), tokenizer, 8)
+    with pytest.raises(DataError, match=r"^prompt 1: the text 'b.ud83d' is not valid Unicode; correct it\.$"):
+        encode_texts(tokenizer, ["a", "b\ud83d"], ["prompt 0", "prompt 1"])
 
 
 @pytest.mark.parametrize(

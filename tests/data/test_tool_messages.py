@@ -6,10 +6,9 @@ import pyarrow
 import pytest
 
 from fixtures.row_files import write_rows
-from hybridflow.cli.api.rows import is_columnar
+from hybridflow.cli.api.rows import records_of
 from hybridflow.data import RowForm, SFTDataset, write_conversation_file
 from hybridflow.data.row_forms import rows_of
-from hybridflow.data.tool_messages import without_nulls_of_columns
 from hybridflow.data.turns import TurnEncoder, Turns
 from hybridflow.environments import EpisodeEncoder
 from hybridflow.errors import DataConfigError, DataError
@@ -86,11 +85,8 @@ def test_parquet_objects_lose_the_keys_of_other_rows(read, tmp_path, form):
 
 
 def test_a_table_of_a_program_loses_the_keys_of_other_rows():
-    table = pyarrow.Table.from_pylist(ROWS)
-    assert is_columnar(table)
-    assert not is_columnar(ROWS)
-    records = without_nulls_of_columns((f"row {i}", row) for i, row in enumerate(table.to_pylist()))
-    first, _ = rows_of(records, "examples", {}, "train")
+    records = records_of(pyarrow.Table.from_pylist(ROWS), "examples", 0, "")
+    first, _ = rows_of(records, "examples", RowForm(), "train")
     assert first["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
 
 

@@ -1,4 +1,6 @@
 import pickle
+from datetime import UTC, date, datetime, time
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +43,7 @@ def test_batch_round_trips_through_disk(tmp_path):
         *(None, True, -(10**30), 1.5, NAN, float("-inf"), "text \ud800 \x00", b"\x00\xff"),
         *([1, [2, [None]]], (1, ("a",)), {1, 2}, {}, {"a": {"b": (1,)}}, {"$tuple": [1], "x": 2}),
         {1: "int key", (2, 3): "tuple key", None: 0},
+        *(datetime(2024, 1, 2, 3, 4, 5, 6, UTC), datetime(2024, 1, 2), date(2024, 1, 2), time(3, 4), Decimal("1.50")),
         *(np.float32(1.5), np.int64(7), np.bool_(True), np.str_("s"), np.array(["a", "bb"]), np.zeros((0, 3))),
         *(np.arange(6, dtype=np.uint16).reshape(2, 3)[:, 1:], np.array([{"a": 1}, [2]], dtype=object)),
     ],

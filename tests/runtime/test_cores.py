@@ -23,7 +23,7 @@ def use_after(tmp_path, monkeypatch):
         monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2})
         monkeypatch.setattr(os, "sysconf", lambda _: 100)
-        # user nice system idle iowait irq softirq steal: idle and stolen time is no work, nor is that of other cores
+        # user nice system idle iowait irq softirq steal: idle and stolen time is not work
         begin = "cpu 9 9\ncpu0 7 1 1 50 5 1 0 9\ncpu1 9 9 9 9 9 9 9 9\ncpu2 0 0 0 0 0 0 0 0\nintr 5\n"
         (tmp_path / "stat").write_text(begin)
         use = CoreUse()

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt", action="append", metavar="TEXT", help="user message; repeat the option for several prompts"
     )
     prompts.add_argument(
-        "--prompts-file", metavar="FILE", help="parquet file with chat messages in the column `prompt`"
+        "--prompts-file", metavar="FILE", help="file of prompts, texts or chat messages in the column `prompt`"
     )
     parser.add_argument("--system", metavar="TEXT", help="a system message before each prompt (needs a chat template)")
     parser.add_argument("--model", type=Path, metavar="DIR", help="model directory; replaces model.path of the recipe")

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -20,8 +20,10 @@ logger = get_logger(__name__)
 RENDERING_LIMIT_S = 10.0
 """Seconds that a chat template may take for one prompt; a good one takes less than a millisecond."""
 
-Message = Mapping[str, Any]
-Schema = Mapping[str, Any]
+Message = dict[str, Any]
+Schema = dict[str, Any]
+"""A JSON schema of a tool."""
+
 Ending = Literal["answer", "continue", "end"]
 """How a text ends: with the header of the next answer, within the last message, or as the conversation has ended."""
 
@@ -32,7 +34,7 @@ PROBE = "<hybridflow probe of the chat template>"
 """An answer that no prompt contains, to see what a chat template writes before it."""
 
 
-def read_messages(row: Row, column: str = "prompt") -> list[dict[str, str]]:
+def read_messages(row: Row, column: str = "prompt") -> list[Message]:
     """Return the chat messages in a column of a row, without their null fields; raise DataError if one is malformed."""
     messages = row.values[column]
     if not isinstance(messages, list):
@@ -45,7 +47,7 @@ def read_messages(row: Row, column: str = "prompt") -> list[dict[str, str]]:
     return [_read_message(row, column, number, message) for number, message in enumerate(messages)]
 
 
-def _read_message(row: Row, column: str, number: int, message: object) -> dict[str, str]:
+def _read_message(row: Row, column: str, number: int, message: object) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise DataError(
             f"{row.place}: message {number} of '{column}' needs a role and a content, got {shorten(message)}."
@@ -200,9 +202,9 @@ class PromptEncoder:
         found = [each for each in special if each[0] and all(text.startswith(each[0]) for text in after)]
         return max(found, key=lambda each: len(each[0]))[1] if found else None
 
-    def encode(self, texts: list[str]) -> list[list[int]]:
+    def encode(self, texts: list[str], places: Sequence[str] = ()) -> list[list[int]]:
         """Return the token ids of prompt texts; special tokens in a text are recognized, only BOS is added."""
-        encoded = encode_texts(self._tokenizer, texts)
+        encoded = encode_texts(self._tokenizer, texts, places)
         return [ids if ids[:1] == self._prefix else self._prefix + ids for ids in encoded]
 
 
@@ -239,14 +241,27 @@ def _warn_without_generation_prompt(header: str) -> None:
     )
 
 
-def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> list[list[int]]:
-    """Return the token ids of texts without added special tokens; raise DataError if one cannot be encoded."""
+def encode_texts(
+    tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], places: Sequence[str] = ()
+) -> list[list[int]]:
+    """Return the token ids of texts without added special tokens.
+
+    Raises DataError for a text that cannot be encoded, with its place if `places` of the texts are given.
+    """
     if not texts:
         return []
     try:
-        return cast(list[list[int]], tokenizer(texts, add_special_tokens=False)["input_ids"])
+        return cast(list[list[int]], tokenizer(list(texts), add_special_tokens=False)["input_ids"])
     except Exception as error:  # the tokenizers library raises bare Exception, for example for a missing unknown token
-        raise DataError(
-            f"the tokenizer cannot encode the texts: {error}; give it an unknown token, or a vocabulary that covers "
-            "them."
-        ) from error
+        if len(texts) > 1:
+            for text, place in zip(texts, places or [""] * len(texts), strict=True):
+                encode_texts(tokenizer, [text], [place])
+        place, fix = f"{places[0]}: " if places and places[0] else "", ""
+        with suppress(UnicodeEncodeError):
+            texts[0].encode()
+            if "unk" in str(error).lower():
+                fix = "; give the tokenizer an unknown token, or use one whose vocabulary covers the text"
+            raise DataError(
+                f"{place}the tokenizer cannot encode the text {shorten(texts[0])}: {shorten_text(str(error))}{fix}."
+            ) from error
+        raise DataError(f"{place}the text {shorten(texts[0])} is not valid Unicode; correct it.") from error

@@ -1,26 +1,18 @@
-"""Rows of data files: parquet files in our columns as they are, all others by their form; and a hash of rows."""
+"""Rows of data files of all kinds, by their form; and a hash of rows."""
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hybridflow.data.parquet_rows import Row, columns_of, read_rows, reject_media, shorten_text
-from hybridflow.data.prepare.records import read_records
-from hybridflow.data.row_forms import Kind, Records, RowForm, rows_of
-from hybridflow.data.tool_messages import without_nulls_of_columns
-from hybridflow.errors import DataError
+from hybridflow.data.parquet_rows import Row, shorten_text
+from hybridflow.data.prepare.records import is_empty, read_records
+from hybridflow.data.row_forms import COLUMNS, SYSTEM, Kind, RowForm, rows_of
+from hybridflow.errors import DataConfigError, DataError
 
 PLAIN = RowForm()
-REQUIRED = {
-    "prompts": ("prompt", "data_source", "reward_model"),
-    "examples": ("prompt", "response"),
-    "pairs": ("prompt", "chosen", "rejected"),
-}
-"""Columns of a parquet file that is read as it is."""
 
 Files = str | Path | Sequence[str | Path]
 
@@ -33,11 +25,8 @@ def read_data_rows(files: Files, kind: Kind, form: RowForm = PLAIN, order_by: st
     """
     optional = ("extra_info", order_by) if order_by else ("extra_info",)
     paths = [Path(files)] if isinstance(files, str | Path) else [Path(file) for file in files]
-    if form.is_plain and all(_is_plain(path) for path in paths):
-        required = REQUIRED[kind]
-        if kind == "examples" and "messages" in columns_of(files):
-            required, optional = ("messages",), (*optional, "tools")
-        return read_rows(paths, required, optional, max_rows)
+    if not paths:
+        raise DataConfigError("no data files were given; name at least one file.")
     rows: list[Row] = []
     for path in paths:
         rows += _rows_of_file(path, kind, form, optional, max_rows and max_rows - len(rows))
@@ -46,37 +35,45 @@ def read_data_rows(files: Files, kind: Kind, form: RowForm = PLAIN, order_by: st
     return rows
 
 
-def _is_plain(path: Path) -> bool:
-    return path.suffix not in (".jsonl", ".json", ".csv") and not os.path.isdir(path)
-
-
 def _rows_of_file(path: Path, kind: Kind, form: RowForm, optional: Sequence[str], max_rows: int) -> list[Row]:
-    named = [form.columns.get(name, name) for name in REQUIRED[kind][:1]]
-    records: Records = form.mapped(read_records(path, named))
+    named = [form.columns.get(name, name) for name in COLUMNS[kind][:1]]
+    records = form.mapped(read_records(path, named, lambda present: form.choose(kind, optional, present)))
     found = list(islice(records, max_rows or None))
     if not found:
         raise DataError(f"{path}: the file has no rows.")
-    for place, record in found:
-        reject_media(place, record)
-    _require_prompts(*found[0], path, named[0], form.columns.get("messages", "messages"))
-    if kind == "examples" and (path.suffix == ".parquet" or os.path.isdir(path)):
-        found = without_nulls_of_columns(found)
-    rows = rows_of(found, kind, form.columns, path.stem)
-    missing = dict.fromkeys(optional)
-    kept = [{name: record[name] for name in optional if name in record} for _, record in found]
-    return [Row(place, {**missing, **more, **row}) for (place, _), more, row in zip(found, kept, rows, strict=True)]
+    _require_columns(*found[0], path, kind, form)
+    rows = rows_of(found, kind, form, path.stem)
+    for (_, record), row in zip(found, rows, strict=True):
+        for name in optional:
+            row.setdefault(name, record.get(name))
+    return [Row(place, row) for (place, _), row in zip(found, rows, strict=True)]
 
 
-def _require_prompts(place: str, first: dict[str, Any], path: Path, prompt: str, messages: str) -> None:
-    """Raise DataError, with what to do, if the first record has neither prompts under this name nor conversations."""
-    if prompt.partition(".")[0] in first or messages.partition(".")[0] in first:
+def _require_columns(place: str, first: dict[str, Any], path: Path, kind: Kind, form: RowForm) -> None:
+    """Raise DataError, with what to do, if the first record lacks columns that its kind needs."""
+    missing = form.missing(kind, list(first))
+    if not missing:
         return
-    example = shorten_text(next(iter(first), "question"), 40)
-    fix = f"Name the columns in data.columns, as in {{prompt = '{example}'}}."
-    if {"question", "answer"} <= first.keys():
+    known = {*form.names(kind, first).values(), "tools", SYSTEM}
+    others = [name for name, value in first.items() if name not in known and _may_be_read(value)]
+    fix = f"Make {' and '.join(missing)} of the row's values with data.map."
+    lists = [name for name in others if isinstance(first[name], list)]
+    if kind == "examples" and lists:
+        missing, others = ["messages"], lists
+    if len(others) >= len(missing):
+        pairs = ", ".join(f"{name} = '{shorten_text(other, 40)}'" for name, other in zip(missing, others, strict=False))
+        fix = f"Name the columns in data.columns, as in {{{pairs}}}, or m{fix[1:]}"
+    if kind == "prompts" and {"question", "answer"} <= first.keys():
         fix += f" For files of GSM8K: `hybridflow prepare gsm8k --train-file TRAIN{path.suffix} --test-file TEST"
         fix += f"{path.suffix}`, which takes the number out of each answer."
-    raise DataError(f"{place}: '{prompt}' is missing; the row has {shorten_text(', '.join(first)) or 'no keys'}. {fix}")
+    name = form.columns.get(missing[0], missing[0])
+    raise DataError(f"{place}: '{name}' is missing; the row has {shorten_text(', '.join(first)) or 'no keys'}. {fix}")
+
+
+def _may_be_read(value: Any) -> bool:
+    """Return whether a value may be a prompt or an answer."""
+    is_list = isinstance(value, list) and all(isinstance(each, dict) for each in value)
+    return (isinstance(value, str) or is_list) and not is_empty(value)
 
 
 def fingerprint(rows: Iterable[Any]) -> str:

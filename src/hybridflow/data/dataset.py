@@ -68,7 +68,7 @@ class RLHFDataset:
             encoder.text(record["raw_prompts"], row.place) for row, record in zip(rows, self._records, strict=True)
         ]
         self._tokenizer = tokenizer
-        self._prompt_ids = encoder.encode(texts)
+        self._prompt_ids = encoder.encode(texts, [row.place for row in rows])
         for record, text in zip(self._records, texts, strict=True):
             record["prompt_texts"] = text
         for row, ids in zip(rows, self._prompt_ids, strict=True):
@@ -174,11 +174,6 @@ _RECORD_COLUMNS = ("raw_prompts", "prompt_texts", "data_sources", "ground_truths
 
 def _read_record(row: Row) -> dict[str, Any]:
     reward_model, extra_info = row.values["reward_model"], row.values["extra_info"]
-    if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
-        raise DataError(
-            f"{row.place}: column 'reward_model' must hold style and ground_truth, as in "
-            f"{{'style': 'rule', 'ground_truth': '72'}}, got {shorten(reward_model)}."
-        )
     if extra_info is not None and not isinstance(extra_info, dict):
         raise DataError(f"{row.place}: column 'extra_info' must hold named values, got {shorten(extra_info)}.")
     return {

@@ -32,8 +32,8 @@ def encode_conversations(
     for prompt, response, place in zip(prompts, responses, places, strict=True):
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         with named(place):
-            texts.append(encoder.render(answered(encoder.checked(messages), response), "end"))
-    ids = encoder.encode(texts)
+            texts.append(encoder.render(answered(messages, response), "end"))
+    ids = encoder.encode(texts, places)
     for conversation, place in zip(ids, places, strict=True):
         if not conversation:
             raise DataError(f"{place} and its prompt have no tokens to score.")
@@ -95,12 +95,12 @@ class PreferenceDataset(ExampleDataset[Pair]):
         turns = TurnEncoder(tokenizer, stop_ids, chat_template)
         pairs: list[Pair]
         if layout == "reward_model":
-            sides = []
-            for side in SIDES:
-                for number, place in enumerate(places):
-                    with named(place):
+            for number, place in enumerate(places):
+                with named(place):
+                    messages[number] = turns.checked(messages[number])
+                    for side in SIDES:
                         texts[side][number] = turns.said(texts[side][number])
-                sides.append(encode_conversations(turns.prompts, messages, texts[side], places))
+            sides = [encode_conversations(turns.prompts, messages, texts[side], places) for side in SIDES]
             pairs = [[(chosen, []), (rejected, [])] for chosen, rejected in zip(*sides, strict=True)]
             limits = (max_prompt_length + max_response_length - 1, max_response_length)  # the dummy response token
         else:

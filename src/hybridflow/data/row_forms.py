@@ -4,11 +4,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hybridflow.data.prepare.prompt_file import prompt_row
+from hybridflow.data.parquet_rows import MEDIA_COLUMNS, reject_media, shorten
+from hybridflow.data.prepare.pairs import read_answer, read_sides, require_same_prompt
+from hybridflow.data.prepare.prompt_file import as_messages, preference_row, prompt_row
 from hybridflow.data.prepare.records import is_empty, messages_of, value_of
+from hybridflow.data.sharegpt import chat_tools
 from hybridflow.data.tool_messages import stored_conversation
+from hybridflow.data.values import plain_row
 from hybridflow.errors import DataError
+from hybridflow.runtime.observe import get_logger
 from hybridflow.runtime.user_import import load_user_function
+
+logger = get_logger(__name__)
 
 Kind = Literal["prompts", "examples", "pairs"]
 COLUMNS = {
@@ -16,10 +23,17 @@ COLUMNS = {
     "examples": ("prompt", "response", "messages", "tools"),
     "pairs": ("prompt", "chosen", "rejected"),
 }
+CONVERSATIONS, SYSTEM = "conversations", "system"
+"""Columns of ShareGPT: the messages, and the text of a system message before them."""
+OTHER_NAMES = {"response": "completion", "messages": CONVERSATIONS, "prompt": CONVERSATIONS}
+"""Our name of a column -> that of TRL or ShareGPT, which is read where ours is missing."""
+PROMPT_FILE = ("prompt", "data_source", "reward_model")
+"""Columns of a prompt file, as `hybridflow prepare` writes it; its other columns are not read."""
 DATA_SOURCE = "rows"
 """Data source of rows that name none; a reward function may ignore it."""
 
-Records = Iterable[tuple[str, dict[str, Any]]]
+Record = dict[str, Any]
+Records = Iterable[tuple[str, Record]]
 """(place for errors, columns)"""
 
 
@@ -33,16 +47,39 @@ class RowForm:
     columns: Mapping[Any, str] = field(default_factory=dict)
     map: str = ""
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether files are read as they are."""
-        return not self.columns and not self.map
-
     def mapped(self, records: Records) -> Records:
         """Return the records that the user's function makes of these. Raises DataError if it fails."""
         if not self.map:
             return records
         return _mapped(load_user_function(self.map, "data.map", DataError), self.map, records)
+
+    def names(self, kind: Kind, present: Iterable[str]) -> dict[str, str]:
+        """Return our name -> the name in files that have the columns `present`, for each column of a kind."""
+        names, others = {name: self.columns.get(name, name) for name in COLUMNS[kind]}, set(present)
+        for name, other in OTHER_NAMES.items():
+            if names.get(name) == name and name not in others and other in others:
+                names[name] = other
+        return names
+
+    def missing(self, kind: Kind, present: Sequence[str]) -> list[str]:
+        """Return our names of the columns that rows of a kind need, and that are not present."""
+        names = self.names(kind, present)
+        lacks = [name for name, column in names.items() if column.partition(".")[0] not in present]
+        if kind == "examples":
+            return [] if "messages" not in lacks else [name for name in ("prompt", "response") if name in lacks]
+        if kind == "pairs":
+            return lacks if {"chosen", "rejected"} & set(lacks) else []
+        return [name for name in lacks if name == "prompt"]
+
+    def choose(self, kind: Kind, also: Sequence[str], present: Sequence[str]) -> list[str]:
+        """Return which of the present columns are read: all, if others than those that we know may matter."""
+        if self.map or self.missing(kind, present):
+            return list(present)
+        if kind == "prompts" and (self.columns or not set(PROMPT_FILE) <= set(present)):
+            return list(present)
+        names = [column.partition(".")[0] for column in self.names(kind, present).values()]
+        wanted = {*names, *self.names(kind, present).values(), *PROMPT_FILE, SYSTEM, *also, *MEDIA_COLUMNS}
+        return [name for name in dict.fromkeys(present) if name in wanted]
 
 
 def _mapped(function: Callable[..., Any], name: str, records: Records) -> Records:
@@ -55,37 +92,49 @@ def _mapped(function: Callable[..., Any], name: str, records: Records) -> Record
             continue
         if not isinstance(made, Mapping):
             raise DataError(f"{place}: data.map='{name}' returned a {type(made).__name__}; expected a dict, or None.")
-        yield place, dict(made)
+        yield place, plain_row(made, place)
 
 
-def rows_of(
-    records: Sequence[tuple[str, dict[str, Any]]], kind: Kind, columns: Mapping[str, str], split: str
-) -> list[dict[str, Any]]:
-    """Return records as rows of this kind. Raises DataError for a missing, empty or wrong column.
-
-    `columns` names the columns of `COLUMNS[kind]` that have another name in the records.
-    """
-    names = {name: columns.get(name, name) for name in COLUMNS[kind]}
-    if kind == "examples" and records and names["messages"].partition(".")[0] in records[0][1]:
-        return [_conversation_row(record, names, place) for place, record in records]
+def rows_of(records: Sequence[tuple[str, Record]], kind: Kind, form: RowForm, split: str) -> list[Record]:
+    """Return records as rows of this kind. Raises DataError for a missing, empty or wrong column."""
+    for place, record in records:
+        reject_media(place, record)
+    names = form.names(kind, records[0][1] if records else ())
+    if kind == "pairs":
+        return [_pair_row(record, names, place) for place, record in records]
     if kind == "prompts":
-        has_answers = any(_has(record, names["answer"]) for _, record in records)
-        return [
-            _prompt_row(record, place, split, i, names["prompt"], names["answer"] if has_answers else "")
-            for i, (place, record) in enumerate(records)
-        ]
-    return [_example_row(record, names, place) for place, record in records]
+        has_answers = names["answer"] != "answer" or any(_has(record, "answer") for _, record in records)
+        if not has_answers:
+            names["answer"] = ""
+        return [_prompt_row(record, names, place, split, i) for i, (place, record) in enumerate(records)]
+    if not records or names["messages"].partition(".")[0] not in records[0][1]:
+        return [_example_row(record, names, place) for place, record in records]
+    if names["response"] in records[0][1]:
+        logger.warning("the rows have the columns `messages` and `response`; `response` is ignored")
+    return [_conversation_row(record, names, place) for place, record in records]
 
 
-def _prompt_row(record: dict[str, Any], place: str, split: str, index: int, prompt: str, answer: str) -> dict[str, Any]:
-    if {"data_source", "prompt", "reward_model"} <= record.keys():  # a row of a prompt file
-        return record
-    question = _filled(record, prompt, place)
-    truth = _filled(record, answer, place) if answer else ""
+def _prompt_row(record: Record, names: Mapping[str, str], place: str, split: str, index: int) -> Record:
+    prompt, answer = names["prompt"], names["answer"]
+    asked = _filled(record, prompt, place)
+    if prompt == "prompt" and answer in ("", "answer") and all(name in record for name in PROMPT_FILE):
+        truth = record["reward_model"]
+        if not isinstance(truth, dict) or truth.get("ground_truth") is None:
+            raise DataError(
+                f"{place}: column 'reward_model' must hold style and ground_truth, as in "
+                f"{{'style': 'rule', 'ground_truth': '72'}}, got {shorten(truth)}."
+            )
+        return {**record, "prompt": as_messages(asked)} if isinstance(asked, str) else record
+    messages = messages_of(asked, prompt, place)
+    if prompt == CONVERSATIONS and messages[-1]["role"] == "assistant":
+        raise DataError(
+            f"{place}: '{prompt}' ends with an answer, but a prompt ends before it; make `prompt` and `answer` of it "
+            "with data.map."
+        )
     row = prompt_row(
-        data_source=str(record.get("data_source", DATA_SOURCE)),
-        prompt=messages_of(question, prompt, place),
-        ground_truth=truth,
+        data_source=str(_filled({"data_source": DATA_SOURCE, **record}, "data_source", place)),
+        prompt=messages,
+        ground_truth=_filled(record, answer, place) if answer else "",
         split=split,
         index=index,
         ability="",
@@ -95,31 +144,42 @@ def _prompt_row(record: dict[str, Any], place: str, split: str, index: int, prom
     return {**row, "extra_info": {"split": split, "index": index, **others}}
 
 
-def _conversation_row(record: dict[str, Any], names: Mapping[str, str], place: str) -> dict[str, Any]:
+def _conversation_row(record: Record, names: Mapping[str, str], place: str) -> Record:
+    messages = _filled(record, names["messages"], place)
     tools = value_of(record, names["tools"], place) if _has(record, names["tools"]) else None
-    return stored_conversation(_filled(record, names["messages"], place), tools, place)
+    if names["messages"] == CONVERSATIONS:
+        tools, system = chat_tools(tools), record.get(SYSTEM)
+        if isinstance(messages, list) and isinstance(system, str) and system:
+            messages = [{"role": "system", "content": system}, *messages]
+    return stored_conversation(messages, tools, place)
 
 
-def _example_row(record: dict[str, Any], names: Mapping[str, str], place: str) -> dict[str, Any]:
-    prompt = names["prompt"]
-    row: dict[str, Any] = {"prompt": messages_of(_filled(record, prompt, place), prompt, place)}
-    for name, column in list(names.items())[1:]:
-        if name in ("messages", "tools"):
-            continue
-        if column == "response" and column not in record and "completion" in record:  # as TRL names it
-            column = "completion"
-        row[name] = _text_of(_filled(record, column, place), row["prompt"])
-        if not isinstance(row[name], str):
-            raise DataError(f"{place}: '{column}' must be a text, got {row[name]!r:.100}.")
-    return row
+def _example_row(record: Record, names: Mapping[str, str], place: str) -> Record:
+    given = _filled(record, names["prompt"], place)
+    prompt, column = messages_of(given, names["prompt"], place), names["response"]
+    before, response = read_answer(_answer(record, column, place), column, place)
+    require_same_prompt(given if isinstance(given, str) else prompt, before, column, place)
+    return {"prompt": before or prompt, "response": response}
 
 
-def _text_of(value: Any, prompt: list[dict[str, str]]) -> Any:
-    """Return the text of an answer that is a message of the assistant, alone or after the prompt's; else the value."""
-    if not isinstance(value, list) or not value or not isinstance(value[-1], dict):
-        return value
-    is_answer = value[-1].get("role") == "assistant" and value[:-1] in ([], prompt)
-    return value[-1].get("content") if is_answer else value
+def _pair_row(record: Record, names: Mapping[str, str], place: str) -> Record:
+    for side in ("chosen", "rejected"):
+        _answer(record, names[side], place)
+    asked, chosen, asked_too, rejected = read_sides(record, names, place)
+    if asked != asked_too:
+        raise DataError(
+            f"{place}: the messages before the answers in '{names['chosen']}' and '{names['rejected']}' differ; a pair "
+            "has one prompt, so leave the row out (data.map)."
+        )
+    if not asked:
+        raise DataError(
+            f"{place}: '{names['prompt']}' is missing or empty, and '{names['chosen']}' and '{names['rejected']}' do "
+            "not begin with the same prompt; give the row one."
+        )
+    if _has(record, names["prompt"]) and not is_empty(given := value_of(record, names["prompt"], place)):
+        given = given if isinstance(given, str) else messages_of(given, names["prompt"], place)
+        require_same_prompt(given, asked, names["chosen"], place)
+    return preference_row(asked, chosen, rejected)
 
 
 def _has(record: Mapping[str, Any], column: str) -> bool:
@@ -127,6 +187,11 @@ def _has(record: Mapping[str, Any], column: str) -> bool:
         return value_of(record, column, "") is not None
     except DataError:
         return False
+
+
+def _answer(record: Mapping[str, Any], column: str, place: str) -> Any:
+    """Return an answer, which may be an empty text: it ends at once."""
+    return value if (value := value_of(record, column, place)) == "" else _filled(record, column, place)
 
 
 def _filled(record: Mapping[str, Any], column: str, place: str) -> Any:

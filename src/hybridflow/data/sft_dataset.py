@@ -8,19 +8,16 @@ from hybridflow.data.chat_prompts import read_messages
 from hybridflow.data.data_rows import PLAIN, read_data_rows
 from hybridflow.data.example_dataset import ExampleDataset, require_limits
 from hybridflow.data.layout import collate_rows
-from hybridflow.data.parquet_rows import Row, columns_of
+from hybridflow.data.parquet_rows import Row
 from hybridflow.data.row_forms import RowForm
 from hybridflow.data.tokenizer import pad_token_id
-from hybridflow.data.tool_messages import read_conversation, without_nulls_of_columns
+from hybridflow.data.tool_messages import read_conversation
 from hybridflow.data.turns import TurnEncoder, Turns
 from hybridflow.errors import DataError
 from hybridflow.protocol import DataProto
-from hybridflow.runtime.observe import get_logger
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-logger = get_logger(__name__)
 
 
 class SFTDataset(ExampleDataset[Turns]):
@@ -51,8 +48,6 @@ class SFTDataset(ExampleDataset[Turns]):
         encoder = encode_episode
         if encoder is None or not chat_template:
             encoder = TurnEncoder(tokenizer, encoder and encoder.stop_ids, chat_template)
-        if {"messages", "response"} <= set(columns_of(files)):
-            logger.warning("the files have the columns `messages` and `response`; `response` is ignored")
         rows = read_data_rows(files, "examples", form, order_by, max_samples)
         if "messages" in rows[0].values:
             found = [_of_conversation(row, encoder) for row in rows]
@@ -78,8 +73,7 @@ class SFTDataset(ExampleDataset[Turns]):
 
 
 def _of_conversation(row: Row, encoder: TurnEncoder) -> list[Turns]:
-    ((_, values),) = without_nulls_of_columns([(row.place, row.values)])
-    return encoder(*read_conversation(Row(row.place, values)), row.place)
+    return encoder(*read_conversation(row), row.place)
 
 
 def _of_response(row: Row, encoder: TurnEncoder) -> Turns:

@@ -1,15 +1,13 @@
 """Conversations with tools: the columns `messages` and `tools` of a row, and how columnar files keep them."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridflow.data.chat_prompts import read_messages
+from hybridflow.data.chat_prompts import Message, Schema, read_messages
 from hybridflow.data.parquet_rows import Row, shorten, shorten_text
+from hybridflow.data.sharegpt import chat_messages
 from hybridflow.errors import DataError
-
-Message = dict[str, Any]
-Schema = dict[str, Any]
 
 CALL = '{"type": "function", "function": {"name": "...", "arguments": {...}}}'
 SCHEMA = '{"type": "function", "function": {"name": "...", "description": "...", "parameters": {...}}}'
@@ -26,10 +24,11 @@ def read_conversation(row: Row) -> tuple[list[Message], list[Schema]]:
     Raises DataError, naming the row and the value, if one is malformed.
     """
     place = row.place
-    given = {**row.values, "messages": _listed(row.values["messages"], "messages", place)}
-    messages = [
-        _with_calls(message, n, place) for n, message in enumerate(read_messages(Row(place, given), "messages"))
-    ]
+    given = _listed(row.values["messages"], "messages", place)
+    if isinstance(given, list):
+        given = chat_messages(given, place)
+    messages = read_messages(Row(place, {"messages": given}), "messages")
+    messages = [_with_calls(message, number, place) for number, message in enumerate(messages)]
     return messages, _read_tools(row.values.get("tools"), place)
 
 
@@ -50,18 +49,6 @@ def stored_conversation(messages: Any, tools: Any, place: str) -> dict[str, Any]
             message = {**message, "tool_calls": calls}
         stored.append(message)
     return {"messages": stored, **({"tools": _text_of(schemas)} if schemas else {})}
-
-
-def without_nulls_of_columns(records: Iterable[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
-    """Return records of a columnar file without the null fields within their values."""
-    return [(place, {name: without_null_fields(value) for name, value in record.items()}) for place, record in records]
-
-
-def without_null_fields(value: Any) -> Any:
-    """Return a value of a columnar file without the null fields of its objects: a row has the keys of all rows."""
-    if isinstance(value, Mapping):
-        return {key: without_null_fields(each) for key, each in value.items() if each is not None}
-    return [without_null_fields(each) for each in value] if isinstance(value, list) else value
 
 
 def _text_of(value: Any) -> str:

@@ -9,12 +9,12 @@ One rule for supervised examples, pairs of responses and episodes of data:
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hybridflow.data.chat_prompts import PROBE, Message, is_begun, named
+from hybridflow.data.chat_prompts import PROBE, Message, Schema, is_begun, named
 from hybridflow.data.tokenizer import eos_token_id, stop_token_ids
 from hybridflow.data.tool_messages import uses_tools
 from hybridflow.data.turn_rendering import NextPrompt, TurnRenderer
@@ -62,9 +62,10 @@ class TurnEncoder:
         given = stop_token_ids(tokenizer) if stop_ids is None else stop_ids
         self.stop_ids = tuple(sorted({*given, own} - {None}))
         self._end = eos_token_id(tokenizer) if own is None else own
+        self._marks = [self._renderer.decode([stop_id]) for stop_id in self.stop_ids]
         self._warned: set[str] = set()
 
-    def __call__(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], place: str) -> list[Turns]:
+    def __call__(self, messages: Sequence[Message], tools: Sequence[Schema], place: str) -> list[Turns]:
         """Return the rows of a conversation, in order; each answer whose weight is not 0 counts in one of them.
 
         A row begins with the first of these answers, and where the template changes earlier turns. Messages after the
@@ -73,7 +74,7 @@ class TurnEncoder:
         """
         with named(place):
             answers = _answers_of(messages)
-            checked = self._checked(messages)
+            checked = self.checked(messages)
             renderer = self._renderer_of(checked, tools)
             if len(answers) > 1 and not renderer.prompts.uses_template:
                 raise DataError(
@@ -87,11 +88,11 @@ class TurnEncoder:
     ) -> tuple[list[int], list[list[int]]]:
         """Return the tokens of a prompt, and those of each response to it. Raises DataError, naming `place`."""
         with named(place):
-            before = self._checked(prompt)
+            before = self.checked(prompt)
             start = self._renderer.start(before)
             return start.ids, [self._response(before, start, text) for text in texts]
 
-    def _response(self, prompt: list[dict[str, Any]], start: NextPrompt, text: str) -> list[int]:
+    def _response(self, prompt: list[Message], start: NextPrompt, text: str) -> list[int]:
         """Return the tokens of a response, with its stop token."""
         said = self.said(text)
         if self.prompts.uses_template:
@@ -106,7 +107,7 @@ class TurnEncoder:
         end = self._end_of(ids, "the response")
         return [*ids, self._end] if end is None else ids[: end + 1]
 
-    def _renderer_of(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> TurnRenderer:
+    def _renderer_of(self, messages: Sequence[Message], tools: Sequence[Schema]) -> TurnRenderer:
         if uses_tools(messages, tools):
             raise DataConfigError(
                 "the conversation has tools, calls or results of tools, which need a chat template; use a tokenizer "
@@ -114,16 +115,16 @@ class TurnEncoder:
             )
         return self._renderer
 
-    def _rows(
-        self, renderer: TurnRenderer, messages: list[dict[str, Any]], answers: list[int], place: str
-    ) -> Iterator[Turns]:
+    def _rows(self, renderer: TurnRenderer, messages: list[Message], answers: list[int], place: str) -> Iterator[Turns]:
         prompt = renderer.start(messages[: answers[0]], may_continue=False)
         row = Turns(prompt.ids, [], [])
         for number, following in zip(answers, [*answers[1:], len(messages)], strict=True):
             history, new = messages[: number + 1], messages[number + 1 : following]
             reply = self._reply(renderer, prompt, history, new)
-            if reply.text:
-                self._warn_of_losses(renderer, history[-1], reply, f"{place}: message {number}")
+            if reply.text and (lost := self._losses(renderer, history[-1], reply)):
+                found = "%s: message %s: the chat template writes this turn as %r, without %s, which is not learned"
+                text = renderer.decode(reply.ids[:-1])
+                self._warn("losses", found, place, str(number), text[:300], " and ".join(lost))
             row.response.extend(reply.ids)
             row.counts.extend([True] * len(reply.ids))
             if number == answers[-1]:
@@ -137,9 +138,7 @@ class TurnEncoder:
                 row.counts.extend([False] * len(prompt.ids))
         yield row
 
-    def _reply(
-        self, renderer: TurnRenderer, prompt: NextPrompt, history: list[dict[str, Any]], new: list[dict[str, Any]]
-    ) -> Reply:
+    def _reply(self, renderer: TurnRenderer, prompt: NextPrompt, history: list[Message], new: list[Message]) -> Reply:
         """Return the last message of `history` as an answer to its prompt; `new`: the messages after it."""
         if not renderer.prompts.uses_template:
             return Reply(self._plain(history[-1]["content"]))
@@ -178,14 +177,14 @@ class TurnEncoder:
 
     def said(self, text: str, what: str = "the answer") -> str:
         """Return the text of an answer up to its stop token, and without that if the chat template writes it."""
-        ids = self._renderer.encode(text)
+        ids = self._renderer.encode(text) if any(mark in text for mark in self._marks) else []
         end = self._end_of(ids, what)
         if end is None:
             return text
         before, mark, _ = text.partition(self._renderer.decode(ids[end : end + 1]))
         return before if self.prompts.uses_template else before + mark
 
-    def _checked(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    def checked(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages as a chat template reads them; raise DataError for what has no meaning."""
         checked = [dict(message) for message in self.prompts.checked(messages)]
         for number, message in enumerate(checked):
@@ -195,17 +194,11 @@ class TurnEncoder:
                 del message["reasoning_content"]
         return checked
 
-    def _losses(self, renderer: TurnRenderer, message: Message, text: str) -> list[str]:
-        """Return the parts of a message that the text of its turn has lost."""
+    def _losses(self, renderer: TurnRenderer, message: Message, reply: Reply) -> list[str]:
+        """Return the parts of a message that its turn has lost."""
         parts = [(key, message.get(key, "")) for key in ("content", "reasoning_content")]
-        return [f"{key}={value!r:.100}" for key, value in parts if not _has(text, value)]
-
-    def _warn_of_losses(self, renderer: TurnRenderer, message: Message, reply: Reply, place: str) -> None:
-        """Log, once, that a part of a turn is not trained, or that calls are read back as other ones."""
-        text = renderer.decode(reply.ids[:-1])
-        if lost := self._losses(renderer, message, text):
-            found = "%s: the chat template writes this turn as %r, without %s, which is not learned"
-            self._warn("losses", found, place, text[:300], " and ".join(lost))
+        lost = [(key, value) for key, value in parts if not _has(reply.text, value)]
+        return [f"{key}={value!r:.100}" for key, value in lost if not _has(renderer.decode(reply.ids), value)]
 
     def _warn(self, kind: str, text: str, *values: str) -> None:
         if kind not in self._warned:
@@ -213,9 +206,9 @@ class TurnEncoder:
             logger.warning(f"{text}; later ones are not logged.", *values)
 
 
-def answered(prompt: Sequence[Message], response: str) -> list[dict[str, Any]]:
+def answered(prompt: Sequence[Message], response: str) -> list[Message]:
     """Return a prompt with the response to it, which goes on with the last message if that is the assistant's."""
-    messages = [dict(message) for message in prompt]
+    messages = [{key: value for key, value in message.items() if key != "weight"} for message in prompt]
     begun = messages.pop() if is_begun(messages) else {"role": "assistant", "content": ""}
     return [*messages, {**begun, "content": begun["content"] + response}]
 
@@ -234,7 +227,7 @@ def _answers_of(messages: Sequence[Message]) -> list[int]:
     return counted
 
 
-def _answer_of(message: Message) -> dict[str, Any]:
+def _answer_of(message: Message) -> Message:
     """Return a message that may follow a turn of the assistant."""
     return {"role": "tool" if "tool_calls" in message else "user", "content": PROBE}
 

@@ -6,6 +6,8 @@ The file holds the tensors "0", "1", ... and the tensor "structure", JSON as UTF
 import json
 import os
 from collections.abc import Callable
+from datetime import date, datetime, time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,8 @@ FORMAT, VERSION = "hybridflow.DataProto", "1"
 STRUCTURE = "structure"
 _INTEGERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 _DTYPES = {"bool", *_INTEGERS, "float16", "bfloat16", "float32", "float64"}
-_SAVABLE = "None, bool, int, float, str, bytes, list, tuple, set, dict, numbers, arrays and tensors"
+_TEXTS = {f"${kind.__name__}": kind.fromisoformat for kind in (datetime, date, time)} | {"$Decimal": Decimal}
+_SAVABLE = "None, bool, int, float, str, bytes, times, decimals, list, tuple, set, dict, numbers, arrays and tensors"
 
 
 def save_batch(data: Batch, filepath: str | os.PathLike) -> None:
@@ -118,10 +121,10 @@ class _Writer:
             if all(type(key) is str and not key.startswith("$") for key in value):
                 return {key: self.encode(item, f"{where}[{key!r}]") for key, item in value.items()}
             return {"$dict": self._encode_items([list(pair) for pair in value.items()], where)}
-        if kind is tuple:
-            return {"$tuple": self._encode_items(value, where)}
-        if kind is set:
-            return {"$set": self._encode_items(value, where)}
+        if kind in (tuple, set):
+            return {f"${kind.__name__}": self._encode_items(value, where)}
+        if kind.__module__ in ("datetime", "decimal") and (tag := f"${kind.__name__}") in _TEXTS:
+            return {tag: str(value)}
         if kind is bytes:
             return {"$bytes": value.decode("latin-1")}
         if isinstance(value, torch.Tensor):
@@ -167,11 +170,6 @@ def _decode_objects(content: list, tensors: dict[str, torch.Tensor]) -> np.ndarr
     return array.reshape(shape)
 
 
-def _decode_strings(content: list, tensors: dict[str, torch.Tensor]) -> np.ndarray:
-    shape, dtype, items = content
-    return np.array(items, dtype=dtype).reshape(shape)
-
-
 _DECODERS: dict[str, Callable[[Any, dict[str, torch.Tensor]], Any]] = {
     "$dict": lambda pairs, tensors: {_decode(key, tensors): _decode(item, tensors) for key, item in pairs},
     "$tuple": lambda items, tensors: tuple(_decode(item, tensors) for item in items),
@@ -181,5 +179,6 @@ _DECODERS: dict[str, Callable[[Any, dict[str, torch.Tensor]], Any]] = {
     "$scalar": lambda array, tensors: _decode(array, tensors)[()],
     "$array": lambda key, tensors: tensors[key].numpy(),
     "$objects": _decode_objects,
-    "$strings": _decode_strings,
+    "$strings": lambda content, tensors: np.array(content[2], dtype=content[1]).reshape(content[0]),
+    **{tag: lambda text, tensors, read=read: read(text) for tag, read in _TEXTS.items()},
 }

@@ -3,7 +3,6 @@
 It needs only the standard library, since a process that runs such a function loads only this file.
 """
 
-import ast
 import hashlib
 import importlib
 import importlib.util
@@ -49,28 +48,6 @@ def load_user_function(name: str, what: str, error: type[Exception], is_class: b
             f"it has {', '.join(available) or f'no {plural}'}."
         )
     return function
-
-
-def declared_function(name: str) -> Callable[..., Any] | None:
-    """Return a function that does nothing, with the parameters of 'path/to/file.py:function', whose code does not run.
-
-    None for what is not a plain `def` of a file: only running it shows its parameters.
-    """
-    source, _, function_name = name.rpartition(":")
-    try:
-        tree = ast.parse(Path(source).expanduser().read_bytes()) if source.endswith(".py") else None
-    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):  # loading it says so
-        return None
-    found = [each for each in (tree.body if tree else ()) if getattr(each, "name", None) == function_name]
-    if not found or not isinstance(found[-1], ast.FunctionDef | ast.AsyncFunctionDef) or found[-1].decorator_list:
-        return None
-    given = found[-1].args
-    for each in ast.walk(given):
-        if isinstance(each, ast.arg):
-            each.annotation = None
-    given.defaults = [ast.Constant(None) for _ in given.defaults]
-    given.kw_defaults = [each and ast.Constant(None) for each in given.kw_defaults]
-    return eval(f"lambda {ast.unparse(given)}: None")
 
 
 def require_arguments(

@@ -6,14 +6,14 @@ import pytest
 
 from hybridflow.cli.api.rows import file_of, files_of, records_of, write_rows
 from hybridflow.data import RLHFDataset
-from hybridflow.data.row_forms import rows_of
+from hybridflow.data.row_forms import RowForm, rows_of
 from hybridflow.errors import DataConfigError, DataError
 
 RECORDS = [{"prompt": "a b", "answer": "1", "level": 2}, {"prompt": "c", "answer": "2", "level": 3}]
 
 
 def prompt_rows(records, prompt="prompt", answer="answer"):
-    return rows_of(placed(records), "prompts", {"prompt": prompt, "answer": answer}, "train")
+    return rows_of(placed(records), "prompts", RowForm({"prompt": prompt, "answer": answer}), "train")
 
 
 def placed(records):

@@ -118,6 +118,41 @@ def test_an_episode_with_a_tool_has_one_row_of_sampled_and_new_tokens():
     assert (called.result, called.is_error) == ("7", False)
 
 
+class Begins(Environment):
+    """Begins each turn of the model."""
+
+    def add(self, a: int, b: int) -> str:
+        return str(a + b)
+
+    async def reset(self, row):
+        return [{"role": "user", "content": "3 + 4?"}, {"role": "assistant", "content": "I look: <tool_call> "}]
+
+    async def step(self, turn):
+        if turn.number == 2:
+            return Done()
+        return [{"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes,"}]
+
+
+@pytest.mark.parametrize("template", ["message.content", "(message.content | trim)"])
+def test_a_turn_that_an_environment_begins_goes_on_in_one_message(template):
+    tokenizer = chat_tokenizer("qwen2_5")
+    tokenizer.chat_template = tokenizer.chat_template.replace("message.content", template)
+    texts = [
+        '{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call><|im_end|>',
+        " 7<|im_end|>",
+        " still 7<|im_end|>",
+    ]
+    contexts, played = play(Begins(), texts, tokenizer=tokenizer, rows=3)
+    assert tokenizer.decode(contexts[0]).endswith("assistant\nI look: <tool_call> ".strip(" " * ("trim" in template)))
+    assert tokenizer.decode(contexts[1]).endswith("user\nSure?<|im_end|>\n<|im_start|>assistant\nYes,")
+    said = [message["content"] for message in played.episode.messages if message["role"] == "assistant"]
+    assert said == [turn.content for turn in played.episode.turns] == ["I look:", "Yes, 7", "Yes, still 7"]
+    assert played.episode.turns[0].called[0].result == "7"
+    assert played.episode.ended == "done"
+    assert tokenizer.decode(played.rows[-1].context).endswith("\nYes, still 7<|im_end|>")
+    assert "Yes, 7<|im_end|>\n<|im_start|>user" in tokenizer.decode(played.rows[-1].context)
+
+
 class Answers(Environment):
     async def step(self, turn):
         return Reply([{"role": "user", "content": "found"}]) if turn.number == 0 else Done()

@@ -13,6 +13,7 @@ BROKEN = [
     ("prompt", lambda template: template.partition("{%- if add_generation_prompt %}")[0]),
     ("prompt", lambda template: "{{ raise_exception('no') }}<tool_call></tool_call>"),
     ("stop token", lambda template: template.replace("<|im_end|>", "<|endoftext|>")),
+    ("a begun answer", lambda template: template.replace("message.content +", "message.content | upper +")),
     ("round trip", lambda template: template.replace('\\n<tool_call>\\n{"name": "', '\\n<tool_call>\\n{name: "')),
     ("tools", lambda template: PLAIN),
 ]
@@ -47,7 +48,7 @@ def test_a_broken_template_fails_in_its_check(check, change):
     whole, tokenizer.chat_template = tokenizer.chat_template, change(tokenizer.chat_template)
     assert tokenizer.chat_template != whole
     found = states(tokenizer)
-    assert found[check] == "failed"
+    assert found[check] == ("limited" if check == "a begun answer" else "failed")
     assert check != "tools" or found["a user answers"] == "ok"
 
 

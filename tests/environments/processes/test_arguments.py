@@ -14,7 +14,7 @@ from hybridflow.environments.processes.arguments import (
 )
 from hybridflow.environments.rewards import RewardScorer, load_reward_function
 from hybridflow.errors import RewardConfigError, RewardError
-from hybridflow.runtime.user_code import declared_function
+from hybridflow.runtime.declared_function import declared_function
 
 PROMPT = [{"role": "user", "content": "2 + 2?"}]
 SAMPLE = {

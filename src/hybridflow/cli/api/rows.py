@@ -7,7 +7,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
+from hybridflow.data.parquet_rows import require_single_columns, table_rows
 from hybridflow.data.prepare.prompt_file import write_parquet
+from hybridflow.data.values import plain_row
 from hybridflow.errors import DataConfigError, DataError
 
 Data = Any
@@ -29,38 +33,38 @@ def records_of(data: Data, name: str, limit: int, how_to_limit: str) -> list[tup
 
     Raises DataConfigError without a limit for these, and DataError for what is not a row.
     """
-    if hasattr(data, "to_pylist"):  # pyarrow
-        data = data.to_pylist()
-    elif hasattr(data, "to_dict") and hasattr(data, "columns"):  # pandas
-        data = data.to_dict("records")
-    elif isinstance(data, Mapping) or not isinstance(data, Iterable):
+    if isinstance(data, Mapping) or not isinstance(data, Iterable | pa.Table | pa.RecordBatch):
         raise DataConfigError(
             f"{name} is a {type(data).__name__}; expected files, a list of dicts, a Dataset or a table of rows."
         )
-    if not hasattr(data, "__len__"):
-        if not limit:
-            raise DataConfigError(f"{name} is a stream, which may have no end; set {how_to_limit}.")
-        data = islice(data, limit)
-    records = list(_dicts(data, name))
+    if not hasattr(data, "__len__") and not limit:
+        raise DataConfigError(f"{name} is a stream, which may have no end; set {how_to_limit}.")
+    rows = _rows(data, name)
+    records = list(rows if hasattr(data, "__len__") else islice(rows, limit))
     if not records:
         raise DataError(f"{name} has no rows.")
     return records
 
 
-def is_columnar(data: Data) -> bool:
-    """Return whether rows come from columns of one type: a table of pandas or pyarrow, or a Dataset."""
-    return any(hasattr(data, name) for name in ("to_pylist", "columns", "column_names"))
-
-
-def _dicts(data: Iterable[Any], name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _rows(data: Iterable[Any], name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place, row) of a table, a Dataset or an iterable of dicts, with plain values."""
+    if hasattr(data, "with_format") and getattr(data, "format", {}).get("type") != "custom":  # a Dataset's, or a stream
+        data = data.with_format("arrow")[:] if hasattr(data, "__len__") else data.with_format(None)
+    if isinstance(data, pa.Table | pa.RecordBatch):
+        batches = data.to_batches() if isinstance(data, pa.Table) else [data]
+        require_single_columns(data.schema.names, name)
+        yield from table_rows(batches, name, data.schema.names)
+        return
+    is_table = any(hasattr(data, attribute) for attribute in ("columns", "column_names"))  # rows have each other's keys
+    if hasattr(data, "to_dict") and hasattr(data, "columns"):  # pandas
+        require_single_columns(data.columns, name)
+        data = data.to_dict("records")
     for i, record in enumerate(data):
         if not isinstance(record, Mapping):
             raise DataError(
                 f"{name}: row {i} is a {type(record).__name__}; expected a dict of column names and values."
             )
-        if wrong := [column for column in record if not isinstance(column, str)]:
-            raise DataError(f"{name}: row {i} has the column {wrong[0]!r:.100}; the name of a column must be a text.")
-        yield f"{name}: row {i}", dict(record)
+        yield f"{name}: row {i}", plain_row(record, f"{name}: row {i}", keep_nulls=not is_table)
 
 
 def file_of(rows: Sequence[Mapping[str, Any]], directory: Path, split: str) -> Path:
@@ -80,6 +84,6 @@ def file_of(rows: Sequence[Mapping[str, Any]], directory: Path, split: str) -> P
 
 
 def write_rows(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Write the rows, unless the file is there already. Raises DataError for a column with several types."""
+    """Write the rows, unless the file is there already. Raises DataError for a value that is not plain."""
     if not file.exists():
         write_parquet(file, rows)

@@ -16,7 +16,7 @@ from hybridflow.config import Config, load_config
 from hybridflow.config.load import ALGORITHMS
 from hybridflow.config.run_paths import absolute_paths
 from hybridflow.data.parquet_rows import Row
-from hybridflow.data.row_forms import rows_of
+from hybridflow.data.row_forms import RowForm, rows_of
 from hybridflow.environments.processes.closure import ENVIRONMENT, REWARD, Closure, Purpose, is_closure, offer
 from hybridflow.errors import CheckpointConfigError, ConfigError
 from hybridflow.models.hub import local_model, require_upload, upload_model
@@ -173,7 +173,7 @@ class Run:
             if files is None:
                 limit = self._config(settings).validation.max_samples
                 records = records_of(prompts, "prompts", limit, "validation.max_samples")
-                rows = rows_of(records, "prompts", {"prompt": prompt, "answer": answer}, "val")
+                rows = rows_of(records, "prompts", RowForm({"prompt": prompt, "answer": answer}), "val")
                 file = file_of(rows, self.path / DATA, "val")
                 write_rows(rows, file)
                 files = [str(file)]

@@ -6,13 +6,12 @@ from types import MappingProxyType
 from typing import Any
 
 from hybridflow.cli.api.environment_argument import Environments, environment_sources
-from hybridflow.cli.api.rows import Data, file_of, files_of, is_columnar, records_of, write_rows
+from hybridflow.cli.api.rows import Data, file_of, files_of, records_of, write_rows
 from hybridflow.cli.api.run import Run
 from hybridflow.cli.api.settings import Recipe, overrides, recipe_files
 from hybridflow.cli.api.words import DATA_KINDS, Words
 from hybridflow.config import Config, load_config
-from hybridflow.data.row_forms import rows_of
-from hybridflow.data.tool_messages import without_nulls_of_columns
+from hybridflow.data.row_forms import RowForm, rows_of
 from hybridflow.environments.processes.closure import Closure
 from hybridflow.errors import ModelConfigError, RewardConfigError
 from hybridflow.trainers.build.preconditions import require_reward_functions
@@ -141,9 +140,7 @@ def _start(
                     changes.extend(overrides({"data.columns": other}))
                 return named
             records = records_of(data, name, *limits[split])
-            if kind == "sft" and is_columnar(data):
-                records = without_nulls_of_columns(records)
-            rows = rows_of(records, DATA_KINDS[kind], columns, split)
+            rows = rows_of(records, DATA_KINDS[kind], RowForm(columns), split)
             file = file_of(rows, Path(first.trainer.run_dir) / DATA, split)
             written.append((rows, file))
             return [str(file)]

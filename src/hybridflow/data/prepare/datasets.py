@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybridflow.data.parquet_rows import shorten
+from hybridflow.data.prepare.pairs import read_sides
 from hybridflow.data.prepare.prompt_file import Messages, PreparedFiles, preference_row, prompt_row
 from hybridflow.data.prepare.records import answer_of, is_empty, messages_of, text_of, value_of
 from hybridflow.data.prepare.splits import write_splits_of
@@ -25,6 +26,8 @@ _BOX_WITHOUT_BRACES = re.compile(
     r"\\(?:boxed|fbox)(?![a-zA-Z])\s*(?![\s{])((?:(?!\\[\])])[^\s$])+?)(?=[.,;]?(?:\s|\$|\\[\])]|$))"
 )
 r"""`\boxed 5`: the content ends at a space, a $, \] or \), and a sentence's last sign is not part of it."""
+
+PAIR_COLUMNS = ("prompt", "chosen", "rejected")
 
 Record = Mapping[str, Any]
 MadeRow = dict[str, Any] | str
@@ -149,16 +152,13 @@ def ultrafeedback_row(record: Record, place: str, *, keep_equal_scores: bool = F
     """Return the row of a pair of answers, for `PreferenceDataset`.
 
     `chosen` and `rejected` are chat messages that end with the answer, or its text; `prompt` is needed if no messages
-    come before an answer.
+    come before an answer, and texts do not begin alike.
     """
-    (asked, chosen), (asked_too, rejected) = (_answer_of(record, side, place) for side in ("chosen", "rejected"))
+    asked, chosen, asked_too, rejected = read_sides(record, {name: name for name in PAIR_COLUMNS}, place)
     scores = _score_of(record, "score_chosen", place), _score_of(record, "score_rejected", place)
     if not (asked and asked_too):
-        prompt = value_of(record, "prompt", place)
-        if is_empty(prompt):
-            return "no prompt"
-        messages = messages_of(prompt, "prompt", place)
-        asked, asked_too = asked or messages, asked_too or messages
+        value_of(record, "prompt", place)
+        return "no prompt"
     if asked != asked_too:
         return "the prompts of the two answers differ"
     if is_empty(chosen) or is_empty(rejected):
@@ -168,20 +168,6 @@ def ultrafeedback_row(record: Record, place: str, *, keep_equal_scores: bool = F
     if scores[0] is not None and scores[0] == scores[1] and not keep_equal_scores:
         return "the scores are equal"
     return preference_row(asked, chosen, rejected)
-
-
-def _answer_of(record: Record, side: str, place: str) -> tuple[Messages, str]:
-    """Return (the messages before the answer, the answer), both empty if there is none."""
-    value = value_of(record, side, place)
-    if value is None or value == [] or isinstance(value, str):
-        return [], value or ""
-    *prompt, answer = messages_of(value, side, place)
-    if answer["role"] != "assistant":
-        raise DataError(
-            f"{place}: the last message of '{side}' has the role {answer['role']!r}; expected the answer of the "
-            "'assistant'."
-        )
-    return prompt, answer["content"]
 
 
 def _score_of(record: Record, column: str, place: str) -> float | None:
@@ -250,9 +236,9 @@ DATASETS = {
     ),
     "ultrafeedback": FileKind(
         "pairs of answers, from files with the columns prompt, chosen, rejected",
-        ("prompt", "chosen", "rejected"),
+        PAIR_COLUMNS,
         ultrafeedback_row,
-        unique=("prompt", "chosen", "rejected"),
+        unique=PAIR_COLUMNS,
     ),
     "table": FileKind(
         "your own prompts and answers, from a .jsonl, .json, .csv or .parquet file", ("prompt", "answer"), table_row

@@ -12,6 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from hybridflow.data.arrow_columns import column_of
+from hybridflow.data.values import plain_row
 from hybridflow.errors import DataConfigError, DataError
 from hybridflow.runtime.files import write_bytes_atomically
 
@@ -76,7 +78,7 @@ def prompt_row(
     """Return one row of a prompt file.
 
     `data_source` chooses the reward function. `ground_truth`, an argument of that function, is a string, a number, or a
-    dict of such values and of lists, with the same keys in all rows of a file.
+    dict or a list of such values.
     """
     return {
         "data_source": data_source,
@@ -93,7 +95,7 @@ def preference_row(prompt: str | Messages, chosen: str, rejected: str) -> dict[s
 
 
 def write_prompt_file(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Write rows made by `prompt_row` as parquet; raise DataError if there are none or their types differ."""
+    """Write rows made by `prompt_row` as parquet; raise DataError if there are none."""
     return write_parquet(path, rows)
 
 
@@ -147,7 +149,10 @@ def write_splits(
 
 
 def write_parquet(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Write rows as parquet; raise DataError if there are none or a column has several types."""
+    """Write rows as parquet, a column of several types or of objects of several keys as JSON.
+
+    Raises DataError if there are no rows, and for a value that is not plain.
+    """
     path = Path(path)
     if not rows:
         raise DataError(f"{path}: there are no rows to write.")
@@ -155,21 +160,11 @@ def write_parquet(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> Path:
 
 
 def _parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return rows as the bytes of a parquet file; raise DataError, naming the file, if that is not possible."""
+    """Return rows as the bytes of a parquet file; raise DataError, naming row and column, if that is not possible."""
+    plain = [plain_row(row, f"{path}: row {number}") for number, row in enumerate(rows)]
+    names = list(dict.fromkeys(name for row in plain for name in row))
     buffer = pa.BufferOutputStream()
-    try:
-        table = pa.Table.from_pylist([dict(row) for row in rows])
-    except UnicodeEncodeError as error:
-        text = error.object[max(error.start - 20, 0) : error.start + 20]
-        raise DataError(f"{path}: the text {text!r} is not valid Unicode ({error.reason}); correct it.") from error
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError) as error:
-        raise DataError(
-            f"{path}: the rows do not have one type per column: {error}; use the same types in all rows."
-        ) from error
-    try:
-        pq.write_table(table, buffer)
-    except pa.ArrowNotImplementedError as error:  # an object without keys
-        raise DataError(f"{path}: parquet has no place for a value: {error} Remove it, or fill it.") from error
+    pq.write_table(pa.table({name: column_of([row.get(name) for row in plain]) for name in names}), buffer)
     return buffer.getvalue().to_pybytes()
 
 

@@ -1,9 +1,10 @@
 """Records of .jsonl, .json, .csv and .parquet files and of folders that `datasets` has saved; errors name their row."""
 
+import codecs
 import csv
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +13,24 @@ import pyarrow as pa
 from hybridflow.data.chat_prompts import read_messages
 from hybridflow.data.parquet_rows import (
     Row,
-    columns_of,
-    python_rows,
-    read_table,
+    parquet_rows,
     require_data_file,
+    require_single_columns,
     shorten,
     shorten_text,
+    table_rows,
 )
 from hybridflow.data.prepare.prompt_file import Messages, as_messages
+from hybridflow.data.sharegpt import chat_messages
+from hybridflow.data.values import plain_row
 from hybridflow.errors import DataConfigError, DataError
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 STATE, SPLITS = "state.json", "dataset_dict.json"
 """Files of folders that `datasets` has saved: that of a data set, and of several splits."""
 
-PARQUET_ROWS = 10_000
-"""Rows of a parquet file that are Python objects at a time; public files have millions of them."""
+MAX_FIELD = 2**31 - 1
+"""Characters of a field of a .csv file; the default of the csv module is 131,072."""
 
 
 def is_empty(value: Any) -> bool:
@@ -39,7 +42,10 @@ def messages_of(value: Any, column: str, place: str, instruction: str = "", syst
     """Return a prompt, a text or a list of chat messages, as messages; raise DataError for another value."""
     if not isinstance(value, str | list):
         raise DataError(f"{place}: '{column}' must be a text or a list of chat messages, got {value!r:.100}.")
-    messages = as_messages(value) if isinstance(value, str) else read_messages(Row(place, {column: value}), column)
+    if isinstance(value, str):
+        messages: Messages = as_messages(value)
+    else:
+        messages = read_messages(Row(place, {column: chat_messages(value, place)}), column)
     if instruction:
         messages = [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']} {instruction}"}]
     return [{"role": "system", "content": system}, *messages] if system else messages
@@ -76,51 +82,54 @@ def answer_of(record: Mapping[str, Any], column: str, place: str) -> str:
     return "" if value is None else str(value).strip()
 
 
-def read_records(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, record) of a file of SUFFIXES or a folder of `datasets`; `columns` is what errors expect."""
+def read_records(
+    file: Path, columns: Sequence[str], choose: Callable[[list[str]], Sequence[str]] = list
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place, row) of a file of SUFFIXES or a folder of `datasets`; the values are plain, see `plain_row`.
+
+    `columns` is what errors expect. `choose`: of the columns of a parquet file or a folder those that are read.
+    """
     if os.path.isdir(file):  # False also for a name that is too long
-        yield from _read_folder(file)
+        yield from _read_folder(file, choose)
         return
     require_data_file(file)
-    match file.suffix:
-        case ".jsonl":
-            yield from _read_json_lines(file, " and ".join(columns))
-        case ".json":
-            yield from _read_json(file)
-        case ".csv":
-            yield from _read_csv(file)
-        case ".parquet":
-            table = read_table(file, (), columns_of(file))
-            for start in range(0, table.num_rows, PARQUET_ROWS):
-                for row, record in enumerate(python_rows(file, table.slice(start, PARQUET_ROWS), ()), start):
-                    yield f"{file}: row {row}", record
-        case _:
-            raise DataConfigError(f"{file}: the suffix {file.suffix!r} is invalid: expected {', '.join(SUFFIXES)}.")
+    if file.suffix == ".parquet":
+        yield from parquet_rows(file, choose)
+    elif file.suffix in _TEXT_FILES:
+        for place, record in _TEXT_FILES[file.suffix](file, " and ".join(columns)):
+            yield place, plain_row(record, place)
+    else:
+        raise DataConfigError(f"{file}: the suffix {file.suffix!r} is invalid: expected {', '.join(SUFFIXES)}.")
 
 
 def _read_json_lines(file: Path, columns: str) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         with open(file, "rb") as lines:
             for number, line in enumerate(lines, start=1):
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
                 if line.strip():
                     place = f"{file}: line {number}"
-                    yield place, _object_of(line, place, columns)
+                    record = _decoded(line, place)
+                    if not isinstance(record, dict):
+                        fix = "; a file of one list has the suffix .json" if isinstance(record, list) else ""
+                        raise DataError(
+                            f"{place}: is a {type(record).__name__}; expected an object with {columns}{fix}."
+                        )
+                    yield place, record
     except OSError as error:
         raise DataError(f"{file}: cannot be read: {error.strerror}.") from error
 
 
-def _object_of(line: bytes, place: str, columns: str) -> dict[str, Any]:
+def _decoded(text: bytes, place: str) -> Any:
     try:
-        record = json.loads(line.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+        return json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
     except UnicodeDecodeError as error:
         raise DataError(f"{place}: byte {error.start} is not UTF-8; save the file as UTF-8.") from error
     except RecursionError:
         raise DataError(f"{place}: is not JSON: values are nested too deeply.") from None
     except ValueError as error:
         raise DataError(f"{place}: is not JSON: {shorten_text(str(error))}.") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{place}: is a {type(record).__name__}; expected an object with {columns}.")
-    return record
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -136,44 +145,58 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number of JSON")
 
 
-def _read_json(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _read_json(file: Path, columns: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the objects of a list, or of JSON lines."""
     try:
-        records = json.loads(file.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # also of UTF-8
-        raise DataError(f"{file}: is not JSON: {shorten_text(str(error))}.") from error
+        data = file.read_bytes().removeprefix(codecs.BOM_UTF8).strip()
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error.strerror}.") from error
+    first_line = data.partition(b"\n")[0].strip()
+    if data[:1] == b"{" and first_line[-1:] == b"}":
+        yield from _read_json_lines(file, columns)
+        return
+    records = _decoded(data, str(file))
     if not isinstance(records, list):
-        raise DataError(f"{file}: holds a {type(records).__name__}; expected a list of objects, or a .jsonl file.")
+        raise DataError(
+            f"{file}: holds a {type(records).__name__}; expected a list of objects, or an object on each line."
+        )
     for row, record in enumerate(records):
         if not isinstance(record, dict):
             raise DataError(f"{file}: row {row}: is a {type(record).__name__}; expected an object.")
         yield f"{file}: row {row}", record
 
 
-def _read_csv(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _read_csv(file: Path, columns: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    csv.field_size_limit(MAX_FIELD)
     try:
         with open(file, newline="", encoding="utf-8-sig") as lines:
             reader = csv.DictReader(lines, strict=True)
+            names = reader.fieldnames or ()
+            require_single_columns(names, str(file))
             for row, record in enumerate(reader):
                 place = f"{file}: row {row}"
                 if None in record or None in record.values():
                     found = "more" if None in record else sum(value is not None for value in record.values())
-                    wanted = len(reader.fieldnames or ())
-                    raise DataError(f"{place}: has {found} fields; the first line has {wanted}.")
+                    raise DataError(f"{place}: has {found} fields; the first line has {len(names)}.")
                 yield place, record
     except (csv.Error, UnicodeDecodeError, OSError) as error:
         raise DataError(f"{file}: is not a CSV file in UTF-8: {shorten_text(str(error))}.") from error
 
 
-def _read_folder(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+_TEXT_FILES = {".jsonl": _read_json_lines, ".json": _read_json, ".csv": _read_csv}
+
+
+def _read_folder(folder: Path, choose: Callable[[list[str]], Sequence[str]]) -> Iterator[tuple[str, dict[str, Any]]]:
     _require_saved(folder)
     row = 0
     for file in _arrow_files(folder):
         try:
             with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as batches:
-                for batch in batches:
-                    for record in batch.to_pylist():
-                        yield f"{folder}: row {row}", record
-                        row += 1
+                require_single_columns(batches.schema.names, str(folder))
+                columns = choose(batches.schema.names)
+                for _, record in table_rows(batches, str(folder), columns):
+                    yield f"{folder}: row {row}", record
+                    row += 1
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{file}: is not an Arrow file of {folder}: {shorten_text(str(error))}.") from error
 

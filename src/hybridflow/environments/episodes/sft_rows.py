@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.data.chat_prompts import PROBE, Message
+from hybridflow.data.chat_prompts import PROBE, Message, Schema
 from hybridflow.data.tool_messages import uses_tools
 from hybridflow.data.turn_rendering import TurnRenderer
-from hybridflow.data.turns import TurnEncoder
+from hybridflow.data.turns import Reply, TurnEncoder
 from hybridflow.environments.episodes.rendering import UNKNOWN_FORMAT, ChatRenderer
 from hybridflow.errors import DataConfigError, DataError, EnvironmentConfigError
 
@@ -40,7 +40,7 @@ class EpisodeEncoder(TurnEncoder):
 
         self._chat_renderer_of = chat_renderer_of
 
-    def _renderer_of(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> TurnRenderer:
+    def _renderer_of(self, messages: Sequence[Message], tools: Sequence[Schema]) -> TurnRenderer:
         if not uses_tools(messages, tools):
             return self._renderer
         try:
@@ -70,11 +70,12 @@ class EpisodeEncoder(TurnEncoder):
             )
         self._writes_results = True
 
-    def _losses(self, renderer: TurnRenderer, message: Message, text: str) -> list[str]:
-        lost = super()._losses(renderer, message, text)
+    def _losses(self, renderer: TurnRenderer, message: Message, reply: Reply) -> list[str]:
+        """Return the parts of a message that its turn has lost, with calls that are read back as other ones."""
+        lost = super()._losses(renderer, message, reply)
         wanted = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
         if wanted and isinstance(renderer, ChatRenderer) and renderer.format:
-            read = renderer.format.parse(text).calls
+            read = renderer.format.parse(renderer.decode(reply.ids[:-1])).calls
             as_texts = any(call.is_text for call in read)
             found = [(call.name, _comparable(call.arguments, as_texts)) for call in read]
             if found != [(name, _comparable(arguments, as_texts)) for name, arguments in wanted]:

@@ -19,10 +19,10 @@ from hybridflow.errors import ConfigError, DataConfigError, EnvironmentConfigErr
 from hybridflow.models.hub import with_local_files
 from hybridflow.models.loading import vocabulary_size
 from hybridflow.rollout.vllm import require_vllm
+from hybridflow.runtime.declared_function import declared_function
 from hybridflow.runtime.device import cpu_has_bfloat16, gpu_has_bfloat16
 from hybridflow.runtime.observe import get_logger
 from hybridflow.runtime.observe.run_files import read_starts
-from hybridflow.runtime.user_code import declared_function
 from hybridflow.trainers.build.groups import build_backend, closing_on_error
 
 

@@ -8,8 +8,9 @@ import torch
 from hybridflow.config import Config
 from hybridflow.controller import Backend, WorkerGroup
 from hybridflow.data.chat_prompts import PromptEncoder, read_messages
+from hybridflow.data.data_rows import read_data_rows
 from hybridflow.data.layout import pad_left
-from hybridflow.data.parquet_rows import Row, read_rows
+from hybridflow.data.parquet_rows import Row
 from hybridflow.data.tokenizer import load_tokenizer, pad_token_id
 from hybridflow.errors import DataConfigError, DataError
 from hybridflow.protocol import DataProto
@@ -87,7 +88,8 @@ def encode_prompts(config: Config, tokenizer: "PreTrainedTokenizerBase", prompts
     Raises DataError for a prompt that is empty or longer than data.max_prompt_length.
     """
     encoder = PromptEncoder(tokenizer, config.data.chat_template)
-    prompt_ids = encoder.encode([encoder.text(read_messages(row), row.place) for row in prompts])
+    places = [row.place for row in prompts]
+    prompt_ids = encoder.encode([encoder.text(read_messages(row), row.place) for row in prompts], places)
     limit = config.data.max_prompt_length
     for row, ids in zip(prompts, prompt_ids, strict=True):
         if not 0 < len(ids) <= limit:
@@ -101,8 +103,8 @@ def typed_prompts(texts: Sequence[str]) -> list[Row]:
 
 
 def prompts_of_files(files: str | Sequence[str]) -> list[Row]:
-    """Return the rows of the column `prompt` (chat messages) of parquet files."""
-    return read_rows(files, ("prompt",))
+    """Return the rows of files of prompts, texts or chat messages in the column `prompt`."""
+    return read_data_rows(files, "prompts")
 
 
 class TextGenerator(BackendOwner):
