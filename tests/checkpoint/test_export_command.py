@@ -1,4 +1,5 @@
 import argparse
+import json
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,17 @@ def test_newest_checkpoint_of_run_is_exported(run_dir, tmp_path, capsys):
     assert exported_step(tmp_path / "out") == 20.0
     wrote = f"wrote {tmp_path / 'out'} from {run_dir / 'checkpoints' / 'step_000020'}, weights in float32 (--dtype"
     assert wrote in capsys.readouterr().out
+
+
+def test_the_chat_template_that_a_run_trained_with_is_exported(run_dir, tmp_path):
+    (tmp_path / "model" / "tokenizer_config.json").write_text('{"chat_template": "old", "eos_token": "a"}')
+    (tmp_path / "model" / "chat_template.jinja").write_text("old")
+    config = run_dir / "config.toml"
+    for name, text in (("own", "old"), ("given", "{{ new }}")):
+        config.write_text(config.read_text() + (f'chat_template = "{text}"\n' if name == "given" else ""))
+        run(run_dir, tmp_path / name)
+        assert (tmp_path / name / "chat_template.jinja").read_text() == text
+    assert json.loads((tmp_path / "given" / "tokenizer_config.json").read_text()) == {"eos_token": "a"}
 
 
 def test_step_and_dtype_can_be_chosen(run_dir, tmp_path, capsys):

@@ -6,6 +6,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hybridflow.data import RLHFDataset, load_tokenizer, stop_token_ids
 from hybridflow.data.chat_prompts import encode_texts
+from hybridflow.data.chat_templates import NAMES
 from hybridflow.data.tokenizer import require_tokenizer, response_texts
 from hybridflow.errors import DataConfigError, DataError
 
@@ -18,6 +19,19 @@ def test_saved_tokenizer_keeps_its_padding_token_or_eos_pads(char_tokenizer, tmp
     with caplog.at_level(logging.INFO):
         assert load_tokenizer(tmp_path / "plain").pad_token_id == 1
     assert "has no padding token; EOS ('<eos>') pads instead" in caplog.text
+
+
+def test_another_chat_template_is_a_name_a_file_or_a_text(char_tokenizer, tmp_path):
+    char_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "own.jinja").write_text("{{ 'own' }}")
+    (tmp_path / "none.txt").write_text("own")
+    assert load_tokenizer(tmp_path / "model", chat_template=str(tmp_path / "own.jinja")).chat_template == "{{ 'own' }}"
+    for name in NAMES:
+        text = load_tokenizer(tmp_path / "model", chat_template=name).chat_template
+        assert load_tokenizer(tmp_path / "model", chat_template=text).chat_template == text
+    for wrong in ("chatml-tool", str(tmp_path), str(tmp_path / "none.txt")):
+        with pytest.raises(DataConfigError, match=f"model.chat_template='{wrong}' is n"):
+            load_tokenizer(tmp_path / "model", chat_template=wrong)
 
 
 def test_a_directory_without_a_usable_tokenizer_is_an_error_with_the_fix(char_tokenizer, tmp_path):

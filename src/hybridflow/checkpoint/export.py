@@ -39,12 +39,13 @@ REWARD_MODEL, OFFSET = "reward_model", "score.bias"
 """The checkpoint component of a reward model, and its bias. The bias is not exported: preferences do not determine it,
 training leaves only rounding in it, and a sequence classifier has no such parameter."""
 
+CHAT_TEMPLATES = ("chat_template*", "additional_chat_templates")
 TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 _COPIED = (
     *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
     *("*.model", "*.tiktoken", "*.spm", "*.bpe", "bpe.codes", "prophetnet.tokenizer", "tekken.json", "byte_maps.json"),
     *("entity_vocab.json", "dict.txt", "emoji.json", "normalizer.json", "*processor_config.json"),
-    *("chat_template*", "additional_chat_templates"),
+    *CHAT_TEMPLATES,
 )
 """Patterns of all files that loading a tokenizer, a processor or the settings of generation reads."""
 
@@ -56,6 +57,7 @@ def export_model(
     *,
     dtype: str | None = None,
     adapter: bool = False,
+    chat_template: str = "",
 ) -> str:
     """Write a trained model to `out_dir` for `AutoModelForCausalLM.from_pretrained(out_dir)`; return its dtype's name.
 
@@ -71,6 +73,7 @@ def export_model(
         out_dir: A directory that does not exist or is empty.
         dtype: A key of EXPORT_DTYPES. None: the dtype in the config.json of `model_dir`, or the dtype of the trained
             weights if config.json names none and for adapters alone.
+        chat_template: The text of a chat template that the model was trained with, in place of that of `model_dir`.
         adapter: Write adapters (lora.rank) alone, for `peft.PeftModel.from_pretrained(model, out_dir)`, instead of
             merging them into the weights of `model_dir`.
 
@@ -115,7 +118,7 @@ def export_model(
                     else:
                         model.write(partial, weight_of, written)
                         _write_config(partial, model, written)
-                    _copy_tokenizer(model_dir, partial)
+                    _copy_tokenizer(model_dir, partial, chat_template)
                     if component == REWARD_MODEL:
                         _make_classifier(partial)
                     card = model_card(model_dir, checkpoint, lora if adapter else None)
@@ -195,7 +198,10 @@ class _Model:
     def require_fit(self, weights: Mapping[str, Tensor]) -> None:
         """Raise CheckpointError unless the weights have the model's names and shapes."""
         names = set(weights)
-        missing, unknown = sorted(self.shapes.keys() - names), sorted(names - self.shapes.keys() - self.tied - self.buffers.keys())
+        missing, unknown = (
+            sorted(self.shapes.keys() - names),
+            sorted(names - self.shapes.keys() - self.tied - self.buffers.keys()),
+        )
         found = {name: _shape(weights, name) for name in sorted(self.shapes.keys() & names)}
         wrong = [f"{n} {shape} instead of {self.shapes[n]}" for n, shape in found.items() if shape != self.shapes[n]]
         if missing or unknown or wrong:
@@ -308,13 +314,18 @@ def _shape(weights: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
     return weights.shape(name) if isinstance(weights, StoredTensors) else tuple(weights[name].shape)
 
 
-def _copy_tokenizer(model_dir: Path, out_dir: Path) -> None:
-    for pattern in _COPIED:
+def _copy_tokenizer(model_dir: Path, out_dir: Path, chat_template: str) -> None:
+    for pattern in _COPIED[: -len(CHAT_TEMPLATES)] if chat_template else _COPIED:
         for path in model_dir.glob(pattern):
             if path.is_file():
                 shutil.copyfile(path, out_dir / path.name)
             elif path.is_dir():
                 shutil.copytree(path, out_dir / path.name)
+    if chat_template:
+        (out_dir / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+        if (file := out_dir / "tokenizer_config.json").is_file():
+            settings = json.loads(file.read_text(encoding="utf-8"))
+            _write_json(file, {name: value for name, value in settings.items() if name != "chat_template"})
 
 
 def _write_config(out_dir: Path, model: _Model, dtype: torch.dtype) -> None:

@@ -16,6 +16,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the model and the tools."""
     parser.add_argument("model", metavar="MODEL", help="a model directory, or OWNER/NAME on the Hugging Face hub")
     parser.add_argument(
+        "--chat-template",
+        metavar="NAME",
+        default="",
+        help="check this one in place of the tokenizer's: a value of model.chat_template",
+    )
+    parser.add_argument(
         "--tools",
         metavar="FILE.py:CLASS",
         help="a class whose public methods are the tools, without arguments (default: one tool of the check)",
@@ -30,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     from hybridflow.runtime.user_import import load_user_function
 
     directory = local_model("MODEL", args.model)
-    tokenizer = load_tokenizer(directory)
+    tokenizer = load_tokenizer(directory, chat_template=args.chat_template)
     tools = []
     if args.tools:
         found = load_user_function(args.tools, "class of --tools", EnvironmentConfigError, is_class=True)

@@ -53,12 +53,23 @@ def run(args: argparse.Namespace) -> int:
     model_dir = local_model("--model", args.model) if args.model else _model_path(checkpoint.directory.parent.parent)
     if args.push_to_hub is not None:
         require_upload(args.push_to_hub, private=args.private)
-    dtype = export_model(checkpoint, model_dir, args.out, dtype=args.dtype, adapter=args.adapter)
+    template = trained_chat_template(checkpoint.directory.parent.parent)
+    dtype = export_model(
+        checkpoint, model_dir, args.out, dtype=args.dtype, adapter=args.adapter, chat_template=template
+    )
     print(f"wrote {args.out} from {checkpoint.directory}, weights in {dtype} (--dtype chooses another)")
     if args.push_to_hub is not None:
         print(f"uploading {args.out} to {args.push_to_hub} ...", flush=True)
         print(f"uploaded: {upload_model(args.out, args.push_to_hub)}")
     return 0
+
+
+def trained_chat_template(run_dir: Path) -> str:
+    """Return the text of model.chat_template with which a run has trained; "" without one."""
+    from hybridflow.config import load_config
+
+    file = run_dir / "config.toml"
+    return load_config(file, absolute_paths(file)).model.chat_template if file.is_file() else ""
 
 
 def _model_path(run_dir: Path) -> Path:

@@ -8,11 +8,14 @@ from string import ascii_letters
 from typing import TYPE_CHECKING, cast
 
 from hybridflow.data.chat_prompts import PromptEncoder
+from hybridflow.data.chat_templates import chat_template_of
 from hybridflow.errors import DataConfigError, DataError
 from hybridflow.runtime.observe import get_logger
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from hybridflow.config import Config
 
 logger = get_logger(__name__)
 
@@ -50,8 +53,15 @@ def _clock(date: str) -> str:
     )
 
 
-def load_tokenizer(path: str | Path, date: str = "auto") -> "PreTrainedTokenizerBase":
+def tokenizer_of(config: "Config") -> "PreTrainedTokenizerBase":
+    """Return the policy's tokenizer, with the chat template and the date of a configuration."""
+    return load_tokenizer(config.model.path, config.data.date, config.model.chat_template)
+
+
+def load_tokenizer(path: str | Path, date: str = "auto", chat_template: str = "") -> "PreTrainedTokenizerBase":
     """Return the tokenizer of a Hugging Face directory, with EOS as padding if it defines no padding token.
+
+    `chat_template`: the text of one in place of its own, the value of `model.chat_template`.
 
     A chat template that reads the clock gets the beginning of a day: of `date`, the value of `data.date`, or of the day
     of this call. Raises DataError if the directory or its tokenizer is missing, or if the tokenizer needs custom code
@@ -76,6 +86,8 @@ def load_tokenizer(path: str | Path, date: str = "auto") -> "PreTrainedTokenizer
             f"Tokenizers that need custom code are not supported."
         ) from error
     eos_token_id(tokenizer, str(path))
+    if chat_template:
+        tokenizer.chat_template = chat_template_of(chat_template)
     if CLOCK in str(tokenizer.chat_template):
         clock = _clock(str(datetime.today().date()) if date == "auto" else date)
         given = cast(str | dict[str, str], tokenizer.chat_template)

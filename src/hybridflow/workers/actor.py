@@ -9,7 +9,7 @@ import torch
 from hybridflow.algorithms import covariances
 from hybridflow.config import Config
 from hybridflow.controller import Dispatch, register
-from hybridflow.data import load_tokenizer, stop_token_ids
+from hybridflow.data.tokenizer import stop_token_ids, tokenizer_of
 from hybridflow.engines import TrainEngine
 from hybridflow.protocol import DataProto
 from hybridflow.rollout.weight_sync.sender import SendsWeights, WeightSender
@@ -70,11 +70,15 @@ class ActorWorker(SendsWeights, ModelWorker):
     def __init__(self, config: Config, total_updates: int = 1) -> None:
         config = prepare_worker_process(self, config)
         self.config = config
-        self.tokenizer = load_tokenizer(config.model.path, config.data.date)
+        self.tokenizer = tokenizer_of(config)
         self.stop_ids = stop_token_ids(self.tokenizer, config.model.path, config.data.chat_template)
+        self.prepare()
         self.engine = self.build_engine(config, config.model.path, "policy", config.actor.optimizer, total_updates)
         transport = partial(build_sending_transport, config) if self.rank == 0 else None
         self.weight_sender = WeightSender(self.engine, config, transport)
+
+    def prepare(self) -> None:
+        """Build what needs no weights, before they are loaded; nothing here."""
 
     @register(
         TO_REPLICAS,

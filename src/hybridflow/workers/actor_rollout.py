@@ -25,6 +25,7 @@ class ActorRolloutWorker(GeneratingWorker, ActorWorker):
     """
 
     def __init__(self, config: Config, total_updates: int = 1, environments: Sequence[Closure] = ()) -> None:
+        self._environments = environments
         super().__init__(config, total_updates)
         config = self.config
         is_embedded = config.rollout.backend == "embedded"
@@ -36,13 +37,16 @@ class ActorRolloutWorker(GeneratingWorker, ActorWorker):
             shares_model=self._shares_weights,
             in_group=self.has_collectives and self.world_size > 1,
         )
-        self.episodes = episode_worker(config, self.tokenizer, self.stop_ids, self.rank, environments)
         boxes = self.rollout.boxes_to_load() if config.rollout.tensor > 1 else None
         self.weight_sender = WeightSender(self.engine, config, InProcess, boxes)
         self.weight_receiver = WeightReceiver(self.rollout, config.model.dtype, InProcess())
         self._version: int | None = None  # version of the weights that the rollout engine has received
         self._is_awake = True
         self._sleep()
+
+    def prepare(self) -> None:
+        """Start the environments, whose tools the chat template must write."""
+        self.episodes = episode_worker(self.config, self.tokenizer, self.stop_ids, self.rank, self._environments)
 
     @register(Dispatch.ONE_TO_ALL)
     def load(self, directory: str) -> None:

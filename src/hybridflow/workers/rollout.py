@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybridflow.config import Config
-from hybridflow.data import load_tokenizer, stop_token_ids
+from hybridflow.data.tokenizer import stop_token_ids, tokenizer_of
 from hybridflow.environments.processes.closure import Closure
 from hybridflow.errors import RolloutError
 from hybridflow.models.loading import DTYPES
@@ -28,14 +28,14 @@ class RolloutWorker(ReceivesWeights, GeneratingWorker):
     def __init__(self, config: Config, environments: Sequence[Closure] = ()) -> None:
         config = prepare_worker_process(self, config)
         self.config = config
-        self.tokenizer = load_tokenizer(config.model.path, config.data.date)
+        self.tokenizer = tokenizer_of(config)
         self.stop_ids = stop_token_ids(self.tokenizer, config.model.path, config.data.chat_template)
+        self.episodes = episode_worker(config, self.tokenizer, self.stop_ids, self.rank, environments)
         model = None
         if config.rollout.backend == "embedded":
             dtype, device = DTYPES[config.model.dtype], own_device()
             require_dtype(dtype, device)
             model = build_with_placeholders(config.model.path, "policy", dtype, device)
-        self.episodes = episode_worker(config, self.tokenizer, self.stop_ids, self.rank, environments)
         in_group = self.has_collectives and self.world_size > 1
         self.rollout = build_rollout_engine(config, self.tokenizer, model, in_group=in_group)
         self.weight_receiver = WeightReceiver(

@@ -11,6 +11,7 @@ from hybridflow.cli.api.environment_argument import Environments, environment_so
 from hybridflow.cli.api.rows import Data, file_of, files_of, records_of, write_rows
 from hybridflow.cli.api.settings import overrides
 from hybridflow.cli.api.words import Words, in_own_words
+from hybridflow.cli.export import trained_chat_template
 from hybridflow.cli.inspect.run_table import NO_RECIPE, run_row
 from hybridflow.config import Config, load_config
 from hybridflow.config.load import ALGORITHMS
@@ -213,9 +214,8 @@ class Run:
             raise CheckpointConfigError(f"'{self.path}' has no checkpoint to export; fit() makes them.")
         if push_to_hub is not None:
             require_upload(push_to_hub, private=private)
-        export_model(
-            checkpoint, local_model("model.path", self._config().model.path), out, dtype=dtype, adapter=adapter
-        )
+        model_dir, template = local_model("model.path", self._config().model.path), trained_chat_template(self.path)
+        export_model(checkpoint, model_dir, out, dtype=dtype, adapter=adapter, chat_template=template)
         if push_to_hub is not None:
             upload_model(Path(out), push_to_hub)
         return Path(out)

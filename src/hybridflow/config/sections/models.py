@@ -19,6 +19,11 @@ class ModelConfig(Section):
         description="The policy: a Hugging Face directory (config.json, safetensors, tokenizer), or a model on the "
         "hub, as OWNER/NAME or OWNER/NAME@REVISION.",
     )
+    chat_template: str = Field(
+        default="",
+        description="Chat template in place of the tokenizer's: chatml, chatml-tools, llama3-tools, or a .jinja file. "
+        "The run keeps its text, and exports it with the model.",
+    )
     dtype: Literal[DTypeName, "auto"] = Field(
         default="auto",
         description="Compute dtype. auto: bfloat16 on GPUs that have it, otherwise float32; chosen at the first start, "

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.data.chat_prompts import Ending
+from hybridflow.data.chat_templates import NAMES
 from hybridflow.data.turn_rendering import NextPrompt as NextPrompt
 from hybridflow.data.turn_rendering import TurnRenderer
 from hybridflow.environments.episodes.formats import ToolFormat, format_of, is_open, parse_plain
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 UNKNOWN_FORMAT = (
     "the chat template writes calls of tools in a format that is not known; expected that of Hermes and Qwen "
-    "(<tool_call> with JSON), Llama 3, GLM or DeepSeek. Use a model with such a template, or messages without tools."
+    "(<tool_call> with JSON), Llama 3, GLM or DeepSeek. Set model.chat_template to one with tools: chatml-tools for "
+    "models of <|im_start|>, llama3-tools for those of <|start_header_id|>, or a .jinja file; or leave tools out."
 )
 
 _PLACE = "\ue000{}\ue001"
@@ -39,7 +41,10 @@ class ChatRenderer(TurnRenderer):
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", tools: Sequence[Tool | Mapping[str, Any]] = ()) -> None:
         if not tokenizer.chat_template:
-            raise EnvironmentConfigError("the tokenizer has no chat template, which separates the turns of an episode.")
+            raise EnvironmentConfigError(
+                "the tokenizer has no chat template, which separates the turns of an episode; set model.chat_template "
+                f"to {', '.join(NAMES)} or a .jinja file."
+            )
         super().__init__(tokenizer)
         self._control = sorted(_control_texts(tokenizer), key=len, reverse=True)
         self._marks = _any_of(self._control)

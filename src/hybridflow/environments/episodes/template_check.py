@@ -1,7 +1,7 @@
 """Whether a chat template can serve episodes, shown by rendering small ones."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from hybridflow.environments.episodes.formats import FORMATS, format_of
@@ -49,7 +49,12 @@ def check_template(
         formats = ", ".join(each.name for each in FORMATS)
         findings = [Finding("tools", "limited", f"no known format of calls ({formats})")]
         return [*findings, *_checks(tokenizer, stop_ids, [])]
-    return list(_checks(tokenizer, stop_ids, list(tools) or [Tool.of(lookup)]))
+    findings = list(_checks(tokenizer, stop_ids, list(tools) or [Tool.of(lookup)]))
+    return findings if tools else [replace(f, state="limited") if _has_no_tools(f) else f for f in findings]
+
+
+def _has_no_tools(finding: Finding) -> bool:
+    return (finding.check, finding.state) == ("tools", "failed")
 
 
 def _checks(tokenizer: "PreTrainedTokenizerBase", stop_ids: Sequence[int], tools: list[Tool]) -> Iterator[Finding]:
@@ -58,8 +63,6 @@ def _checks(tokenizer: "PreTrainedTokenizerBase", stop_ids: Sequence[int], tools
     except EnvironmentConfigError as error:
         yield Finding("tools", "failed", str(error))
         return
-    if tools and renderer.format:
-        yield Finding("tools", "ok", f"calls in the format {renderer.format.name}")
     question: Message = {"role": "user", "content": "Which word?"}
     again: Message = {"role": "user", "content": "And which next?"}
     try:
@@ -69,6 +72,12 @@ def _checks(tokenizer: "PreTrainedTokenizerBase", stop_ids: Sequence[int], tools
     except DataError as error:
         yield Finding("prompt", "failed", str(error))
         return
+    if missing := [tool.name for tool in tools if tool.name not in prompt.text]:
+        yield Finding(
+            "tools", "failed", f"the template does not write the tool {missing[0]!r}; a prompt must describe it"
+        )
+    elif tools and renderer.format:
+        yield Finding("tools", "ok", f"calls in the format {renderer.format.name}")
     if without == prompt.text:
         yield Finding("prompt", "failed", "add_generation_prompt adds nothing, so a model must write its own header")
     else:

@@ -8,9 +8,10 @@ from hybridflow.checkpoint.model_fingerprint import require_same_base
 from hybridflow.checkpoint.store import stored_weights
 from hybridflow.config import Config, EnvironmentConfig, ParallelConfig
 from hybridflow.controller import Backend, ClassWithInitArgs, Role, WorkerGroup
-from hybridflow.data import RLHFDataset, load_tokenizer
+from hybridflow.data import RLHFDataset
 from hybridflow.data.parquet_rows import Row
 from hybridflow.data.row_forms import RowForm
+from hybridflow.data.tokenizer import tokenizer_of
 from hybridflow.engines.engine_state import require_same_adapters
 from hybridflow.errors import CheckpointConfigError
 from hybridflow.trainers.build.build_run import prepare_driver_process
@@ -51,7 +52,7 @@ def build_generator(
     """
     config = _prepare(config.model_copy(update={"environment": EnvironmentConfig()}), checkpoint)
     config = checked_prompts(config, prompts, cap_response_length=cap_response_length)
-    tokenizer = load_tokenizer(config.model.path, config.data.date)
+    tokenizer = tokenizer_of(config)
     with _groups(config, checkpoint, {}) as (backend, groups):
         return TextGenerator(config, tokenizer, groups[Role.ActorRollout], backend)
 
@@ -61,7 +62,7 @@ def open_prompts(config: Config, files: tuple[str, ...], max_samples: int = 0, o
     data = config.data
     return RLHFDataset(
         files,
-        load_tokenizer(config.model.path, config.data.date),
+        tokenizer_of(config),
         data.max_prompt_length,
         overlong=data.overlong_prompts,
         chat_template=data.chat_template,

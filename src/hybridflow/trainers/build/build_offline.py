@@ -6,8 +6,9 @@ from typing import Literal
 from hybridflow.config import Config
 from hybridflow.config.checks.models import REWARD_MODEL_ADAPTERS
 from hybridflow.controller import ClassWithInitArgs, Role, Worker, WorkerGroup
-from hybridflow.data import PreferenceDataset, SFTDataset, load_tokenizer, stop_token_ids
+from hybridflow.data import PreferenceDataset, SFTDataset, stop_token_ids
 from hybridflow.data.row_forms import RowForm
+from hybridflow.data.tokenizer import tokenizer_of
 from hybridflow.environments import EpisodeEncoder
 from hybridflow.models.model_sizes import decoder_shape
 from hybridflow.trainers.build.build_run import OpenDataset, TrainingKind, build_run
@@ -28,7 +29,7 @@ def build_sft_trainer(config: Config) -> OfflineTrainer:
 
     def examples(files: tuple[str, ...], max_samples: int, order_by: str) -> SFTDataset:
         data = config.data
-        tokenizer = load_tokenizer(config.model.path, config.data.date)
+        tokenizer = tokenizer_of(config)
         return SFTDataset(
             files,
             tokenizer,
@@ -72,7 +73,7 @@ def build_reward_model_trainer(config: Config) -> OfflineTrainer:
 def _pairs(config: Config, layout: Literal["policy", "reward_model"]) -> OpenDataset[Examples]:
     def pairs(files: tuple[str, ...], max_samples: int, order_by: str) -> PreferenceDataset:
         data = config.data
-        tokenizer = load_tokenizer(config.model.path, data.date)
+        tokenizer = tokenizer_of(config)
         return PreferenceDataset(
             files,
             tokenizer,

@@ -10,7 +10,8 @@ from typing import Any, cast, get_args
 from hybridflow.checkpoint import CheckpointStore
 from hybridflow.config import Config, DTypeName, check
 from hybridflow.data import RLHFDataset, load_tokenizer
-from hybridflow.data.tokenizer import reads_clock, require_tokenizer, stop_token_ids
+from hybridflow.data.chat_templates import chat_template_of
+from hybridflow.data.tokenizer import CLOCK, reads_clock, require_tokenizer, stop_token_ids, tokenizer_of
 from hybridflow.environments import check_template
 from hybridflow.environments.processes.arguments import check_names, check_signature
 from hybridflow.environments.processes.closure import closure_of
@@ -29,15 +30,20 @@ from hybridflow.trainers.build.groups import build_backend, closing_on_error
 def settle_auto(config: Config, *, resumes: bool = True) -> Config:
     """Return the configuration with the dtype and the date that model.dtype and data.date = "auto" stand for.
 
+    And with the text of the chat template that model.chat_template names.
+
     A run that continues from a checkpoint keeps what is recorded (unless not `resumes`), also on other devices and on
     another day. Else the dtype is bfloat16 if the workers have GPUs that compute in it, otherwise float32; the date is
     today's if a chat template reads it. Raises CheckpointError if `run.json` is damaged, ConfigError if the configured
     Ray cluster does not answer.
     """
     recorded = _recorded(config) if resumes else {}
-    if config.data.date == "auto" and any(
-        map(reads_clock, filter(None, (config.model.path, config.reward.model_path)))
-    ):
+    template = config.model.chat_template
+    if template:
+        template = chat_template_of(template)
+        config = config.model_copy(update={"model": config.model.model_copy(update={"chat_template": template})})
+    paths = filter(None, ("" if template else config.model.path, config.reward.model_path))
+    if config.data.date == "auto" and (CLOCK in template or any(map(reads_clock, paths))):
         day = recorded.get("data.date", "auto")
         day = str(date.today()) if day == "auto" else day
         config = config.model_copy(update={"data": config.data.model_copy(update={"date": day})})
@@ -94,9 +100,9 @@ def settle_rows(config: Config) -> Config:
     environment = config.environment
     if not environment.classes:
         return config
-    tokenizer = load_tokenizer(config.model.path, config.data.date)
+    tokenizer = tokenizer_of(config)
     findings = check_template(tokenizer, stop_token_ids(tokenizer, config.model.path))
-    if failed := [each for each in findings if each.state == "failed" and each.check != "tools"]:
+    if failed := [each for each in findings if each.state == "failed"]:
         raise EnvironmentConfigError(
             f"the chat template of model.path='{config.model.path}' cannot serve episodes: {failed[0].check}: "
             f"{failed[0].detail}. `hybridflow check-template {config.model.path}` shows all checks."
