@@ -195,7 +195,10 @@ class _Model:
     def require_fit(self, weights: Mapping[str, Tensor]) -> None:
         """Raise CheckpointError unless the weights have the model's names and shapes."""
         names = set(weights)
-        missing, unknown = sorted(self.shapes.keys() - names), sorted(names - self.shapes.keys() - self.tied - self.buffers.keys())
+        missing, unknown = (
+            sorted(self.shapes.keys() - names),
+            sorted(names - self.shapes.keys() - self.tied - self.buffers.keys()),
+        )
         found = {name: _shape(weights, name) for name in sorted(self.shapes.keys() & names)}
         wrong = [f"{n} {shape} instead of {self.shapes[n]}" for n, shape in found.items() if shape != self.shapes[n]]
         if missing or unknown or wrong:
@@ -331,10 +334,12 @@ def _make_classifier(directory: Path) -> None:
 
     A classifier scores the last token that is not padding. If EOS pads, it would skip the EOS of a conversation.
     """
-    from hybridflow.data.tokenizer import load_tokenizer, stop_token_ids
+    from transformers import AutoTokenizer
 
-    tokenizer = load_tokenizer(directory)
-    stops = stop_token_ids(tokenizer, directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    files = [file for name in ("generation_config.json", "config.json") if (file := directory / name).is_file()]
+    ends = [tokenizer.eos_token_id, *(json.loads(f.read_text(encoding="utf-8")).get("eos_token_id") for f in files)]
+    stops = {token for end in ends for token in (end if isinstance(end, list) else [end])}
     named = (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id)
     candidates = [*named, *(token for token, added in sorted(tokenizer.added_tokens_decoder.items()) if added.special)]
     padding = next((token for token in candidates if isinstance(token, int) and token not in stops), None)
