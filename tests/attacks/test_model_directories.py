@@ -15,7 +15,8 @@ from hybridflow.data.chat_prompts import PromptEncoder
 from hybridflow.errors import DataError, HybridFlowError, ModelError
 from hybridflow.models.loading import load_causal_lm, load_value_model
 from hybridflow.models.parameters import replace_parameters
-from hybridflow.models.sharded_loading import StoredModel, build_with_placeholders, load_shards
+from hybridflow.models.sharded_loading import build_with_placeholders, load_shards
+from hybridflow.models.stored_model import StoredModel
 from hybridflow.trainers.build.preconditions import with_required_files
 
 NAN, INFINITY = float("nan"), float("inf")

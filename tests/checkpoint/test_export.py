@@ -18,6 +18,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from fixtures.families import small_config, write_family
 from hybridflow.checkpoint import CheckpointStore, export_model, save_state
 from hybridflow.checkpoint.model_fingerprint import model_fingerprint
 from hybridflow.errors import CheckpointError, ModelError
@@ -141,6 +142,80 @@ def test_weights_are_stored_in_the_chosen_dtype_or_that_of_config_json(tmp_path,
     assert loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()
 
 
+@pytest.mark.parametrize("as_published", [True, False])
+def test_experts_leave_as_they_came_in_several_files(tmp_path, monkeypatch, as_published):
+    monkeypatch.setattr("hybridflow.checkpoint.export.MAX_FILE_BYTES", 10_000)
+    model_dir = write_family(tmp_path / "model", "glm4_moe", save_original_format=as_published)
+    came = load_file(model_dir / "model.safetensors")
+    export_model(weights_of(AutoModelForCausalLM.from_pretrained(model_dir)), model_dir, tmp_path / "out")
+    files = sorted((tmp_path / "out").glob("model-*.safetensors"))
+    left = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert left.keys() == came.keys()
+    assert all(torch.equal(left[name], tensor) for name, tensor in came.items())
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index.keys() == came.keys()
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    export_model(weights_of(make_model(small_config("glm4_moe"))), model_dir, tmp_path / "half", dtype="bfloat16")
+    written = [load_file(file).get(bias) for file in sorted((tmp_path / "half").glob("*.safetensors"))]
+    assert any(tensor is not None and torch.equal(tensor, came[bias]) for tensor in written)
+
+
+def test_configuration_keeps_the_words_of_its_version_of_transformers(llama, tmp_path):
+    model_dir, weights = llama
+    old = {"torch_dtype": "bfloat16", "rope_theta": 5000.0, "rope_scaling": None, "auto_map": {"AutoModel": "evil.M"}}
+    config = json.loads((model_dir / "config.json").read_text()) | old
+    config = {key: value for key, value in config.items() if key not in ("dtype", "rope_parameters")}
+    (model_dir / "config.json").write_text(json.dumps(config))
+    export_model(weights, model_dir, tmp_path / "out", dtype="float32")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written == {key: value for key, value in config.items() if key != "auto_map"} | {"torch_dtype": "float32"}
+
+
+def test_every_file_that_a_tokenizer_reads_is_copied(llama, tmp_path):
+    model_dir, weights = llama
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    tokenizer.save_pretrained(model_dir)
+    names = ("spiece.model", "vocab.txt", "dict.txt", "tekken.json", "preprocessor_config.json", "source.spm")
+    for name in names:
+        (model_dir / name).write_text(name)
+    export_model(weights, model_dir, tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == tokenizer.chat_template
+    assert [(tmp_path / "out" / name).read_text() for name in names] == list(names)
+
+
+@pytest.mark.parametrize("pads", ["<eos>", "<pad>", None])
+def test_reader_of_a_reward_model_scores_what_was_scored_in_training(tmp_path, pads):
+    from transformers import AutoModelForSequenceClassification
+
+    from hybridflow.config import MemoryConfig, ModelConfig
+    from hybridflow.data.preference_dataset import collate_conversations
+    from hybridflow.engines import TorchEngine
+
+    model_dir = make_model_directory(tmp_path / "model", CONFIGS["llama"])
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    tokenizer.pad_token = pads
+    tokenizer.add_special_tokens({"bos_token": "one"})
+    tokenizer.save_pretrained(model_dir)
+    engine = TorchEngine(str(model_dir), "value", model=ModelConfig(path=str(model_dir)), memory=MemoryConfig())
+    with torch.no_grad():
+        engine.parameters["score.weight"].normal_()
+    weights = {name: weight.detach() for name, weight in engine.parameters.items()}
+    with CheckpointStore(tmp_path / "checkpoints").begin(3, info={"kind": "reward-model"}) as directory:
+        save_state({"model": weights}, directory / "reward_model")
+    export_model(tmp_path / "checkpoints" / "step_000003", model_dir, tmp_path / "out")
+    conversations = [[5, 9, 3, 7, 11, 1], [4, 6, 1, 1], [8, 12, 13, 15, 6, 3, 2, 1]]  # ending with EOS, perhaps twice
+    values = engine.forward(collate_conversations(conversations))["values"][:, 0]
+    reader = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert (reader.config.num_labels, reader.config.architectures) == (1, ["LlamaForSequenceClassification"])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.pad_token_id == reader.config.pad_token_id == (0 if pads == "<pad>" else 2)
+    with torch.no_grad():
+        scores = reader(**tokenizer.pad({"input_ids": conversations}, return_tensors="pt")).logits[:, 0]
+    offset = weights.get("score.bias", 0.0)
+    torch.testing.assert_close(scores + offset, values, rtol=0, atol=1e-5)
+
+
 def test_large_model_is_written_as_several_files_with_index(tmp_path, monkeypatch):
     monkeypatch.setattr("hybridflow.checkpoint.export.MAX_FILE_BYTES", 1000)
     model_dir = make_model_directory(tmp_path / "model", CONFIGS["qwen2, tied"])
@@ -239,20 +314,25 @@ def test_full_disk_leaves_no_partial_export(tmp_path, small_disk):
     assert list(small_disk.iterdir()) == []
 
 
-@pytest.fixture
-def adapted(tmp_path, tiny_model, rollout_rows):
+ATTENTION = ("q_proj", "v_proj")
+
+
+@pytest.fixture(params=["llama", "qwen3_moe"])
+def adapted(request, tmp_path, tiny_model, rollout_rows):
     """Make a checkpoint of a model trained with adapters; return it, its base model and the merged weights."""
     from hybridflow.config import LoRAConfig, MemoryConfig, ModelConfig, OptimizerConfig
     from hybridflow.engines import TorchEngine
 
-    base = str(tiny_model("llama"))
+    is_dense = request.param == "llama"
+    base = str(tiny_model("llama") if is_dense else write_family(tmp_path / "experts", request.param))
+    lora = LoRAConfig(rank=3, alpha=5) if is_dense else LoRAConfig(rank=3, alpha=5, targets=ATTENTION)
     engine = TorchEngine(
         base,
         "policy",
         model=ModelConfig(path=base),
         memory=MemoryConfig(),
         optimizer=OptimizerConfig(lr=0.05),
-        lora=LoRAConfig(rank=3, alpha=5),
+        lora=lora,
     )
     rows = rollout_rows([3, 1], [4, 2])
     for _ in range(3):
@@ -270,7 +350,9 @@ def test_adapters_are_merged_into_base_weights(adapted, tmp_path):
     loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters())
     before = dict(AutoModelForCausalLM.from_pretrained(base).named_parameters())
     assert all(torch.equal(loaded[name], weight) for name, weight in merged.items())
-    assert not torch.equal(loaded["model.layers.0.mlp.up_proj.weight"], before["model.layers.0.mlp.up_proj.weight"])
+    changed = "model.layers.0.self_attn.v_proj.weight"
+    assert not torch.equal(loaded[changed], before[changed])
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == load_file(f"{base}/model.safetensors").keys()
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")

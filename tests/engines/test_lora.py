@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fixtures.families import write_family
 from hybridflow.config import LoRAConfig
 from hybridflow.errors import CheckpointError, ModelError
 from hybridflow.models.loading import load_causal_lm
@@ -125,3 +126,17 @@ def test_adapters_that_fit_no_layer_are_an_error(build, lora, message):
     with pytest.raises(ModelError, match=message):
         build(lora)
     build({"rank": 32})  # although some layers are 32 x 16
+
+
+@pytest.mark.parametrize(
+    ("targets", "problem"),
+    [
+        (LoRAConfig().targets, "gate_proj, up_proj, down_proj are the experts of glm4_moe models, on which adapters"),
+        (("q_proj", "up_proj"), r"lora\.targets=\['q_proj', 'up_proj'\] is invalid: Cannot convert .*up_proj"),
+        (("q_proj", "w1"), "the model has no linear layer named w1; valid names: down_proj, gate_proj, k_proj"),
+    ],
+)
+def test_adapters_on_fused_experts_are_refused(tmp_path, targets, problem):
+    model = load_causal_lm(write_family(tmp_path, "glm4_moe"))
+    with pytest.raises(ModelError, match=problem):
+        add_adapters(model, LoRAConfig(rank=2, targets=targets), torch.float32)

@@ -7,9 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fixtures.families import write_family
 from hybridflow.errors import ModelError
 from hybridflow.models.loading import load_causal_lm
-from hybridflow.models.sharded_loading import StoredModel, build_with_placeholders, build_without_weights, load_shards
+from hybridflow.models.parameters import persistent_buffers
+from hybridflow.models.sharded_loading import build_with_placeholders, build_without_weights, load_shards
+from hybridflow.models.stored_model import StoredModel
 
 
 def load(path, head="policy", dtype=torch.float32):
@@ -102,3 +105,32 @@ def test_model_of_placeholders_has_shapes_without_memory(tiny_model):
     assert sum(parameter.untyped_storage().nbytes() for parameter in model.parameters()) < 200
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert model.lm_head.weight.shape == (40, 32)
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe", "mixtral", "gpt2"])
+@pytest.mark.parametrize("as_published", [True, False])
+def test_experts_and_buffers_equal_those_loaded_by_transformers(tmp_path, kind, as_published):
+    write_family(tmp_path, kind, save_original_format=as_published)
+    ours, theirs = load(tmp_path).state_dict(), load_causal_lm(tmp_path).state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor, ours[name]) for name, tensor in theirs.items())
+
+
+def test_generation_has_the_buffers_of_the_directory_in_their_dtype(tmp_path):
+    write_family(tmp_path, "glm4_moe")
+    wanted = persistent_buffers(load_causal_lm(tmp_path, torch.bfloat16))
+    found = persistent_buffers(build_with_placeholders(tmp_path, "policy", torch.bfloat16, torch.device("cpu")))
+    assert found.keys() == wanted.keys() == {"model.layers.1.mlp.gate.e_score_correction_bias"}
+    assert all(torch.equal(found[name], buffer) for name, buffer in wanted.items())
+    assert {buffer.dtype for buffer in found.values()} == {torch.float32}
+
+
+def test_an_expert_that_is_missing_is_an_error_that_names_the_fused_weight(tmp_path):
+    file = write_family(tmp_path, "mixtral") / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"experts\.0\.w1.*other weights do not fit together as .*gate_up_proj"):
+        load(tmp_path)
+    with pytest.raises(ModelError, match="such as the experts of a layer, are missing or of different shapes"):
+        load_causal_lm(tmp_path)

@@ -3,9 +3,11 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from fixtures.families import small_config, write_family
 from hybridflow.errors import ModelError
 from hybridflow.models.attention import PackedPlan
-from hybridflow.models.loading import load_causal_lm
+from hybridflow.models.loading import load_causal_lm, load_value_model
+from hybridflow.models.sharded_loading import build_without_weights
 
 SMALL = {
     "vocab_size": 40,
@@ -85,3 +87,38 @@ def test_other_kinds_of_models_are_rejected(tmp_path, model, message):
     model.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=message):
         load_causal_lm(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("bart", "are masked language models"),
+        ("roberta", "are masked language models"),
+        ("mpt", "their code does not take position_ids"),
+        ("bert-generation", r"\(BertGenerationSelfAttention is not causal\)"),
+        ("stablelm", r"\(StableLmAttention was called without attention_plan"),
+        ("gpt_oss", r"\(GptOssAttention uses s_aux"),
+        ("diffllama", "2 of 2 layers use a supported attention, each once"),
+        ("gemma4_text", "with layers of different sizes"),
+        ("recurrent_gemma", "with layers of type linear_attention"),
+        ("t5", "T5Config.* for this kind of AutoModel"),
+    ],
+)
+def test_other_families_are_refused_in_a_sentence_that_names_them(tmp_path, kind, reason):
+    if kind == "t5":
+        transformers.T5ForConditionalGeneration(small_config(kind)).save_pretrained(tmp_path)
+    else:
+        AutoModelForCausalLM.from_config(small_config(kind)).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=rf"{'CausalLM' if kind == 't5' else kind} model.*{reason}.*; use a model wi"):
+        load_causal_lm(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("cohere", "transformers has no TokenClassification class of them"), ("gpt2", "their head is not named score")],
+)
+def test_families_without_a_scalar_head_are_no_critics(tmp_path, kind, reason):
+    write_family(tmp_path, kind)
+    for load in (load_value_model, lambda path: build_without_weights(path, "value", torch.float32)):
+        with pytest.raises(ModelError, match=f"{kind} models cannot be a critic or a reward model: {reason}; use a"):
+            load(tmp_path)

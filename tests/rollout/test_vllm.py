@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fixtures.families import write_family
 from fixtures.rollouts import PROMPTS, Letters, requests, serve, tokens_of
 from hybridflow.errors import OutOfMemoryError, RolloutError
 from hybridflow.models.loading import load_causal_lm
@@ -28,6 +29,14 @@ def test_bfloat16_log_probs_are_close_to_the_embedded_engine(tiny_model):
     engines = (build(path, dtype="bfloat16"), EmbeddedRollout(load_causal_lm(path, torch.bfloat16)))
     theirs, ours = (engine.log_probs([[3, 9, 12, 7, 38, 22, 4], [8, 1, 30]]) for engine in engines)
     torch.testing.assert_close(theirs, ours, rtol=0, atol=0.3)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe"])
+def test_experts_and_buffers_are_those_of_the_embedded_engine(tmp_path, kind):
+    write_family(tmp_path, kind, head_dim=32, moe_intermediate_size=32)
+    engines = (build(tmp_path), EmbeddedRollout(load_causal_lm(tmp_path)))
+    theirs, ours = (engine.log_probs([[3, 9, 12, 7, 38, 22, 4], [8, 1, 30]]) for engine in engines)
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4)
 
 
 def test_preempted_sequences_get_equal_tokens(tiny_model):

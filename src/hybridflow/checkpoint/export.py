@@ -342,10 +342,12 @@ def _make_classifier(directory: Path) -> None:
 
     A classifier scores the last token that is not padding. If EOS pads, it would skip the EOS of a conversation.
     """
-    from hybridflow.data.tokenizer import load_tokenizer, stop_token_ids
+    from transformers import AutoTokenizer
 
-    tokenizer = load_tokenizer(directory)
-    stops = stop_token_ids(tokenizer, directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    files = [file for name in ("generation_config.json", "config.json") if (file := directory / name).is_file()]
+    ends = [tokenizer.eos_token_id, *(json.loads(f.read_text(encoding="utf-8")).get("eos_token_id") for f in files[:1])]
+    stops = {token for end in ends for token in (end if isinstance(end, list) else [end])}
     named = (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id)
     candidates = [*named, *(token for token, added in sorted(tokenizer.added_tokens_decoder.items()) if added.special)]
     padding = next((token for token in candidates if isinstance(token, int) and token not in stops), None)

@@ -177,6 +177,8 @@ def cannot_be_loaded(path: str | Path, auto_class: Any, error: Exception) -> Mod
     if str(error) == repr(ATTENTION):
         model_type = AutoConfig.from_pretrained(Path(path), trust_remote_code=False).model_type
         return ModelError(f"{model_type} models are not supported: their attention is not replaceable; {USE_INSTEAD}")
+    if "CONVERSION" in reason:  # of a report that transformers logs
+        reason = "weights that belong together, such as the experts of a layer, are missing or of different shapes"
     if "trust_remote_code" in reason:
         reason = "it needs code of its directory, which hybridflow does not run"
     return ModelError(

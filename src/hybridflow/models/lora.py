@@ -1,6 +1,7 @@
 """Low-rank adapters (LoRA; Hu et al., 2022) by peft: W + alpha / rank * B A. Only A and B learn; B starts at zero."""
 
 import math
+import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -48,7 +49,8 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, dtype: torch.dtype)
         init_lora_weights=False,
     )
     try:
-        inject_adapter_in_model(peft_config, model, low_cpu_mem_usage=True)
+        with warnings.catch_warnings(action="ignore"):  # of names that match nothing, which is an error below
+            inject_adapter_in_model(peft_config, model, low_cpu_mem_usage=True)
     except ValueError as error:
         raise ModelConfigError(f"lora.targets={list(config.targets)} is invalid: {error}") from error
     _require_linear_layers(model, config)
@@ -83,7 +85,7 @@ def _require_linear_layers(model: PreTrainedModel, config: LoRAConfig) -> None:
     Adapters of fused experts are neither merged nor synced here.
     """
     layers = [name.removesuffix(FIRST) for name, _ in model.named_parameters() if name.endswith(FIRST)]
-    if experts := [target for target in config.targets if not any(name.endswith(f".{target}") for name in layers)]:
+    if experts := [target for target in config.targets if not any(f".{x}".endswith(f".{target}") for x in layers)]:
         raise ModelConfigError(
             f"lora.targets: {', '.join(experts)} are the experts of {model.config.model_type} models, on which "
             "adapters are not supported; remove them."

@@ -85,7 +85,8 @@ class StoredTensors:
     """
 
     def __init__(self, model: PreTrainedModel, files: StoredModel) -> None:
-        self.path, self._model, self._files = files.path, model, files
+        self.path, self._files = files.path, files
+        self._model: Any = model
         self._names = {plain_name(name) for name in model.state_dict(keep_vars=True) if not is_adapter(name)}
         transforms = get_model_conversion_mapping(model)
         renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
@@ -104,7 +105,7 @@ class StoredTensors:
                 self.ignored.append(name)
             else:
                 sources.setdefault(found, _Source(found, converter)).stored.append((pattern or name, name))
-        model._weight_conversions = [transform for transform in transforms if transform.was_used()]
+        self._model._weight_conversions = [transform for transform in transforms if transform.was_used()]
         self._source_of: dict[str, _Source] = {}
         self._shapes: dict[str, Sequence[int]] = {}
         for source in sources.values():
@@ -174,11 +175,11 @@ class PublishedForm:
     """
 
     def __init__(self, model: PreTrainedModel, names: Iterable[str]) -> None:
-        self._model = model
+        self._model: Any = model
         if getattr(model, "_weight_conversions", None) is None:
             published = get_model_conversion_mapping(model, add_legacy=False)
-            model._weight_conversions = [form for form in published if not isinstance(form, PrefixChange)]
-        forms: Any = model._weight_conversions
+            self._model._weight_conversions = [form for form in published if not isinstance(form, PrefixChange)]
+        forms: Any = self._model._weight_conversions
         converters: Any = [form.reverse_transform() for form in forms[::-1] if isinstance(form, WeightConverter)]
         groups: dict[str, list[str]] = {}
         for name in names:

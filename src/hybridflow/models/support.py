@@ -40,7 +40,7 @@ def require_supported_config(config: PretrainedConfig) -> None:
 
 
 def require_classifier(config: PretrainedConfig, auto_class: Any) -> None:
-    """Raise ModelError if transformers has no class of this model with a scalar head, as which it trains."""
+    """Raise ModelError if transformers has no class of such models with a scalar head."""
     if type(config) not in auto_class._model_mapping:
         kind = auto_class.__name__.removeprefix("AutoModelFor")
         raise ModelError(

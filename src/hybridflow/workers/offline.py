@@ -1,7 +1,11 @@
 """Offline training: of the policy by SFT and DPO, and of a reward model (`RewardModelWorker` scores with it)."""
 
+from transformers import AutoModelForSequenceClassification
+
 from hybridflow.config import Config
 from hybridflow.controller import register
+from hybridflow.models.loading import model_config
+from hybridflow.models.support import require_classifier
 from hybridflow.protocol import DataProto
 from hybridflow.workers.losses import sft_loss, slope_loss
 from hybridflow.workers.model_worker import MODEL_COLUMNS, TO_REPLICAS, ModelWorker, parts_of_replicas
@@ -58,6 +62,7 @@ class PreferenceModelWorker(ModelWorker):
 
     def __init__(self, config: Config, total_updates: int = 1) -> None:
         config = prepare_worker_process(self, config)
+        require_classifier(model_config(config.model.path), AutoModelForSequenceClassification)  # as it is exported
         self.engine = self.build_engine(config, config.model.path, "value", config.offline.optimizer, total_updates)
 
     @register(TO_REPLICAS, reads=MODEL_COLUMNS, writes=("scores",), parts=parts_of_replicas)

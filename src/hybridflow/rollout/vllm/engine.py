@@ -224,7 +224,7 @@ class VLLMRollout:
         if self._loading is not None:
             raise RolloutError("boxes_to_load was called while weights are being loaded; call it before start_loading.")
         unchanged = self._form.unchanged(self._shapes)
-        return self._engine.boxes_to_load({name: self._shapes[name] for name in unchanged})
+        return self._engine.boxes_to_load({name: shape for name, shape in self._shapes.items() if name in unchanged})
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load some of the announced weights, see `RolloutEngine.load`."""

@@ -411,7 +411,7 @@ def _renew_tied_head(model: Any, config: Any) -> None:
 
 
 def _pack_experts(model: Any, config: Any) -> None:
-    """Pack the weights of experts as the kernel of a CPU reads them; vLLM does so for the first weights only."""
+    """Pack the experts' weights into the layout of a CPU's kernel, which vLLM does for the first weights only."""
     for layer in model.modules():
         kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
         if kernel is not None:
