@@ -240,7 +240,7 @@ def _reaped_directory(session: str) -> Iterator[Path]:
     _pipes.add(write_end)
     try:
         directory = _directory_of(session)
-        reaper = _start_reaper(session, directory, read_end)
+        reaper = _Reaper(session, directory, read_end)
         directory.mkdir(mode=0o700)  # after the start of the reaper that removes it
     except OSError as error:
         _close(write_end)
@@ -251,15 +251,40 @@ def _reaped_directory(session: str) -> Iterator[Path]:
     except BaseException:
         _close(write_end)
         raise
-    finally:
-        os.close(read_end)
     try:
         yield directory
     finally:
         _close(write_end)
-        _wait(reaper, session)
-        if reaper.returncode != 0:  # it was killed; a new reaper completes its work
-            _wait(_start_reaper(session, directory, subprocess.DEVNULL), session)
+        reaper.wait()
+
+
+class _Reaper:
+    """The reaper of a session, and the next one if it is killed before its work is done."""
+
+    def __init__(self, session: str, directory: Path, pipe: int) -> None:
+        self._arguments = session, directory, pipe
+        try:
+            self._process = _start_reaper(*self._arguments)
+        except BaseException:
+            os.close(pipe)
+            raise
+        self._thread = threading.Thread(target=self._keep, name="reaper", daemon=True)
+        self._thread.start()
+
+    def _keep(self) -> None:
+        while self._process.wait() < 0:  # by a signal
+            self._process = _start_reaper(*self._arguments)
+        os.close(self._arguments[2])
+
+    def wait(self) -> None:
+        """Wait until the reaper is done, after the pipe was closed. Raises WorkerError if it does not end."""
+        self._thread.join(_REAPER_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise WorkerError(
+                f"Ray's processes {cluster_processes(self._arguments[0])} still run {_REAPER_TIMEOUT_S:.0f} s after they "
+                f"were killed; the reaper, process {self._process.pid}, continues. Inspect them with `ps -o "
+                "pid,stat,wchan,args`."
+            )
 
 
 def _start_reaper(session: str, directory: Path, stdin: int) -> subprocess.Popen[bytes]:
@@ -274,16 +299,6 @@ def _start_reaper(session: str, directory: Path, stdin: int) -> subprocess.Popen
         env=environment,
         start_new_session=True,
     )
-
-
-def _wait(reaper: subprocess.Popen[bytes], session: str) -> None:
-    try:
-        reaper.wait(_REAPER_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        raise WorkerError(
-            f"Ray's processes {cluster_processes(session)} still run {_REAPER_TIMEOUT_S:.0f} s after they were killed; "
-            f"the reaper, process {reaper.pid}, continues. Inspect them with `ps -o pid,stat,wchan,args`."
-        ) from None
 
 
 def _close(write_end: int) -> None:
