@@ -109,6 +109,18 @@ def test_status_75_ends_with_the_hint_of_the_command(fake_command, shown, monkey
     assert shown("fake", "it", status=75)[1] == "error: worker actor/0 died\nRun it.\n"
 
 
+def test_an_interrupt_that_became_another_error_is_still_one(fake_command, shown):
+    def run(args):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt as error:  # as an import does that a library makes lazily
+            raise ModuleNotFoundError("could not import") from error
+
+    fake_command(run)
+    assert shown("fake", status=130)[1] == "interrupted\n"
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
 def test_sigterm_acts_as_ctrl_c_unless_the_program_handles_it(fake_command, shown):
     handler = signal.getsignal(signal.SIGTERM)
     fake_command(lambda args: os.kill(os.getpid(), signal.SIGTERM) or 0)

@@ -180,6 +180,33 @@ def test_signal_to_the_process_group_finishes_the_step_and_saves(task, fork_serv
     assert list(temporary.glob("hybridflow-*")) == []
 
 
+@pytest.mark.own_run("ray: it gets a signal while it starts")
+@pytest.mark.parametrize(("number", "service"), [(signal.SIGINT, "gcs_server"), (signal.SIGTERM, "raylet")])
+def test_a_signal_while_ray_starts_is_an_interrupt(task, fork_server, tmp_path, number, service):
+    (temporary := tmp_path / "temporary").mkdir()
+    command = [
+        "-m",
+        "hybridflow",
+        "train",
+        f"{task}/rl.toml",
+        "controller.backend=ray",
+        f"trainer.run_dir={tmp_path}/run",
+    ]
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    process = fork_server.start(command, environment=environment, merge_streams=True, new_session=True)
+    try:
+        while not pids_of(process.pid, service):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        process.send_signal(number)
+        output, _ = process.communicate()
+    finally:
+        process.discard()
+    assert process.returncode == 130, output
+    assert output.endswith("interrupted\n")
+    assert list(temporary.glob("hybridflow-*")) == []
+
+
 def pids_of(driver, title):
     """Return the descendants of a driver whose command line contains this title."""
     pids = []

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.runtime.stop_signals import StopRequest
+from hybridflow.runtime.stop_signals import StopRequest, signals_after
 
 OWN_RUN = pytest.mark.own_run("resumed: sends signals at chosen moments")
 # A training loop that prints when it is ready and how it ended.
 LOOP = """
 import hashlib, signal, sys, time
-from hybridflow.runtime.stop_signals import StopRequest
+from hybridflow.runtime.stop_signals import StopRequest, signals_after
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 with StopRequest() as stop:
@@ -76,7 +76,7 @@ def test_second_signal_ends_a_process_inside_a_long_kernel():
 
 FORKS = """
 import os, signal, time
-from hybridflow.runtime.stop_signals import StopRequest
+from hybridflow.runtime.stop_signals import StopRequest, signals_after
 
 read_end, write_end = os.pipe()
 with StopRequest() as stop:
@@ -140,3 +140,14 @@ def test_ignored_signals_and_other_threads_are_left_alone():
     thread.start()
     thread.join()
     assert (before, inside) == (signal.SIG_IGN, [(signal.SIG_DFL, False)])
+
+
+def test_a_signal_in_a_block_that_must_end_is_handled_after_it(own_handler, caplog):
+    with caplog.at_level(logging.WARNING), signals_after("the start"):
+        signal.raise_signal(signal.SIGTERM)
+        assert own_handler == []
+    assert len(own_handler) == 1
+    assert "SIGTERM: the run ends after the start. A second signal ends it at once." in caplog.text
+    with signals_after("the start"):
+        pass
+    assert len(own_handler) == 1

@@ -7,6 +7,7 @@ A command's module is imported only when it runs, so that `hybridflow --help` is
 """
 
 import argparse
+import atexit
 import errno
 import gc
 import os
@@ -26,6 +27,7 @@ from hybridflow import __version__
 from hybridflow.cli.exit_codes import ExitCode, exit_code, exit_codes_text
 from hybridflow.errors import HybridFlowError, LostWeightSyncError, WorkerError
 from hybridflow.runtime.lenient_output import LenientOutput, open_standard_files
+from hybridflow.runtime.usable_process import require_usable_process
 
 MAX_LINE_CHARS = 2000
 """Characters of a line of an error."""
@@ -122,6 +124,9 @@ def command() -> int:
         complete(COMMANDS)
     open_standard_files()
     status = main()
+    if status == ExitCode.INTERRUPTED:  # threads of native code may abort when the interpreter ends beside them
+        atexit._run_exitfuncs()
+        os._exit(status)
     gc.freeze()  # the collector's last look at half a million objects of modules would take a second
     return status
 
@@ -148,13 +153,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _status(arguments: list[str]) -> int:
+    interrupts: list[int] = []
     try:
-        with _sigterm_interrupts():
+        with _raising_interrupts(interrupts):
             return _run(arguments)
-    except KeyboardInterrupt as error:
-        print("interrupted", file=sys.stderr)
-        return exit_code(error)
-    except Exception as error:
+    except (KeyboardInterrupt, Exception) as error:
+        if interrupts or isinstance(error, KeyboardInterrupt):  # an import may have made it another error
+            print("interrupted", file=sys.stderr)
+            return ExitCode.INTERRUPTED
         code = exit_code(error)
         if not isinstance(error, HybridFlowError | PermissionError) and code is ExitCode.FAILED:
             raise
@@ -178,20 +184,27 @@ def _status_of_lost_output(error: Exception, status: int, arguments: list[str]) 
 
 
 @contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """Make SIGTERM raise KeyboardInterrupt, unless it is ignored, has a handler, or this is not the main thread.
+def _raising_interrupts(seen: list[int]) -> Iterator[None]:
+    """Make SIGINT and SIGTERM raise KeyboardInterrupt, and note them in `seen`.
 
-    Cleanup then runs as after Ctrl-C. Training loops have a handler of their own.
+    Not one that is ignored or has a handler, and not outside the main thread. Cleanup then runs as after Ctrl-C.
+    Training loops have a handler of their own.
     """
+
+    def interrupt(number: int, _: object) -> None:
+        seen.append(number)
+        raise KeyboardInterrupt
+
+    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    ours = [number for number, handler in defaults.items() if is_main and signal.getsignal(number) == handler]
+    for number in ours:
+        signal.signal(number, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in ours:
+            signal.signal(number, defaults[number])
 
 
 def _print_error(error: Exception) -> None:
@@ -229,6 +242,7 @@ def _run(arguments: list[str]) -> int:
         near = get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(COMMANDS)}."
         parser.error(f"{name!r} is not a command; {hint}")
+    require_usable_process()
     module = import_module(COMMANDS[name].module)
     return module.run(_arguments_of(module, arguments))
 

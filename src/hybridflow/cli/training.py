@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridflow.cli.arguments import add_recipe_arguments, add_stop_after, config_of
+from hybridflow.runtime.stop_signals import signals_exit
 
 if TYPE_CHECKING:
     from hybridflow.trainers import RunDirectory
@@ -31,10 +32,11 @@ def run_trainer(args: argparse.Namespace, build: str) -> int:
     config = config_of(args)
     from hybridflow.runtime.observe.slow_start import named_if_slow
 
-    with named_if_slow("loading torch and transformers"):
+    with named_if_slow("loading torch and transformers"), signals_exit():
         from hybridflow import trainers
 
-    with getattr(trainers, build)(config) as trainer:
+        build_trainer = getattr(trainers, build)
+    with build_trainer(config) as trainer:
         trainer.fit(args.stop_after)
     print(last_line(trainer.run))
     return 0

@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 logger = logging.getLogger(__name__)
 
@@ -15,6 +15,12 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _INTERRUPTED = 128 + signal.SIGINT
 """The exit status after a second signal of either kind, which shells use for a program ended by Ctrl-C."""
+
+
+AFTER_STEP = (
+    "%s: this step will be finished, then a checkpoint is saved and the run ends. A second signal ends it at once, "
+    "without saving."
+)
 
 
 class StopRequest:
@@ -26,8 +32,9 @@ class StopRequest:
     `requested` stays False.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, notice: str = AFTER_STEP) -> None:
         self.requested = False
+        self._notice = notice
         self.signal_name: str | None = None
         self._undo = contextlib.ExitStack()
 
@@ -47,11 +54,42 @@ class StopRequest:
             return
         self.requested = True
         self.signal_name = signal.Signals(number).name
-        logger.warning(
-            "%s: this step will be finished, then a checkpoint is saved and the run ends. "
-            "A second signal ends it at once, without saving.",
-            self.signal_name,
-        )
+        logger.warning(self._notice, self.signal_name)
+
+
+@contextlib.contextmanager
+def signals_after(what: str) -> Iterator[None]:
+    """Handle SIGINT or SIGTERM only after the block, whose native code an exception would break.
+
+    A second signal ends the process at once.
+    """
+    stop = StopRequest(f"%s: the run ends after {what}. A second signal ends it at once.")
+    try:
+        with stop:
+            yield
+    finally:
+        if stop.signal_name is not None:
+            signal.raise_signal(signal.Signals[stop.signal_name])
+
+
+@contextlib.contextmanager
+def signals_exit() -> Iterator[None]:
+    """End the process at once, as interrupted, if SIGINT or SIGTERM arrives within the block.
+
+    It is for imports: they have nothing to clean up, and may turn an exception into another error.
+    """
+    with contextlib.ExitStack() as undo:
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    undo.callback(_restore, number, signal.signal(number, lambda *_: _exit_interrupted()))
+        yield
+
+
+def _exit_interrupted() -> NoReturn:
+    with contextlib.suppress(OSError):  # nothing reads it
+        os.write(2, b"interrupted\n")
+    os._exit(_INTERRUPTED)
 
 
 _watched: set[int] = set()
@@ -87,8 +125,7 @@ def _exit_at_second(read_end: int, signals: list[signal.Signals]) -> None:
     while _LEAVE not in (numbers := os.read(read_end, 64)):
         num_seen += sum(number in signals for number in numbers)
         if num_seen > 1:
-            os.write(2, b"interrupted\n")
-            os._exit(_INTERRUPTED)
+            _exit_interrupted()
 
 
 def _stop_watching_in_forked_child() -> None:

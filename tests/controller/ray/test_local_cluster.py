@@ -265,6 +265,15 @@ def test_a_service_that_does_not_start_in_time_is_a_lost_cluster(monkeypatch, er
     assert type(raised.value) is kind
 
 
+def reapers_of(driver: int) -> list[int]:
+    found = []
+    for children in Path(f"/proc/{driver}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # it has exited
+            pids = children.read_text().split()
+            found += [int(pid) for pid in pids if b"reaper.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return found
+
+
 @CLUSTER
 def test_the_reaper_cleans_up_after_a_killed_driver(wait_until):
     stores = stores_left()
@@ -273,6 +282,9 @@ def test_the_reaper_cleans_up_after_a_killed_driver(wait_until):
     try:
         assert {seen["actor"], seen["child"]} <= set(cluster_processes(seen["session"]))
         os.kill(seen["actor"], signal.SIGSTOP)
+        (killed,) = reapers_of(driver.pid)
+        os.kill(killed, signal.SIGKILL)
+        wait_until(lambda: reapers_of(driver.pid) not in ([], [killed]))  # the next one has its place
         driver.kill()
         driver.wait()
         wait_until(lambda: not os.path.exists(seen["directory"]))

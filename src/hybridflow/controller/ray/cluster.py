@@ -10,7 +10,7 @@ import ray
 import torch
 
 from hybridflow.controller.ray.liveness.cluster_watch import ClusterWatch
-from hybridflow.controller.ray.local_cluster import LocalCluster
+from hybridflow.controller.ray.local_cluster import LocalCluster, while_ray_starts
 from hybridflow.controller.ray.nodes import EPSILON
 from hybridflow.controller.ray.resource_pool import RayResourcePool
 from hybridflow.errors import ConfigError
@@ -56,7 +56,8 @@ class Connection:
         if self._address:
             _require_reachable(self._address)
             try:
-                ray.init(self._address, log_to_driver=True, configure_logging=False)
+                with while_ray_starts():
+                    ray.init(self._address, log_to_driver=True, configure_logging=False)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise ConfigError(
                     f"no Ray cluster answers at address={self._address!r} ({error}); start one with "

@@ -24,6 +24,7 @@ from typing import Any, Self
 
 from hybridflow.controller.ray.reaper import SESSION_VARIABLE, cluster_processes
 from hybridflow.errors import ConfigError, LostClusterError, WorkerError
+from hybridflow.runtime.stop_signals import signals_after
 
 _MIN_OBJECT_STORE_BYTES = 75 * 2**20
 _REAPER = Path(__file__).with_name("reaper.py")
@@ -93,14 +94,16 @@ class LocalCluster:
         with contextlib.ExitStack() as undo:
             undo.callback(_let_ray_read_variables)
             undo.enter_context(_variables(_variables_of_run()))
-            ray = _import_ray()
-            _let_ray_read_variables()
-            undo.enter_context(_ray_settings())
+            with signals_after("the import of Ray"):
+                ray = _import_ray()
+                _let_ray_read_variables()
+                undo.enter_context(_ray_settings())
             directory = undo.enter_context(_reaped_directory(session))
             undo.callback(_shut_down)
             try:
                 # Processes that the driver starts later do not belong to the cluster and must not have its token.
-                with _variables({SESSION_VARIABLE: session}), _own_sigterm_and_breakpoint():
+                own = {SESSION_VARIABLE: session, "PYTHONBREAKPOINT": os.environ.get("PYTHONBREAKPOINT", "")}
+                with _variables(own), while_ray_starts():
                     ray.init(
                         address="local",  # ignores RAY_ADDRESS
                         num_cpus=self.num_cpus,
@@ -205,15 +208,16 @@ def _ray_settings() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _own_sigterm_and_breakpoint() -> Iterator[None]:
-    """Keep the run's own SIGTERM handler and `breakpoint()`, which `ray.init` replaces."""
-    handler = signal.getsignal(signal.SIGTERM)
+def while_ray_starts() -> Iterator[None]:
+    """Let signals wait until Ray has started, and keep the handler of SIGTERM: Ray's exits with status 15."""
+    from ray._private import utils
+
+    set_handler, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda handler: None
     try:
-        with _variables({"PYTHONBREAKPOINT": os.environ.get("PYTHONBREAKPOINT", "")}):
+        with signals_after("the start of Ray"):
             yield
     finally:
-        if threading.current_thread() is threading.main_thread() and handler is not None:
-            signal.signal(signal.SIGTERM, handler)
+        utils.set_sigterm_handler = set_handler
 
 
 def _directory_of(session: str) -> Path:
@@ -240,7 +244,7 @@ def _reaped_directory(session: str) -> Iterator[Path]:
     _pipes.add(write_end)
     try:
         directory = _directory_of(session)
-        reaper = _start_reaper(session, directory, read_end)
+        reaper = _Reaper(session, directory, read_end)
         directory.mkdir(mode=0o700)  # after the start of the reaper that removes it
     except OSError as error:
         _close(write_end)
@@ -251,15 +255,40 @@ def _reaped_directory(session: str) -> Iterator[Path]:
     except BaseException:
         _close(write_end)
         raise
-    finally:
-        os.close(read_end)
     try:
         yield directory
     finally:
         _close(write_end)
-        _wait(reaper, session)
-        if reaper.returncode != 0:  # it was killed; a new reaper completes its work
-            _wait(_start_reaper(session, directory, subprocess.DEVNULL), session)
+        reaper.wait()
+
+
+class _Reaper:
+    """The reaper of a session, and the next one if it is killed before its work is done."""
+
+    def __init__(self, session: str, directory: Path, pipe: int) -> None:
+        self._arguments = session, directory, pipe
+        try:
+            self._process = _start_reaper(*self._arguments)
+        except BaseException:
+            os.close(pipe)
+            raise
+        self._thread = threading.Thread(target=self._keep, name="reaper", daemon=True)
+        self._thread.start()
+
+    def _keep(self) -> None:
+        while self._process.wait() < 0:  # by a signal
+            self._process = _start_reaper(*self._arguments)
+        os.close(self._arguments[2])
+
+    def wait(self) -> None:
+        """Wait until the reaper is done, after the pipe was closed. Raises WorkerError if it does not end."""
+        self._thread.join(_REAPER_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise WorkerError(
+                f"Ray's processes {cluster_processes(self._arguments[0])} still run {_REAPER_TIMEOUT_S:.0f} s after "
+                f"they were killed; the reaper, process {self._process.pid}, continues. Inspect them with `ps -o "
+                "pid,stat,wchan,args`."
+            )
 
 
 def _start_reaper(session: str, directory: Path, stdin: int) -> subprocess.Popen[bytes]:
@@ -274,16 +303,6 @@ def _start_reaper(session: str, directory: Path, stdin: int) -> subprocess.Popen
         env=environment,
         start_new_session=True,
     )
-
-
-def _wait(reaper: subprocess.Popen[bytes], session: str) -> None:
-    try:
-        reaper.wait(_REAPER_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        raise WorkerError(
-            f"Ray's processes {cluster_processes(session)} still run {_REAPER_TIMEOUT_S:.0f} s after they were killed; "
-            f"the reaper, process {reaper.pid}, continues. Inspect them with `ps -o pid,stat,wchan,args`."
-        ) from None
 
 
 def _close(write_end: int) -> None:

@@ -94,7 +94,8 @@ def begin() -> tuple[dict[str, Any], "Replies", BinaryIO]:
     settings = first[1]
     files = [source for source in (name.rpartition(":")[0] for name in settings["sources"]) if source.endswith(".py")]
     sys.path[:1] = dict.fromkeys(os.path.dirname(os.path.abspath(file)) for file in files)
-    sys.path.append(os.getcwd())
+    with contextlib.suppress(OSError):  # it was removed
+        sys.path.append(os.getcwd())
     if limit := settings["memory_bytes"]:
         # limits allocated memory; address space that is only reserved does not count
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

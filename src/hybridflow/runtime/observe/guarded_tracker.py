@@ -24,7 +24,7 @@ class GuardedTracker:
         self._name, self._tracker = name, tracker
         self._pending: deque[tuple[str, int, Any]] = deque()
         self._lost: set[int] = set()  # steps of calls that it refuses, or that were too many to keep
-        self._told: set[tuple[str, str]] = set()  # method and error of the warnings
+        self._reported: set[tuple[str, str]] = set()  # method and error of the warnings
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Pass the metrics of a step on."""
@@ -58,17 +58,17 @@ class GuardedTracker:
             call = self._pending.popleft()
             if error := self._error_of(call):
                 failed.append(call)
-                if (kind := (call[0], type(error).__name__)) not in self._told:  # once, until it works again
-                    self._told.add(kind)
+                if (kind := (call[0], type(error).__name__)) not in self._reported:  # once, until it works again
+                    self._reported.add(kind)
                     text = "tracker '%s' failed at step %d (%s: %s); the run goes on, and gives it the step again later"
                     logger.warning(text, self._name, call[1], kind[1], error)
                 continue
             refused = [each for each in failed if self._error_of(each)]  # it may work again just now
             self._lost.update(step for _, step, _ in refused)
             failed.clear()
-            if self._told and not refused and len(self._pending) == 0:
+            if self._reported and not refused and len(self._pending) == 0:
                 logger.warning("tracker '%s' works again, and has got what was kept for it", self._name)
-                self._told.clear()
+                self._reported.clear()
         self._pending.extendleft(reversed(failed))
 
     def _error_of(self, call: tuple[str, int, Any]) -> Exception | None:

@@ -1,6 +1,9 @@
 import http.client
 import json
+import os
 import socket
+from threading import BoundedSemaphore
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,6 +44,7 @@ def test_only_the_page_and_its_data_are_served_on_loopback(ask, server):
     assert server.address == f"http://127.0.0.1:{server.server_port}/"
     status, headers, text = ask("/?a=b")
     assert (status, headers["X-Content-Type-Options"]) == (200, "nosniff")
+    assert headers["Content-Security-Policy"] == "frame-ancestors 'none'"
     assert 'data-live="true"' in text
     assert "connect-src 'self'" in text
     for path in ("/run.json", "/../run.json", "//etc/passwd", "/data.json/", "/%2e%2e/run.json"):
@@ -83,3 +87,32 @@ def test_a_connection_that_asks_nothing_is_closed(monkeypatch, server):
     monkeypatch.setattr(live._Handler, "timeout", 0.2)
     with socket.create_connection((LOOPBACK, server.server_port), timeout=30) as connection:
         assert connection.recv(1) == b""
+
+
+def test_a_browser_that_leaves_is_no_error(server, caplog):
+    for error, is_logged in ((BrokenPipeError(), False), (TimeoutError(), False), (ValueError("a bug"), True)):
+        try:
+            raise error
+        except (OSError, ValueError):
+            server.handle_error(None, None)
+        assert bool(caplog.records) == is_logged
+
+
+def test_more_connections_than_there_are_places_are_closed(ask, server):
+    server._places = BoundedSemaphore(1)
+    place = LOOPBACK, server.server_port
+    with socket.create_connection(place, timeout=30), socket.create_connection(place, timeout=30) as second:
+        assert second.recv(1) == b""
+    assert server._places.acquire(timeout=30)
+    server._places.release()
+    assert ask()[0] == 200
+
+
+def test_without_a_file_for_a_connection_the_server_pauses(server, monkeypatch):
+    pauses = []
+    monkeypatch.setattr(live.time, "sleep", pauses.append)
+    monkeypatch.setattr(server, "socket", SimpleNamespace(accept=lambda: os.open("/", os.O_WRONLY)))
+    with pytest.raises(OSError, match="Is a directory"):
+        server.get_request()
+    assert pauses == [live.PAUSE_S]
+    monkeypatch.undo()

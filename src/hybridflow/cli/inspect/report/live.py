@@ -2,12 +2,14 @@
 
 import hashlib
 import os
+import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Lock
+from threading import BoundedSemaphore, Lock
 from typing import Any
 
 from hybridflow.cli.inspect.report.page import make_page, to_page_json
@@ -27,8 +29,12 @@ Answer = tuple[HTTPStatus, str, str, str]
 HOSTS = (LOOPBACK, "localhost")
 """Names under which a browser may ask; under another one a foreign page could read the run (DNS rebinding)."""
 
+PAUSE_S = 0.5
 IDLE_S = 60.0
 """Seconds after which a connection that neither asks nor reads is closed."""
+
+MOST_CONNECTIONS = 32
+"""Connections at a time; more are closed at once, so that they do not take the open files that reading a run needs."""
 
 WATCHED = (METRICS, SAMPLES, ROLLOUTS, RECOVERIES, TRACE_FILE, "run.json")
 
@@ -45,12 +51,37 @@ class LiveServer(ThreadingHTTPServer):
         self._directories = directories
         self._names = [RunFiles(directory).name for directory in directories]
         self._lock, self._version, self._json = Lock(), "", ""
+        self._places = BoundedSemaphore(MOST_CONNECTIONS)
         super().__init__((LOOPBACK, port), partial(_Handler, self))
 
     @property
     def address(self) -> str:
         """The address of the page."""
         return f"http://{LOOPBACK}:{self.server_port}/"
+
+    def get_request(self) -> tuple[Any, Any]:
+        """Accept a connection; pause if the process has no file left for it, since it then stays in the queue."""
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(PAUSE_S)
+            raise
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Return whether there is a place for one more connection, and take it."""
+        return self._places.acquire(blocking=False)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer a request in its thread, and give its place back."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log an error, unless the browser has left."""
+        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
+            logger.exception("a request cannot be answered")
 
     def version(self) -> str:
         """Return a text that changes whenever a file of the runs, or the state of one, does."""
@@ -117,6 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
             "Cache-Control": "no-store",
             "X-Content-Type-Options": "nosniff",
             "Referrer-Policy": "no-referrer",
+            "Content-Security-Policy": "frame-ancestors 'none'",  # which the page's own policy cannot say
         }.items():
             if value:
                 self.send_header(name, value)
