@@ -1,9 +1,11 @@
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 
 from hybridflow.config import load_config
+from hybridflow.errors import CheckpointConfigError
 from hybridflow.trainers import RunDirectory, fit
 from hybridflow.trainers.run.samples import Samples
 
@@ -95,6 +97,22 @@ def test_an_early_stop_saves_without_validation_and_goes_on(make, caplog):
     assert "stopped after step 2 of 5; run the same command to continue, without --stop-after" in caplog.text
     fit(trainer, stop_after=3)
     assert trainer.calls[3:] == ["step 3", "save 3"]
+
+
+def test_settings_that_a_finished_run_cannot_use_are_an_error(make, tmp_path, caplog, monkeypatch):
+    trainer = make(5, "actor.optimizer.lr=0.5", "controller.threads=3", f"data.train_files=['{tmp_path}/a.jsonl']")
+    trainer.global_step, config = 5, trainer.run.identity["config"]
+    same = {**config, "controller.threads": 1, "trainer.total_steps": 3, "data.train_files": ["a.jsonl"]}
+    monkeypatch.setattr(trainer.run, "starts", lambda: [{"directory": str(tmp_path)}])
+    trainer.run.checkpoint = SimpleNamespace(info={"config": same})
+    fit(trainer)
+    assert "is finished: it is at step 5 of 5" in caplog.text
+    trainer.run.checkpoint.info["config"] = {**same, "actor.optimizer.lr": 0.1, "lora.targets": ["q_proj"]}
+    with pytest.raises(
+        CheckpointConfigError, match=r"is at step 5 already.* was \['q_proj'\] and .*optimizer.lr was 0\.1 and is 0\.5"
+    ):
+        fit(trainer, stop_after=2)
+    assert trainer.calls == []
 
 
 def test_a_run_with_nothing_to_do_writes_nothing(make, tmp_path, caplog):

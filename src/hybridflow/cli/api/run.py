@@ -3,6 +3,7 @@
 import shlex
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +74,7 @@ class Run:
         closures: Sequence[Closure] = (),
         words: Words | None = None,
     ) -> None:
-        self.path, self.kind, self.words = path, kind, words or Words(kind)
+        self.path, self.kind, self.words = path, kind, replace(words or Words(kind), directory=str(path / DATA))
         self._recipes, self._changes, self._closures = recipes, list(changes), closures
 
     def __repr__(self) -> str:

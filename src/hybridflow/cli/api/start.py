@@ -150,14 +150,19 @@ def _start(
             changes += overrides({"data.val_files": files(val_data, f"val_{name}", "val")})
         run = Run(Path(first.trainer.run_dir), kind, recipes, changes, closures, words)
         for rows, file in written if kind == "train" else ():
-            samples = [
-                {**row, "ground_truth": row["reward_model"].get("ground_truth"), "extra_info": row.get("extra_info")}
-                for row in rows
-            ]
-            require_reward_functions(run.config, samples, [str(file)])
+            samples = [sample for row in rows if (sample := _sample_of(row))]
+            require_reward_functions(run.config, samples, [name if file.name.startswith("train") else f"val_{name}"])
         for rows, file in written:  # all is valid
             write_rows(rows, file)
     return run
+
+
+def _sample_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what a reward function gets of a row; None if the row is malformed, which its reader says."""
+    source, truth, info = row.get("data_source"), row.get("reward_model"), row.get("extra_info")
+    if not (isinstance(source, str) and isinstance(truth, Mapping) and isinstance(info, Mapping | None)):
+        return None
+    return {"data_source": source, "ground_truth": truth.get("ground_truth"), "extra_info": info}
 
 
 def _batch_size(config: Config, kind: RunKind) -> int:

@@ -1,5 +1,6 @@
 """Errors of a call in Python name its arguments, not the keys of a recipe that the arguments set."""
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -29,19 +30,21 @@ PHRASES = {
     "in overrides:": "in the arguments:",
     "with overrides:": "with the arguments:",
 }
+HINT = " Name its column with an argument, as in "
 _MISSING = re.compile(r": '([^']+)' is missing; the row has ([^.]*)\.( Name the columns in data.columns, .*?\}\.)?")
-_WRITTEN = re.compile(r"\S*/data/(train|val)-[0-9a-f]{12}\.parquet(?!: cannot)")
+_WRITTEN = r"/(train|val)-[0-9a-f]{12}\.parquet(?!: cannot)"
 
 
 @dataclass(frozen=True)
 class Words:
     """The arguments of a call of this kind; while it is entered, errors are said in them.
 
-    `columns`: the values of the arguments that name columns.
+    `columns`: the values of the arguments that name columns. `directory`: where rows of the program are written.
     """
 
     kind: RunKind
     columns: Mapping[str, str] = field(default_factory=lambda: {"prompt": "prompt", "answer": "answer"})
+    directory: str = ""
 
     def keys(self) -> dict[str, str]:
         """Return the arguments by the keys that they set."""
@@ -67,8 +70,10 @@ class Words:
             lambda key: keys[key[1]],
             text,
         )
-        text = _WRITTEN.sub(lambda file: data if file[1] == "train" else f"val_{data}", text)
-        return _MISSING.sub(self._with_argument, text)
+        for directory in filter(None, (self.directory and os.path.abspath(self.directory), self.directory)):
+            written = re.escape(directory) + _WRITTEN
+            text = re.sub(written, lambda file: data if file[1] == "train" else f"val_{data}", text)
+        return text if HINT in text else _MISSING.sub(self._with_argument, text)
 
     def _with_argument(self, found: re.Match[str]) -> str:
         argument = next((ours for ours, theirs in self.columns.items() if theirs == found[1]), None)
@@ -77,7 +82,7 @@ class Words:
             return found[0]
         nearest = get_close_matches(found[1], others, n=1) or others
         begin = found[0].removesuffix(found[3] or "")
-        return f'{begin} Name its column with an argument, as in {argument}="{nearest[0]}".'
+        return f'{begin}{HINT}{argument}="{nearest[0]}".'
 
     def __enter__(self) -> None: ...
 
