@@ -4,7 +4,6 @@ import ast
 import threading
 import warnings
 from collections.abc import Sequence
-from functools import lru_cache
 
 from hybridflow.errors import RewardError
 
@@ -14,19 +13,21 @@ _CONSTANT_PARTS = (ast.Constant, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.Una
 _IDLE_DECORATORS = ("classmethod", "dataclass", "fixture", "parametrize", "property", "staticmethod")
 
 
-@lru_cache(maxsize=4096)
-def require_check(statements: str) -> None:
-    """Raise RewardError for statements that do not compile, and for statements that every program passes.
+def parsed(statements: str) -> ast.Module:
+    """Return the statements; raise RewardError if they do not compile, or if every program passes them.
 
-    The latter only import, define functions and classes, and assign constants: nothing calls the program. A test `pass`
-    says that the program has only to run.
+    The latter only import, define functions and classes, and assign constants: nothing calls the program.
     """
     module = _compiled(statements)
     if all(map(_is_idle, module.body)):
-        raise RewardError(
-            f"a test checks nothing, so every program would pass it: {statements!r:.200} only imports, defines or "
-            f"assigns constants. {_fix(module.body)}"
-        )
+        raise idle_error(statements, "only imports, defines or assigns constants")
+    return module
+
+
+def idle_error(statements: str, why: str) -> RewardError:
+    """Return the error of a test that checks nothing."""
+    fix = _fix(_compiled(statements).body)
+    return RewardError(f"a test checks nothing, so every program would pass it: {statements!r:.200} {why}. {fix}")
 
 
 def _compiled(statements: str) -> ast.Module:
@@ -40,10 +41,15 @@ def _compiled(statements: str) -> ast.Module:
         line = f"line {error.lineno}, {(error.text or '').strip()!r:.200}: " if error.lineno else ""
         raise RewardError(f"the statements of a test do not compile: {line}{error.msg}; correct the test.") from None
     except (ValueError, OverflowError, RecursionError, MemoryError) as error:
-        raise RewardError(
-            f"the statements of a test do not compile: {type(error).__name__} {error} in {statements!r:.200}; correct "
-            "the test, or make it shorter."
-        ) from None
+        raise too_long(statements, f"{type(error).__name__} {error}") from None
+
+
+def too_long(statements: str, problem: str = "RecursionError") -> RewardError:
+    """Return the error of a test that is too deeply nested, or that cannot be read."""
+    return RewardError(
+        f"the statements of a test do not compile: {problem} in {statements!r:.200}; correct the test, or make it "
+        "shorter."
+    )
 
 
 def _is_idle(statement: ast.stmt) -> bool:
@@ -56,15 +62,13 @@ def _is_idle(statement: ast.stmt) -> bool:
         case ast.FunctionDef(decorator_list=decorators) | ast.AsyncFunctionDef(decorator_list=decorators):
             return _are_idle_decorators(decorators)
         case ast.ClassDef(decorator_list=decorators, body=body):
-            return _are_idle_decorators(decorators) and all(
-                isinstance(each, ast.Pass) or _is_idle(each) for each in body
-            )
+            return _are_idle_decorators(decorators) and all(map(_is_idle, body))
         case ast.Assign(value=value):
             return _is_constant(value)
         case ast.AnnAssign(value=value):
             return value is None or _is_constant(value)
-        case ast.If(test=test):  # the name is not __main__ there
-            return ast.unparse(test) in ("__name__ == '__main__'", "'__main__' == __name__")
+        case ast.Pass():
+            return True
     return False
 
 
@@ -83,10 +87,7 @@ def _fix(body: Sequence[ast.stmt]) -> str:
     """Return what to add, for the last class or function of the test."""
     for statement in reversed(body):
         if isinstance(statement, ast.ClassDef):
-            return (
-                "Run its class: `assert unittest.TextTestRunner().run(unittest.defaultTestLoader."
-                f"loadTestsFromTestCase({statement.name})).wasSuccessful()`."
-            )
+            return f"Run the tests of {statement.name}: `unittest.main()`."
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
             arguments = "the function to test" if statement.args.args else ""
             return f"Call it: `{statement.name}({arguments})`."

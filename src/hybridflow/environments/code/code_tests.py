@@ -1,15 +1,18 @@
 """Reward for code: runs the last code block of a response in restricted processes, one for each unit test."""
 
 import json
+import math
 import re
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from hybridflow.environments.code.code_checks import Steps, steps_of
 from hybridflow.environments.code.code_runner import CodeLimits, run_program
-from hybridflow.environments.code.code_statements import require_check
+from hybridflow.environments.code.code_statements import idle_error
 from hybridflow.environments.rewards.limits import require_seconds, require_whole
 from hybridflow.errors import RewardError
 
@@ -74,8 +77,13 @@ def code_reward(
         if number and time.monotonic() >= limits.deadline:
             break
         if isinstance(test, Steps):
-            run = run_program(source, limits, steps=test.steps)
+            run = run_program(source, limits, test=test)
             num_passed += run.finished
+            unlimited = replace(limits, deadline=math.inf)
+            if run.is_idle and _is_idle(test, unlimited):
+                raise _idle(test, number, "ends without having run an assertion or a test")
+            if run.finished and not test.names_program and _is_passed_by_nothing(test, unlimited):
+                raise _idle(test, number, "passes without a program")
         else:
             given, wanted = test
             run = run_program(source, limits, stdin=given.encode())
@@ -101,13 +109,32 @@ def _read_tests(ground_truth: Any, max_tests: int) -> Sequence[_Test]:
         raise _no_tests(ground_truth)
     inputs, outputs, tests = (_texts(truth.get(name)) for name in ("inputs", "outputs", "tests"))
     if tests and not inputs and not outputs:
-        tests = tests[: max_tests or None]
-        for test in tests:
-            require_check(test)
-        return [steps_of(test) for test in tests]
+        return [_steps(test, number) for number, test in enumerate(tests[: max_tests or None])]
     if inputs and outputs and len(inputs) == len(outputs) and not tests:
         return list(zip(inputs, outputs, strict=True))[: max_tests or None]
     raise _no_tests(ground_truth)
+
+
+def _steps(test: str, number: int) -> Steps:
+    try:
+        return steps_of(test)
+    except RewardError as error:
+        raise RewardError(f"tests[{number}]: {error}") from None
+
+
+def _idle(test: Steps, number: int, why: str) -> RewardError:
+    return RewardError(f"tests[{number}]: {idle_error(test.steps[0].source, why)}")
+
+
+@lru_cache(maxsize=128)
+def _is_passed_by_nothing(test: Steps, limits: CodeLimits) -> bool:
+    return run_program(b"", limits, test=test).finished
+
+
+@lru_cache(maxsize=128)
+def _is_idle(test: Steps, limits: CodeLimits) -> bool:
+    """Return whether no check runs, whatever the names mean that a program would define."""
+    return run_program(b"", limits, test=replace(test, steps=(replace(test.steps[0], is_probe=True),))).is_idle
 
 
 def _texts(value: Any) -> list[str]:
