@@ -8,6 +8,7 @@ program's process, where the program can make them pass.
 import ast
 import builtins
 import copy
+import marshal
 import math
 import operator
 import sys
@@ -17,7 +18,7 @@ from functools import lru_cache
 from typing import Any
 
 from hybridflow.environments.code.code_rewriter import imports_of, rewritten
-from hybridflow.environments.code.code_statements import idle_error, parsed, too_long
+from hybridflow.environments.code.code_statements import parsed, require_check, too_long
 from hybridflow.environments.code.code_values import MAX_HASHED, decode
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -79,8 +80,6 @@ class Step:
     """What must hold of the value; None for an import and a test."""
     code: bytes = b""
     """The rewritten test; empty for an expression and an import."""
-    is_probe: bool = False
-    """Whether the test runs without a program, to learn whether it checks anything."""
     is_iterated: bool = False
     """Whether the check asks for the elements of a value that is not plain data."""
 
@@ -125,12 +124,12 @@ def steps_of(statements: str) -> Steps:
         steps = []
     if not any(step.check for step in steps):
         try:
-            test = rewritten(parsed(statements))
+            test = rewritten(module)
+            code = compile(test, "test.py", "exec", dont_inherit=True, optimize=0)
         except RecursionError:
             raise too_long(statements) from None
-        if not test.has_check:
-            raise idle_error(statements, "has no assertion that could fail")
-        return Steps((Step(statements, code=test.code),), False, imports, names.has_program)
+        require_check(test, statements)
+        return Steps((Step(statements, code=marshal.dumps(code)),), False, imports, names.has_program)
     return Steps(tuple(steps), True, imports)
 
 

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 PROGRAM = "program.py"
 """Name of the program's file in the working directory of the process."""
 
-TEST, PROBE, IMPORT, EXPRESSION, ELEMENTS = b"t", b"p", b"m", b"e", b"i"
-"""Kinds of a request: run a test; run it without a program, to learn whether it checks anything; run an import; send a
-value; send a value, or its elements if it is not plain data."""
+TEST, IMPORT, EXPRESSION, ELEMENTS = b"t", b"m", b"e", b"i"
+"""Kinds of a request: run a test; run an import; send a value; send it, or its elements if it is not plain data."""
 
 _SOL_SOCKET, _SCM_RIGHTS = 1, 1
 _read, _write, _exit = os.read, os.write, os._exit  # which the program may replace
@@ -104,13 +103,14 @@ def compiled() -> CodeType | None:
 
 def serve_program(code: CodeType, settings: dict[str, Any]) -> None:
     """Run the program, then the steps of a test, until one raises; the caller ends the process then."""
-    from code_judge import MAIN, MODULE, Judge
+    from code_judge import Judge
+    from code_names import MAIN, MODULE
     from code_values import encode
 
     line, secret, load = settings["line"], settings["secret"], marshal.loads
     module = ModuleType(MODULE)
     judge = Judge(module, settings["imports"])
-    for name in ("code_judge", "code_limits", "code_values"):
+    for name in [name for name in sys.modules if name.startswith("code_")]:
         del sys.modules[name]
     sys.modules[MAIN] = sys.modules[MODULE] = module  # which dataclasses, pickle and `import program` look up
     sys.orig_argv.clear()
@@ -119,8 +119,8 @@ def serve_program(code: CodeType, settings: dict[str, Any]) -> None:
     write(line, secret)
     while True:
         kind, source = receive(line, 1), receive(line, int.from_bytes(receive(line, 4), "little"))
-        if kind in (TEST, PROBE):
-            message = secret + judge.verdict(load(source), is_probe=kind == PROBE)
+        if kind == TEST:
+            message = secret + judge.verdict(load(source))
         else:
             step = compile(source, "test.py", "exec" if kind == IMPORT else "eval", dont_inherit=True)
             value = judge.value(step)

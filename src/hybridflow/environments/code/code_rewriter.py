@@ -10,36 +10,41 @@
 """
 
 import ast
-import marshal
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 _SIGNS: dict[type, str] = {
-    **{ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="},
-    **{ast.Is: "is", ast.IsNot: "is not", ast.In: "in", ast.NotIn: "not in"},
+    ast.Eq: "==",
+    ast.NotEq: "!=",
+    ast.Lt: "<",
+    ast.LtE: "<=",
+    ast.Gt: ">",
+    ast.GtE: ">=",
+    ast.Is: "is",
+    ast.IsNot: "is not",
+    ast.In: "in",
+    ast.NotIn: "not in",
 }
 _SWALLOWING = ("AssertionError", "Exception", "BaseException")
 _EXITS = ("sys.exit", "exit", "quit")
-_TOOLS = ("unittest", "doctest")
+_RESULTS = ("attempted", "errors", "failed", "failures", "testsRun", "wasSuccessful")
+"""What a runner of tests says afterwards; the checks are those that it ran."""
 
 
-@dataclass(frozen=True)
-class Rewritten:
-    """A rewritten test as marshalled code, and whether a statement of it could fail."""
-
-    code: bytes
-    has_check: bool
+def rewritten(module: ast.Module) -> ast.Module:
+    """Rewrite a module that compiles; raise RecursionError if it is nested too deeply."""
+    return ast.fix_missing_locations(_Rewriter(module).visit(module))
 
 
-def rewritten(module: ast.Module) -> Rewritten:
-    """Return the test of a module that compiles; raise RecursionError if it is nested too deeply."""
-    has_tool = any(name.partition(".")[0] in _TOOLS for name, _ in imports_of(module))
-    rewriter = _Rewriter(module)
-    tree = ast.fix_missing_locations(rewriter.visit(module))
-    code = compile(tree, "test.py", "exec", dont_inherit=True, optimize=0)
-    return Rewritten(marshal.dumps(code), rewriter.num_checks > 0 or has_tool)
+def is_check(node: ast.AST) -> bool:
+    """Return whether a part of a rewritten test is a check."""
+    match node:
+        case ast.Call(func=ast.Name(id="__check__" | "__count__")):
+            return True
+        case ast.Call(func=ast.Attribute(attr=name)):
+            return name.startswith(("assert", "fail", "testmod", "run_docstring", "DocTest"))
+    return False
 
 
 def imports_of(module: ast.Module) -> list[tuple[str, tuple[str, ...]]]:
@@ -55,15 +60,28 @@ def imports_of(module: ast.Module) -> list[tuple[str, tuple[str, ...]]]:
     return [each for each in imports if each[0].partition(".")[0] in sys.stdlib_module_names - {"antigravity", "this"}]
 
 
+def constants_of(module: ast.Module) -> dict[str, object]:
+    """Return the names that mean the same number or text wherever a test reads them."""
+    nodes = list(ast.walk(module))
+    stored = Counter(each.id for each in nodes if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load))
+    others = {getattr(each, name, None) for each in nodes for name in ("arg", "name", "asname")}
+    found: dict[str, object] = {"__name__": "__main__", "__debug__": True}
+    for node in nodes:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=value)):
+                if stored[name] == 1 and name not in others:
+                    found[name] = value
+    return found
+
+
 class _Assertion(ast.If):
     """An assertion, rewritten."""
 
 
 class _Rewriter(ast.NodeTransformer):
     def __init__(self, module: ast.Module) -> None:
-        self.num_checks = 0
         self._is_swallowed = False
-        self._constants = _constants(module)
+        self._constants = constants_of(module)
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         """Rewrite the parts of a node, and count on entering a block that can fail in another way than by `assert`."""
@@ -77,12 +95,8 @@ class _Rewriter(ast.NodeTransformer):
         return node
 
     def _count_in(self, block: list[ast.stmt]) -> None:
-        if self._is_swallowed:
-            return
-        name = "count" if any(map(self._can_fail, block)) else "reached" if any(map(self._is_branch, block)) else None
-        if name is not None:
-            self.num_checks += name == "count"
-            block.insert(_num_first(block), ast.Expr(_call(name)))
+        if not self._is_swallowed and any(map(self._can_fail, block)):
+            block.insert(_num_first(block), ast.Expr(_call("count")))
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
         self.generic_visit(node)
@@ -90,8 +104,8 @@ class _Rewriter(ast.NodeTransformer):
         if isinstance(condition, ast.Constant) and not condition.value:
             return raising
         _mark_conditions(condition)
-        if not (self._is_swallowed or self._is_fixed(condition)):
-            self.num_checks += 1
+        is_of_runner = any(getattr(each, "attr", None) in _RESULTS for each in ast.walk(condition))
+        if not (self._is_swallowed or is_of_runner or self._is_fixed(condition)):
             condition = _call("check", condition)
         return _Assertion(ast.UnaryOp(ast.Not(), condition), [raising], [])
 
@@ -141,7 +155,7 @@ class _Rewriter(ast.NodeTransformer):
     visit_TryStar = visit_Try
 
     def _is_fixed(self, condition: ast.expr) -> bool:
-        """Return whether a condition has the same value for every program, or asks for the name of the module."""
+        """Return whether a condition has the same value for every program."""
         parts = [each for each in ast.walk(condition) if isinstance(each, ast.Name | ast.Call | ast.Await)]
         return all(isinstance(each, ast.Name) and each.id in self._constants for each in parts)
 
@@ -155,42 +169,16 @@ class _Rewriter(ast.NodeTransformer):
             case ast.If(test=test, body=body, orelse=orelse):
                 return not self._is_fixed(test) and any(map(self._can_fail, (*body, *orelse)))
             case ast.Match(subject=subject, cases=cases):
-                return not self._is_fixed(subject) and any(
-                    map(self._can_fail, (s for case in cases for s in case.body))
-                )
+                inner = [statement for case in cases for statement in case.body]
+                return not self._is_fixed(subject) and any(map(self._can_fail, inner))
             case ast.Try(body=body, handlers=handlers, orelse=orelse):
                 is_swallowed = any(map(_swallows, handlers))
                 return any(map(self._can_fail, orelse)) or (not is_swallowed and any(map(self._can_fail, body)))
         return False
 
-    def _is_branch(self, statement: ast.stmt) -> bool:
-        """Return whether the program decides which part of a statement runs, and one has an assertion."""
-        match statement:
-            case _Assertion():
-                return False
-            case ast.If(test=condition) | ast.While(test=condition) | ast.Match(subject=condition):
-                has_assertion = any(isinstance(each, _Assertion) for each in ast.walk(statement))
-                return has_assertion and not self._is_fixed(condition)
-        return False
-
 
 def _call(name: str, *args: ast.expr) -> ast.Call:
     return ast.Call(ast.Name(f"__{name}__", ast.Load()), list(args), [])
-
-
-def _constants(module: ast.Module) -> set[str]:
-    """Return the names that mean the same number or text wherever a test reads them."""
-    nodes = list(ast.walk(module))
-    stored = Counter(each.id for each in nodes if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load))
-    others = {getattr(each, name, None) for each in nodes for name in ("arg", "name", "asname")}
-    fixed = Counter(
-        each.targets[0].id
-        for each in nodes
-        if isinstance(each, ast.Assign)
-        and isinstance(each.targets[0], ast.Name)
-        and isinstance(each.value, ast.Constant)
-    )
-    return {name for name in fixed if fixed[name] == stored[name]} - others | {"__name__", "__debug__"}
 
 
 def _mark_conditions(node: ast.expr) -> None:

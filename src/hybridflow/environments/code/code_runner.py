@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hybridflow.environments.code.code_checks import Step, Steps
-from hybridflow.environments.code.code_process import ELEMENTS, EXPRESSION, IMPORT, PROBE, PROGRAM, TEST
+from hybridflow.environments.code.code_process import ELEMENTS, EXPRESSION, IMPORT, PROGRAM, TEST
 from hybridflow.environments.code.code_quota import CodeQuota
 from hybridflow.environments.code.code_values import IDLE, PASSED
 from hybridflow.environments.code.syscall_filter import OWN_ID, Filters, filters_of
@@ -59,7 +59,7 @@ class CodeRun:
     """Result of a run: whether the program compiled, whether it and the statements finished, and its stdout.
 
     `is_late`: it did not finish, and was stopped by a limit of time or took nearly as long.
-    `is_idle`: the test has ended without an error, and no check has run.
+    `is_idle`: the test has ended without an error, and a runner in it had nothing to run.
     """
 
     compiled: bool
@@ -222,7 +222,7 @@ class _Test:
     def _holds(self, step: Step) -> bool:
         """Return whether the program's process has answered the step, and its check holds of the answer."""
         if step.code:
-            kind, source = PROBE if step.is_probe else TEST, step.code
+            kind, source = TEST, step.code
         else:
             kind = IMPORT if step.check is None else ELEMENTS if step.is_iterated else EXPRESSION
             source = step.source.encode()

@@ -1,4 +1,4 @@
-"""Verdicts of tests, and the encoding of plain data from a program's process to the scorer; runs without hybridflow, beside code_process.py.
+"""Verdicts of tests, and the encoding of plain data from a program's process to the scorer; beside code_process.py.
 
 Decoding executes nothing and makes only None, bool, int, float, complex, str, bytes, Ellipsis, tuple, list, frozenset,
 dict, range, Fraction, Decimal, and `Opaque` for every other object. A subclass arrives as its plain type.
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 PASSED, FAILED, IDLE = b"p", b"f", b"i"
-"""Verdicts of a test; `IDLE`: nothing failed because no check ran, or because a run of tests was empty."""
+"""Verdicts of a test; `IDLE`: nothing failed, and a runner of unittest or doctest had nothing to run."""
 
 MAX_DEPTH = 200
 MAX_VALUES = 2**21
