@@ -78,13 +78,14 @@ class Step:
     source: str
     check: ast.expr | None = None
     """What must hold of the value; None for an import and a test."""
-    code: bytes = b""
-    """The rewritten test; empty for an expression and an import."""
     is_iterated: bool = False
     """Whether the check asks for the elements of a value that is not plain data."""
 
     max_hashed: int = MAX_HASHED
     """Members of sets and dicts that the value may have; more than any expected one has."""
+
+    code: bytes = b""
+    """The rewritten test; empty for an expression and an import."""
 
     def holds(self, answer: bytes) -> bool:
         """Return whether the check holds of the value of a message, which may be anything."""

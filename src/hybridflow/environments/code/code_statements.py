@@ -58,7 +58,7 @@ def idle_error(statements: str, why: str) -> RewardError:
 def _reached(test: ast.Module) -> Iterator[ast.AST]:
     """Yield the parts of a test that may run: not functions that nothing names, nor branches that are never taken."""
     constants = constants_of(test)
-    attributes = {each.attr for each in ast.walk(test) if isinstance(each, ast.Attribute)}
+    used = {getattr(each, "attr", getattr(each, "id", None)) for each in ast.walk(test)}
     waiting: dict[str, list[ast.AST]] = {}
     named: set[str] = set()
     todo: list[ast.AST] = [test]
@@ -76,7 +76,7 @@ def _reached(test: ast.Module) -> Iterator[ast.AST]:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 if isinstance(node, ast.ClassDef):
                     todo += [each for each in node.body if each not in _methods(node)]
-                if _is_unittest(node) and attributes.isdisjoint((*_RUNNING, *(each.name for each in _methods(node)))):
+                if _is_unittest(node) and used.isdisjoint((*_RUNNING, *(each.name for each in _methods(node)))):
                     continue
                 if named.isdisjoint({node.name, *_FINDING}) and _are_idle(node.decorator_list):
                     waiting.setdefault(node.name, []).append(node)

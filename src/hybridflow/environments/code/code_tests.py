@@ -45,7 +45,7 @@ def code_reward(
 
     `ground_truth`, or JSON of it, is {"inputs": [text, ...], "outputs": [text, ...]}: what the program reads and must
     print, ignoring spaces at the ends of lines and empty lines at the end. Or it is {"tests": [text, ...]}: statements
-    that run after the program and must not raise. `max_tests` limits the run to the first tests; 0 runs all.
+    that run after the program, of which a check must run and none fail. `max_tests` limits the run to the first tests; 0 runs all.
 
     Each test has `timeout_s` seconds of CPU time and twice that of wall-clock time, and all together have
     `total_timeout_s` seconds of wall-clock time, which must be less than reward.timeout_s. A test that would start
@@ -53,10 +53,10 @@ def code_reward(
 
     Outputs, and the values of assertions such as `assert f(2) == 4`, are compared outside of the program's process, as
     plain data: an object that claims to equal everything does not equal a number. Other statements run in the program's
-    process and count as unprotected. docs/rewards.md has the rules.
+    process, with the interpreter's own names, and count as unprotected. docs/rewards.md has the rules.
 
     Raises:
-        RewardError: The ground truth has another form, statements do not compile or check nothing, a limit is out of
+        RewardError: The ground truth has another form, statements do not compile or no check runs, a limit is out of
             range, the system lacks Landlock or seccomp filters, or the temporary directory cannot be used.
     """
     require_seconds("timeout_s", timeout_s)
