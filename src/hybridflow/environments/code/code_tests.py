@@ -45,7 +45,8 @@ def code_reward(
 
     `ground_truth`, or JSON of it, is {"inputs": [text, ...], "outputs": [text, ...]}: what the program reads and must
     print, ignoring spaces at the ends of lines and empty lines at the end. Or it is {"tests": [text, ...]}: statements
-    that run after the program, of which a check must run and none fail. `max_tests` limits the run to the first tests; 0 runs all.
+    that run after the program, of which a check must run and none fail. `max_tests` limits the run to the first tests;
+    0 runs all.
 
     Each test has `timeout_s` seconds of CPU time and twice that of wall-clock time, and all together have
     `total_timeout_s` seconds of wall-clock time, which must be less than reward.timeout_s. A test that would start
