@@ -35,8 +35,8 @@ PROTECTED = {
 }
 
 NOT_PROTECTED = [
-    *("pass", "f(2)", "x = f(2)\nassert x == 4", "for x in (1, 2):\n    assert f(x) == x", "assert f(2) == f(3)"),
-    *("assert f(2) == 4 or f(2) == 5", "assert f(2) + g(2) == 4", "assert f(2) * 2 == 4", "assert True"),
+    *("x = f(2)\nassert x == 4", "for x in (1, 2):\n    assert f(x) == x", "assert f(2) == f(3)"),
+    *("assert f(2) == 4 or f(2) == 5", "assert f(2) + g(2) == 4", "assert f(2) * 2 == 4"),
     *("assert all(f(x) == x for x in (1, 2))", "assert isinstance(f(2), int)", "assert isinstance(f(2), int) == True"),
     *("assert sum(abs(f(x) - y) for x, y in [(1, 2)]) == 0", "assert round(abs(f(2) - 1.41), 3) == 0"),
     *("assert list(filter(lambda x: x != 4, f(2))) == []", "assert [y for y in f(2) if y != 4] == []"),

@@ -57,8 +57,8 @@ def test_a_program_may_create_a_number_of_files_and_start_a_number_of_threads():
     assert output(COUNT_THREADS) == f"{MAX_STARTED_THREADS} can't start new thread\n"
     program = b"def make(n):\n    for i in range(n):\n        open(str(i), 'w').close()\n    return n"
     for number, passes in ((MAX_CREATED_FILES, True), (MAX_CREATED_FILES + 1, False)):
-        steps = steps_of(f"assert make({number}) == {number}").steps
-        assert run_program(program, LIMITS, steps=steps).finished == passes
+        test = steps_of(f"assert make({number}) == {number}")
+        assert run_program(program, LIMITS, test=test).finished == passes
 
 
 RESTRICTED = """
@@ -91,8 +91,9 @@ time.sleep(1000)
 
 SCORER = """
 import sys
+from hybridflow.environments.code.code_checks import Steps
 from hybridflow.environments.code.code_runner import CodeLimits, run_program
-run_program(sys.argv[1].encode(), CodeLimits(500.0, 2**28, 2**20), steps=[])
+run_program(sys.argv[1].encode(), CodeLimits(500.0, 2**28, 2**20), test=Steps((), True))
 """
 
 
@@ -141,7 +142,7 @@ def test_too_many_open_files_are_an_error_of_the_scorer(tmp_path, monkeypatch):
         assert len(messages) < 500
         resource.setrlimit(resource.RLIMIT_NOFILE, (last + len(messages), hard))
         try:
-            assert run_program(b"f = abs", LIMITS, steps=steps_of("assert f(-1) == 1").steps).finished
+            assert run_program(b"f = abs", LIMITS, test=steps_of("assert f(-1) == 1")).finished
             messages.append("")
         except RewardError as error:
             messages.append(str(error))

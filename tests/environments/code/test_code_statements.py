@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybridflow.environments.code.code_statements import require_check
+from hybridflow.environments.code.code_checks import steps_of
 from hybridflow.environments.rewards import code_reward
 from hybridflow.errors import RewardError
 
@@ -41,25 +41,27 @@ def test_statements_that_do_not_compile_are_an_error(statements, message):
         ("import pytest\ndef test_add():\n    assert add(1, 2) == 3", r"Call it: `test_add\(\)`\."),
         ("@pytest.mark.parametrize('a', [1])\ndef test_add(a):\n    assert add(a, 2) == 3", "Call it"),
         ("async def test_add():\n    assert await add(1, 2) == 3", r"Call it: `test_add\(\)`"),
-        (CLASS, r"loadTestsFromTestCase\(Tests\)\)\.wasSuccessful\(\)`\."),
-        (f"{CLASS}\nif __name__ == '__main__':\n    unittest.main()", r"loadTestsFromTestCase\(Tests\)"),
-        ("class Empty(list):\n    pass", r"loadTestsFromTestCase\(Empty\)"),
+        (CLASS, r"Run the tests of Tests: `unittest\.main\(\)`\."),
+        ("class Empty(list):\n    pass", r"Run the tests of Empty"),
+        ("pass", r"as in `assert add\(1, 2\) == 3`"),
+        ("add(1, 2)", r"as in `assert add\(1, 2\) == 3`"),
+        ("x = add(1, 2)\ndef test():\n    pass", r"Call it: `test\(\)`"),
         ("", r"as in `assert add\(1, 2\) == 3`"),
         ("'''Adds.'''\nexpected: int\nexpected = 3\n[3]  # all", r"as in `assert add\(1, 2\) == 3`"),
     ],
 )
 def test_statements_that_check_nothing_are_an_error(statements, fix):
-    with pytest.raises(RewardError, match=rf"checks nothing, so every program would pass it: .*{fix}") as caught:
-        code_reward("code", "a response without a program", {"tests": [statements]})
+    with pytest.raises(RewardError, match=rf"tests\[1\]: a test checks nothing, .*{fix}") as caught:
+        code_reward("code", "a response without a program", {"tests": ["assert add(1, 2) == 3", statements]})
     assert "\n" not in str(caught.value)
 
 
-def test_statements_that_run_something_are_accepted():
+def test_statements_that_may_fail_are_accepted():
     for statements in (
-        *("pass", "add(1, 2)", "x = add(1, 2)", f"{CHECK}\ncheck(add)", r"assert add('\d', '') == '\\d'"),
+        *(f"{CHECK}\ncheck(add)", r"assert add('\d', '') == '\\d'", f"{CLASS}\nunittest.main()"),
         "class T:\n    assert add(1, 2) == 3",
         "@lambda test: test()\ndef test():\n    assert add(1, 2) == 3",
         "for x in range(3):\n    assert add(x, 2) == x + 2",
         "if add(1, 2) != 3:\n    raise ValueError",
     ):
-        require_check(statements)
+        steps_of(statements)

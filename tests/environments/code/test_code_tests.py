@@ -171,7 +171,7 @@ def test_tests_after_the_total_time_count_as_not_passed(monkeypatch):
 
     def run(*arguments, **settings):
         now[0] += 4.0
-        return SimpleNamespace(compiled=True, finished=True, is_late=False)
+        return SimpleNamespace(compiled=True, finished=True, is_late=False, is_idle=False)
 
     monkeypatch.setattr(code_tests, "run_program", run)
     truth = {"tests": ["assert f(0) == 0"] * 4}

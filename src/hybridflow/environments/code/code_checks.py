@@ -8,6 +8,7 @@ program's process, where the program can make them pass.
 import ast
 import builtins
 import copy
+import marshal
 import math
 import operator
 import sys
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from hybridflow.environments.code.code_rewriter import imports_of, rewritten
+from hybridflow.environments.code.code_statements import parsed, require_check, too_long
 from hybridflow.environments.code.code_values import MAX_HASHED, decode
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -70,16 +73,19 @@ class _Unprotected(Exception):
 
 @dataclass(frozen=True)
 class Step:
-    """Statements for the program's process, or an expression whose value is checked here."""
+    """An expression whose value is checked here, an import, or a whole test for the program's process."""
 
     source: str
     check: ast.expr | None = None
-    """What must hold of the value; None for statements, which must only not raise."""
+    """What must hold of the value; None for an import and a test."""
     is_iterated: bool = False
     """Whether the check asks for the elements of a value that is not plain data."""
 
     max_hashed: int = MAX_HASHED
     """Members of sets and dicts that the value may have; more than any expected one has."""
+
+    code: bytes = b""
+    """The rewritten test; empty for an expression and an import."""
 
     def holds(self, answer: bytes) -> bool:
         """Return whether the check holds of the value of a message, which may be anything."""
@@ -95,12 +101,18 @@ class Steps:
 
     steps: tuple[Step, ...]
     is_protected: bool
+    imports: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Modules that the test imports, and names that it needs of them."""
+    names_program: bool = True
+    """Whether the test names anything that only a program defines."""
 
 
 @lru_cache(maxsize=128)  # the steps of a test of 100 kB take 8 MB
 def steps_of(statements: str) -> Steps:
-    """Return the steps of a test whose statements compile."""
-    body = list(_inlined(ast.parse(statements.encode()).body))
+    """Return the steps of a test. Raise RewardError if its statements do not compile, or contain no check."""
+    module = parsed(statements)
+    imports = tuple(imports_of(module))
+    body = list(_inlined(module.body))
     names = _Names(body)
     steps: list[Step] = []
     try:
@@ -112,8 +124,14 @@ def steps_of(statements: str) -> Steps:
     except (_Unprotected, RecursionError):
         steps = []
     if not any(step.check for step in steps):
-        return Steps((Step(statements),), is_protected=False)
-    return Steps(tuple(steps), is_protected=True)
+        try:
+            test = rewritten(module)
+            code = compile(test, "test.py", "exec", dont_inherit=True, optimize=0)
+        except RecursionError:
+            raise too_long(statements) from None
+        require_check(test, statements)
+        return Steps((Step(statements, code=marshal.dumps(code)),), False, imports, names.has_program)
+    return Steps(tuple(steps), True, imports)
 
 
 def _is_text(statement: ast.stmt) -> bool:
@@ -198,10 +216,15 @@ class _Names:
         )
         used = {each.id for each in nodes if isinstance(each, ast.Name)} - self._bound
         of_python = {name for name in used if hasattr(builtins, name)}
+        self.has_program = bool(used - of_python) or len(of_python) == 1 or _imports_program(nodes)
         self._tested = of_python if used == of_python and len(used) == 1 else set()  # assert sum(10, 15) == 150
 
     def is_of_program(self, name: str) -> bool:
         return name in self._tested or not (name in self._bound or hasattr(builtins, name))
+
+
+def _imports_program(nodes: list[ast.AST]) -> bool:
+    return any(getattr(node, "module", getattr(node, "name", None)) == "program" for node in nodes)
 
 
 def _checks_of(statement: ast.stmt, names: _Names) -> Iterator[Step]:

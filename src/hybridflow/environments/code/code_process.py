@@ -2,9 +2,10 @@
 
 It is started as a file and imports nothing of hybridflow's packages, so that it starts in milliseconds. It sends one
 line for each state: "ready" with the descriptor that the scorer needs, or the reason why the process cannot be
-restricted; "restricted", or the reason; "compiled"; and, if the test is statements, "loaded" after the program has run.
-Then it answers requests, which are steps of the test: it runs statements or sends the value of an expression. The
-program can send anything in its place, but it does not see what is expected.
+restricted; "restricted", or the reason; "compiled"; and, if the test is statements, a secret after the program has run.
+Then it answers requests, which are steps of the test: it sends the value of an expression, or runs statements and sends
+the secret and their verdict. The program can send anything in its place, but it sees neither the secret nor, for an
+expression, what is expected.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
 PROGRAM = "program.py"
 """Name of the program's file in the working directory of the process."""
 
-STATEMENTS, EXPRESSION, ELEMENTS = b"s", b"e", b"i"
-"""Kinds of a request: run statements; send a value; send a value, or its elements if it is not plain data."""
+TEST, IMPORT, EXPRESSION, ELEMENTS = b"t", b"m", b"e", b"i"
+"""Kinds of a request: run a test; run an import; send a value; send it, or its elements if it is not plain data."""
 
-_MODULE = "program"
 _SOL_SOCKET, _SCM_RIGHTS = 1, 1
+_read, _write, _exit = os.read, os.write, os._exit  # which the program may replace
 
 
 def main() -> None:
@@ -54,9 +55,9 @@ def main() -> None:
         exec(code, vars(sys.modules["__main__"]))
         return
     try:
-        serve_program(code, line)
+        serve_program(code, settings)
     finally:
-        os._exit(1)
+        _exit(1)
 
 
 class _Problem(Exception):
@@ -70,7 +71,7 @@ def _restrict(settings: dict[str, Any]) -> int:
         import code_limits  # beside this file
 
         if not settings["is_script"]:
-            import code_values  # noqa: F401
+            import code_judge  # noqa: F401
 
         del sys.path[0]
         sys.dont_write_bytecode = True
@@ -100,55 +101,33 @@ def compiled() -> CodeType | None:
         return None
 
 
-def serve_program(code: CodeType, line: int) -> None:
+def serve_program(code: CodeType, settings: dict[str, Any]) -> None:
     """Run the program, then the steps of a test, until one raises; the caller ends the process then."""
+    from code_judge import Judge
+    from code_names import MAIN, MODULE
     from code_values import encode
 
-    module = sys.modules[_MODULE] = ModuleType(_MODULE)  # which dataclasses, pickle and `import program` look up
+    line, secret, load = settings["line"], settings["secret"], marshal.loads
+    module = ModuleType(MODULE)
+    judge = Judge(module, settings["imports"])
+    for name in [name for name in sys.modules if name.startswith("code_")]:
+        del sys.modules[name]
+    sys.modules[MAIN] = sys.modules[MODULE] = module  # which dataclasses, pickle and `import program` look up
+    sys.orig_argv.clear()
     sys.setrecursionlimit(sys.getrecursionlimit() + 10)  # for the frames of this file
     exec(code, vars(module))
-    say(line, "loaded")
-    names = _TestNames(vars(module))
+    write(line, secret)
     while True:
         kind, source = receive(line, 1), receive(line, int.from_bytes(receive(line, 4), "little"))
-        step = compile(source, "test.py", "exec" if kind == STATEMENTS else "eval", dont_inherit=True)
-        names.use(step)
-        value = eval(step, names)
-        message = encode(value)
-        if kind == ELEMENTS and message.startswith(b"O"):
-            message = encode(tuple(value))
+        if kind == TEST:
+            message = secret + judge.verdict(load(source))
+        else:
+            step = compile(source, "test.py", "exec" if kind == IMPORT else "eval", dont_inherit=True)
+            value = judge.value(step)
+            message = encode(value)
+            if kind == ELEMENTS and message.startswith(b"O"):
+                message = encode(tuple(value))
         write(line, len(message).to_bytes(4, "little") + message)
-
-
-class _TestNames(dict):
-    """Global names of a test; a name that it does not define is the program's."""
-
-    def __init__(self, program: dict[str, Any]) -> None:
-        super().__init__(__name__=_MODULE)
-        self._program = program
-        self._hidden: set[str] = set()
-
-    def use(self, code: CodeType) -> None:
-        """Prepare for statements or an expression.
-
-        The name of a built-in function keeps its meaning, unless it is the only name of the program that they use.
-        """
-        used = _names(code) & {name for name in self._program if type(name) is str and not name.startswith("__")}
-        shared = {name for name in used if hasattr(builtins, name)}
-        self._hidden = set() if used == shared and len(shared) == 1 else shared
-        for name in used - self._hidden:
-            if callable(self._program[name]):
-                self.setdefault(name, self._program[name])  # bodies of classes find only names that the dict has
-
-    def __missing__(self, name: str) -> Any:
-        if name in self._hidden or name.startswith("__"):
-            raise KeyError(name)
-        return self._program[name]
-
-
-def _names(code: CodeType) -> set[str]:
-    inner = [_names(const) for const in code.co_consts if isinstance(const, CodeType)]
-    return set(code.co_names).union(*inner)
 
 
 def say(line: int, text: str) -> None:
@@ -170,9 +149,9 @@ def receive(line: int, length: int) -> bytes:
     """Return the next bytes; end this process if the scorer has closed the line."""
     contents = b""
     while len(contents) < length:
-        chunk = os.read(line, length - len(contents))
+        chunk = _read(line, length - len(contents))
         if not chunk:
-            os._exit(1)
+            _exit(1)
         contents += chunk
     return contents
 
@@ -181,7 +160,7 @@ def write(line: int, contents: bytes) -> None:
     """Write all bytes."""
     rest = memoryview(contents)
     while rest:
-        rest = rest[os.write(line, rest) :]
+        rest = rest[_write(line, rest) :]
 
 
 if __name__ == "__main__":

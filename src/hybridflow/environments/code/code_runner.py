@@ -16,15 +16,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from hybridflow.environments.code.code_checks import Step
-from hybridflow.environments.code.code_process import ELEMENTS, EXPRESSION, PROGRAM, STATEMENTS
+from hybridflow.environments.code.code_checks import Step, Steps
+from hybridflow.environments.code.code_process import ELEMENTS, EXPRESSION, IMPORT, PROGRAM, TEST
 from hybridflow.environments.code.code_quota import CodeQuota
+from hybridflow.environments.code.code_values import IDLE, PASSED
 from hybridflow.environments.code.syscall_filter import OWN_ID, Filters, filters_of
 from hybridflow.environments.processes.tree_removal import remove_tree
 from hybridflow.errors import RewardError
@@ -32,6 +32,7 @@ from hybridflow.errors import RewardError
 _SCRIPT = Path(__file__).with_name("code_process.py")
 _START_TIMEOUT_S = 60.0
 _MAX_LINE_BYTES = 4096
+_SECRET_BYTES = 32
 _MAX_CHUNK_BYTES = 2**16
 MAX_MESSAGE_BYTES = 2**24
 """Size of the encoded value of an expression of a test."""
@@ -58,21 +59,21 @@ class CodeRun:
     """Result of a run: whether the program compiled, whether it and the statements finished, and its stdout.
 
     `is_late`: it did not finish, and was stopped by a limit of time or took nearly as long.
+    `is_idle`: the test has ended without an error, and a runner in it had nothing to run.
     """
 
     compiled: bool
     finished: bool = False
     output: bytes = b""
     is_late: bool = False
+    is_idle: bool = False
 
 
-def run_program(
-    program: bytes, limits: CodeLimits, *, stdin: bytes = b"", steps: Sequence[Step] | None = None
-) -> CodeRun:
-    """Run the program with this input, or run it and then the steps of a test.
+def run_program(program: bytes, limits: CodeLimits, *, stdin: bytes = b"", test: Steps | None = None) -> CodeRun:
+    """Run the program with this input, or run it and then a test by statements.
 
-    A program has finished if its exit status is 0, a test if neither it nor the program raised or exited, and its
-    checks hold.
+    A program has finished if its exit status is 0, a test if neither it nor the program raised or exited, its checks
+    hold, and at least one check has run.
     Raises `RewardError` if this system cannot restrict the process (the program has not run then), or cannot make or
     remove its directory.
     """
@@ -81,14 +82,14 @@ def run_program(
     try:
         try:
             with _memory_file(stdin) as given, _memory_file(b"") as output, ExitStack() as stack:
-                test = _Test(limits, filters, stack, given.fileno(), output.fileno(), directory, steps)
+                running = _Test(limits, filters, stack, given.fileno(), output.fileno(), directory, test)
                 try:
-                    compiled, finished = test.run()
-                    is_late = not finished and test.seconds >= _LATE_SHARE * limits.timeout_s
+                    compiled, finished = running.run()
+                    is_late = not finished and running.seconds >= _LATE_SHARE * limits.timeout_s
                 finally:
-                    test.kill()
+                    running.kill()
                 output.seek(0)
-                return CodeRun(compiled, finished, output.read(limits.max_output_bytes), is_late)
+                return CodeRun(compiled, finished, output.read(limits.max_output_bytes), is_late, running.is_idle)
         except OSError as error:
             raise RewardError(
                 f"code_reward cannot start the process of a program: {error}; free memory, processes or open files."
@@ -151,9 +152,11 @@ class _Test:
         stdin: int,
         stdout: int,
         directory: str,
-        steps: Sequence[Step] | None,
+        test: Steps | None,
     ) -> None:
-        self._limits, self._steps, self._stack, self._clone = limits, steps, stack, filters.clone
+        self._limits, self._test, self._stack, self._clone = limits, test, stack, filters.clone
+        self._secret = os.urandom(_SECRET_BYTES)
+        self.is_idle = False
         self._quota: CodeQuota | None = None
         self._received = bytearray()
         self._started = time.monotonic()
@@ -162,7 +165,9 @@ class _Test:
         stack.enter_context(self._line)
         settings = {
             "line": theirs.fileno(),
-            "is_script": steps is None,
+            "is_script": test is None,
+            "imports": () if test is None else test.imports,
+            "secret": self._secret,
             "write_bytecode": not sys.dont_write_bytecode,
             "cpu_s": limits.timeout_s,
             "memory_bytes": limits.memory_bytes,
@@ -176,7 +181,7 @@ class _Test:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-X", "utf8", str(_SCRIPT), marshal.dumps(settings).hex()],
                 stdin=stdin,
-                stdout=stdout if steps is None else subprocess.DEVNULL,
+                stdout=stdout if test is None else subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 cwd=directory,
                 env={},
@@ -207,17 +212,20 @@ class _Test:
         self._deadline = min(self._started + 2 * self._limits.timeout_s, self._limits.deadline)
         if self._receive_line() != b"compiled":
             return False, False
-        if self._steps is None:
+        if self._test is None:
             if not self._wait_for(self._exit):
                 return True, False
             return True, self._process.wait() == 0
-        is_loaded = self._receive_line() == b"loaded"
-        return True, is_loaded and all(map(self._holds, self._steps))
+        is_loaded = self._receive_bytes(_SECRET_BYTES) == self._secret
+        return True, is_loaded and all(map(self._holds, self._test.steps))
 
     def _holds(self, step: Step) -> bool:
         """Return whether the program's process has answered the step, and its check holds of the answer."""
-        kind = STATEMENTS if step.check is None else ELEMENTS if step.is_iterated else EXPRESSION
-        source = step.source.encode()
+        if step.code:
+            kind, source = TEST, step.code
+        else:
+            kind = IMPORT if step.check is None else ELEMENTS if step.is_iterated else EXPRESSION
+            source = step.source.encode()
         try:
             self._line.settimeout(max(0.001, self._deadline - time.monotonic()))
             self._line.sendall(kind + len(source).to_bytes(4, "little") + source)
@@ -228,6 +236,9 @@ class _Test:
         if len(header) < 4 or length > MAX_MESSAGE_BYTES:
             return False
         message = self._receive_bytes(length)
+        if step.code:
+            self.is_idle = message == self._secret + IDLE
+            return message == self._secret + PASSED
         return len(message) == length and step.holds(message)
 
     def kill(self) -> None:

@@ -1,15 +1,18 @@
 """Reward for code: runs the last code block of a response in restricted processes, one for each unit test."""
 
 import json
+import math
 import re
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from hybridflow.environments.code.code_checks import Steps, steps_of
 from hybridflow.environments.code.code_runner import CodeLimits, run_program
-from hybridflow.environments.code.code_statements import require_check
+from hybridflow.environments.code.code_statements import idle_error
 from hybridflow.environments.rewards.limits import require_seconds, require_whole
 from hybridflow.errors import RewardError
 
@@ -42,7 +45,8 @@ def code_reward(
 
     `ground_truth`, or JSON of it, is {"inputs": [text, ...], "outputs": [text, ...]}: what the program reads and must
     print, ignoring spaces at the ends of lines and empty lines at the end. Or it is {"tests": [text, ...]}: statements
-    that run after the program and must not raise. `max_tests` limits the run to the first tests; 0 runs all.
+    that run after the program, of which a check must run and none fail. `max_tests` limits the run to the first tests;
+    0 runs all.
 
     Each test has `timeout_s` seconds of CPU time and twice that of wall-clock time, and all together have
     `total_timeout_s` seconds of wall-clock time, which must be less than reward.timeout_s. A test that would start
@@ -50,10 +54,10 @@ def code_reward(
 
     Outputs, and the values of assertions such as `assert f(2) == 4`, are compared outside of the program's process, as
     plain data: an object that claims to equal everything does not equal a number. Other statements run in the program's
-    process and count as unprotected. docs/rewards.md has the rules.
+    process, with the interpreter's own names, and count as unprotected. docs/rewards.md has the rules.
 
     Raises:
-        RewardError: The ground truth has another form, statements do not compile or check nothing, a limit is out of
+        RewardError: The ground truth has another form, statements do not compile or no check runs, a limit is out of
             range, the system lacks Landlock or seccomp filters, or the temporary directory cannot be used.
     """
     require_seconds("timeout_s", timeout_s)
@@ -74,8 +78,12 @@ def code_reward(
         if number and time.monotonic() >= limits.deadline:
             break
         if isinstance(test, Steps):
-            run = run_program(source, limits, steps=test.steps)
+            run = run_program(source, limits, test=test)
             num_passed += run.finished
+            if run.is_idle:
+                raise _idle(test, number, "runs no test and no example of a docstring")
+            if run.finished and not test.names_program and _passes_alone(test, replace(limits, deadline=math.inf)):
+                raise _idle(test, number, "passes without a program")
         else:
             given, wanted = test
             run = run_program(source, limits, stdin=given.encode())
@@ -101,13 +109,26 @@ def _read_tests(ground_truth: Any, max_tests: int) -> Sequence[_Test]:
         raise _no_tests(ground_truth)
     inputs, outputs, tests = (_texts(truth.get(name)) for name in ("inputs", "outputs", "tests"))
     if tests and not inputs and not outputs:
-        tests = tests[: max_tests or None]
-        for test in tests:
-            require_check(test)
-        return [steps_of(test) for test in tests]
+        return [_steps(test, number) for number, test in enumerate(tests[: max_tests or None])]
     if inputs and outputs and len(inputs) == len(outputs) and not tests:
         return list(zip(inputs, outputs, strict=True))[: max_tests or None]
     raise _no_tests(ground_truth)
+
+
+def _steps(test: str, number: int) -> Steps:
+    try:
+        return steps_of(test)
+    except RewardError as error:
+        raise RewardError(f"tests[{number}]: {error}") from None
+
+
+def _idle(test: Steps, number: int, why: str) -> RewardError:
+    return RewardError(f"tests[{number}]: {idle_error(test.steps[0].source, why)}")
+
+
+@lru_cache(maxsize=128)
+def _passes_alone(test: Steps, limits: CodeLimits) -> bool:
+    return run_program(b"", limits, test=test).finished
 
 
 def _texts(value: Any) -> list[str]:

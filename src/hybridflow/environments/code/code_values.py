@@ -1,4 +1,4 @@
-"""Encoding of plain data from a program's process to the scorer; runs without hybridflow, beside code_process.py.
+"""Verdicts of tests, and the encoding of plain data from a program's process to the scorer; beside code_process.py.
 
 Decoding executes nothing and makes only None, bool, int, float, complex, str, bytes, Ellipsis, tuple, list, frozenset,
 dict, range, Fraction, Decimal, and `Opaque` for every other object. A subclass arrives as its plain type.
@@ -13,6 +13,9 @@ TYPE_CHECKING = False  # importing `typing` would take longer than all else here
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
+
+PASSED, FAILED, IDLE = b"p", b"f", b"i"
+"""Verdicts of a test; `IDLE`: nothing failed, and a runner of unittest or doctest had nothing to run."""
 
 MAX_DEPTH = 200
 MAX_VALUES = 2**21

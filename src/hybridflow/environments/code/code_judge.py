@@ -1,0 +1,227 @@
+"""Runs a test by statements in the program's process and counts its checks; runs beside code_process.py.
+
+The program has a copy of the built-in names, and other copies of unittest and doctest. The test has the interpreter's
+own names, modules as they were before the program ran, and comparisons that an object of the program does not decide
+alone (code_rewriter.py puts them in). A check that fails is recorded, so that the program cannot swallow it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import operator
+import sys
+from types import CodeType, FunctionType, ModuleType
+
+from code_names import MAIN, SCALARS, TOOLS, StandIn, TestModule, TestNames, bases_of, guard_of, load
+from code_tools import count_in
+from code_values import FAILED, IDLE, PASSED, decode, encode
+
+TYPE_CHECKING = False  # importing `typing` would take longer than all else here
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from typing import Any
+
+_COLLECTIONS = (tuple, list, set, frozenset)
+_OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "is": operator.is_,
+    "is not": operator.is_not,
+    "in": lambda left, right: left in right,
+    "not in": lambda left, right: left not in right,
+}
+_OPPOSITES = {"!=": "==", "not in": "in"}
+_exc_info = sys.exc_info
+
+
+class _Ended(BaseException):
+    """Ends a test where it calls `sys.exit`."""
+
+    def __init__(self, status: Any = 0) -> None:
+        self.status = status
+
+
+class Judge:
+    """The names, modules and checks of one test; made before the program runs."""
+
+    def __init__(self, program: ModuleType, imports: Iterable[tuple[str, Iterable[str]]]) -> None:
+        self.results: list[Any] = []
+        self.is_idle = False
+        self._num_checks = 0
+        self._failures: list[BaseException] = []
+        loaded = load(imports)
+        shown = sys.modules["builtins"] = ModuleType("builtins")
+        vars(shown).update(vars(builtins))
+        vars(program)["__builtins__"] = shown
+        tools = {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] in TOOLS}
+        self._tools = [vars(module) for module in tools.values()]
+        self.modules = {name: StandIn(sys.modules[name]) for name in loaded - tools.keys()} | tools
+        own = (self.count, self.failed, self.raised, self.caught, self._check, self._compare)
+        functions = {function.__name__.strip("_"): function for function in (*own, self._distance, self._difference)}
+        names = {f"__{name}__": function for name, function in functions.items()}
+        self.names = TestNames(vars(program), {**names, "__ended__": _Ended, "__import__": self._import})
+        count_in(tools, self)
+        sys.addaudithook(guard_of(vars(shown)))
+
+    def value(self, code: CodeType) -> Any:
+        """Return the value of an expression; None for statements."""
+        self.names.use(code)
+        return eval(code, self.names)
+
+    def verdict(self, code: CodeType) -> bytes:
+        """Run a test and return its verdict; raise what it raises."""
+        self.names["__name__"] = MAIN
+        self.modules[MAIN] = TestModule(self.names)
+        if "sys" in self.modules:
+            vars(self.modules["sys"])["modules"] = sys.modules | {MAIN: self.modules[MAIN]}
+        try:
+            self.value(code)
+        except _Ended as end:
+            if end.status:
+                return FAILED
+        if self._failures:
+            return FAILED
+        if self.is_idle or any(result.testsRun <= len(result.skipped) for result in self.results):
+            return IDLE
+        return PASSED if self._num_checks else FAILED
+
+    def _import(self, name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+        if level == 0 and name in self.modules:
+            return self.modules[name if fromlist else name.partition(".")[0]]
+        return __import__(name, globals, locals, fromlist, level)
+
+    def count(self) -> None:
+        """Count a check that runs."""
+        self._num_checks += 1
+
+    def failed(self, *message: Any) -> AssertionError:
+        """Record a failed check, and return the error to raise."""
+        return self.raised(AssertionError(*message))
+
+    def raised(self, error: Any) -> Any:
+        """Record an error that the test raises, if it is a failed check, and return what to raise."""
+        if isinstance(error, type) and issubclass(error, AssertionError):
+            error = error()
+        if isinstance(error, AssertionError):
+            self._failures.append(error)
+        return _Ended(error.code) if isinstance(error, SystemExit) else error
+
+    def caught(self, error: BaseException | None = None) -> None:
+        """Forget a failed check, whose error the test itself has caught."""
+        error = error or _exc_info()[1]
+        self._failures = [failure for failure in self._failures if failure is not error]
+
+    def _check(self, value: Any) -> bool:
+        self.count()
+        return bool(value)
+
+    def _compare(self, operations: Iterable[str], is_condition: bool, left: Any, *others: Any) -> Any:
+        """Return the value of a chain of comparisons."""
+        result: Any = True
+        for operation, right in zip(operations, others, strict=True):
+            result = self.compared(operation, is_condition, left, right)
+            if not result:
+                break
+            left = right
+        return result
+
+    def compared(self, name: str, is_condition: bool, left: Any, right: Any) -> Any:
+        """Return the value of a comparison, which must hold of the plain data if one side has only such.
+
+        Objects must not claim to equal an object that they do not know. In another place than a condition a
+        comparison may have another value than True or False.
+        """
+        operation = _OPERATIONS[name]
+        result = operation(left, right)
+        if name in ("is", "is not") or left is right or (type(left) in SCALARS and type(right) in SCALARS):
+            return result
+        if not is_condition and type(result) is not bool:
+            return result
+        if name in _OPPOSITES:
+            return not self.compared(_OPPOSITES[name], True, left, right)
+        if name == "in" and _is_strange(right):
+            return bool(result) and not _is_true(operation, object(), right)
+        strange = self._strange(left), self._strange(right)
+        if None in strange or (name in ("==", "in") and not result):
+            return bool(result)
+        if all(strange):
+            claims = operator.eq if name == "in" else operation
+            return bool(result) and not any(_is_true(claims, part, object()) for parts in strange for part in parts)
+        try:
+            return bool(operation(_plain(left), _plain(right)))
+        except (ValueError, RecursionError):  # too many parts, or nested too deeply
+            return bool(result)
+
+    def both_plain(self, left: Any, right: Any) -> tuple[Any, Any]:
+        """Return the plain data of two values, or the values if neither is plain; raise AssertionError if one is."""
+        strange = bool(self._strange(left)), bool(self._strange(right))
+        if any(strange) != all(strange):
+            raise AssertionError("an object of the program is not plain data")
+        return (left, right) if any(strange) else (_plain(left), _plain(right))
+
+    def _strange(self, value: Any) -> list[Any] | None:
+        """Return the parts of a value that are not plain data; None if there are objects of the test among them."""
+        try:
+            parts = list(self._parts(value))
+        except RecursionError:
+            return [value]
+        return (
+            None if any(self._is_own(type(part)) for part in parts) else [part for part in parts if _is_strange(part)]
+        )
+
+    def _parts(self, value: Any) -> Iterator[Any]:
+        kind = type(value)
+        if kind in SCALARS:
+            return
+        bases = () if self._is_own(kind) else bases_of(kind)
+        base = next((base for base in (*_COLLECTIONS, dict) if base in bases), None)
+        if base is None:
+            yield value
+            return
+        for part in base.__iter__(value):
+            yield from self._parts(part)
+            if base is dict:
+                yield from self._parts(dict.__getitem__(value, part))
+
+    def _is_own(self, kind: type) -> bool:
+        """Return whether the test or a module of its own says what equals objects of this type."""
+        method = next((vars(base)["__eq__"] for base in bases_of(kind) if "__eq__" in vars(base)), None)
+        names = method.__globals__ if isinstance(method, FunctionType) else None
+        return names is self.names or any(names is each for each in self._tools)
+
+    def _distance(self, function: Any, left: Any, right: Any) -> Any:
+        """Return `abs(left - right)`, of the plain data if one of the two is a number."""
+        if type(left) in SCALARS or type(right) in SCALARS:
+            left, right = _plain(left), _plain(right)
+        return function(left - right)
+
+    def _difference(self, left: Any, right: Any) -> Any:
+        """Return `left - right`, where an object of the program does not say how far it is from a number."""
+        result = left - right
+        if (type(left) in SCALARS) == (type(right) in SCALARS) or _is_strange(result):
+            return result
+        plain = _plain(left) - _plain(right)
+        return result if _plain(result) == plain else plain
+
+
+def _plain(value: Any) -> Any:
+    return decode(encode(value), sys.maxsize)
+
+
+def _is_strange(value: Any) -> bool:
+    """Return whether a value is not plain data."""
+    try:
+        return encode(value).startswith(b"O")
+    except Exception:
+        return True
+
+
+def _is_true(operation: Callable[[Any, Any], Any], left: Any, right: Any) -> bool:
+    try:
+        return bool(operation(left, right))
+    except Exception:
+        return False

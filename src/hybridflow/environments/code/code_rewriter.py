@@ -1,0 +1,211 @@
+"""Rewrites a test by statements, so that code_judge.py compares, counts and records what its checks find.
+
+| statement or expression of the test | becomes |
+|---|---|
+| `assert a == b, text` | `if not __check__(__compare__(("==",), True, a, b)): raise __failed__(text)` |
+| `if a != b: raise X` | `__count__()` before it, `raise __raised__(X)` in it |
+| `except E:` | `except E: __caught__()` |
+| `abs(a - b)`, other `a - b` | `__distance__(abs, a, b)`, `__difference__(a, b)` |
+| `sys.exit(status)` | `raise __ended__(status)` |
+"""
+
+import ast
+import sys
+from collections import Counter
+from collections.abc import Sequence
+
+_SIGNS: dict[type, str] = {
+    ast.Eq: "==",
+    ast.NotEq: "!=",
+    ast.Lt: "<",
+    ast.LtE: "<=",
+    ast.Gt: ">",
+    ast.GtE: ">=",
+    ast.Is: "is",
+    ast.IsNot: "is not",
+    ast.In: "in",
+    ast.NotIn: "not in",
+}
+_SWALLOWING = ("AssertionError", "Exception", "BaseException")
+_EXITS = ("sys.exit", "exit", "quit")
+_RESULTS = ("attempted", "errors", "failed", "failures", "testsRun", "wasSuccessful")
+"""What a runner of tests says afterwards; the checks are those that it ran."""
+
+
+def rewritten(module: ast.Module) -> ast.Module:
+    """Rewrite a module that compiles; raise RecursionError if it is nested too deeply."""
+    return ast.fix_missing_locations(_Rewriter(module).visit(module))
+
+
+def is_check(node: ast.AST) -> bool:
+    """Return whether a part of a rewritten test is a check."""
+    match node:
+        case ast.Call(func=ast.Name(id="__check__" | "__count__")):
+            return True
+        case ast.Call(func=ast.Attribute(attr=name)):
+            return name.startswith(("assert", "fail", "testmod", "run_docstring", "DocTest"))
+    return False
+
+
+def imports_of(module: ast.Module) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the modules of the standard library that a test imports, and the names that it needs of each."""
+    imports: list[tuple[str, tuple[str, ...]]] = []
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            imports += [(alias.name, ()) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            imports.append((node.module, tuple(alias.name for alias in node.names if alias.name != "*")))
+        elif isinstance(node, ast.Attribute) and node.attr == "IsolatedAsyncioTestCase":  # which unittest loads late
+            imports.append(("unittest", (node.attr,)))
+    return [each for each in imports if each[0].partition(".")[0] in sys.stdlib_module_names - {"antigravity", "this"}]
+
+
+def constants_of(module: ast.Module) -> dict[str, object]:
+    """Return the names that mean the same number or text wherever a test reads them."""
+    nodes = list(ast.walk(module))
+    stored = Counter(each.id for each in nodes if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load))
+    others = {getattr(each, name, None) for each in nodes for name in ("arg", "name", "asname")}
+    found: dict[str, object] = {"__name__": "__main__", "__debug__": True}
+    for node in nodes:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=value)):
+                if stored[name] == 1 and name not in others:
+                    found[name] = value
+    return found
+
+
+class _Assertion(ast.If):
+    """An assertion, rewritten."""
+
+
+class _Rewriter(ast.NodeTransformer):
+    def __init__(self, module: ast.Module) -> None:
+        self._is_swallowed = False
+        self._constants = constants_of(module)
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        """Rewrite the parts of a node, and count on entering a block that can fail in another way than by `assert`."""
+        super().generic_visit(node)
+        if isinstance(node, ast.If | ast.IfExp | ast.While):
+            _mark_conditions(node.test)
+        for field in ("body", "orelse", "finalbody"):
+            block = getattr(node, field, None)
+            if isinstance(block, list) and not isinstance(node, ast.ClassDef):
+                self._count_in(block)
+        return node
+
+    def _count_in(self, block: list[ast.stmt]) -> None:
+        if not self._is_swallowed and any(map(self._can_fail, block)):
+            block.insert(_num_first(block), ast.Expr(_call("count")))
+
+    def visit_Assert(self, node: ast.Assert) -> ast.stmt:
+        self.generic_visit(node)
+        condition, raising = node.test, ast.Raise(_call("failed", *filter(None, [node.msg])))
+        if isinstance(condition, ast.Constant) and not condition.value:
+            return raising
+        _mark_conditions(condition)
+        is_of_runner = any(getattr(each, "attr", None) in _RESULTS for each in ast.walk(condition))
+        if not (self._is_swallowed or is_of_runner or self._is_fixed(condition)):
+            condition = _call("check", condition)
+        return _Assertion(ast.UnaryOp(ast.Not(), condition), [raising], [])
+
+    def visit_Compare(self, node: ast.Compare) -> ast.expr:
+        self.generic_visit(node)
+        if self._is_fixed(node):
+            return node
+        signs = ast.Tuple([ast.Constant(_SIGNS[type(each)]) for each in node.ops], ast.Load())
+        return _call("compare", signs, ast.Constant(False), node.left, *node.comparators)
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        self.generic_visit(node)
+        return _call("difference", node.left, node.right) if isinstance(node.op, ast.Sub) else node
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        match node:
+            case ast.Call(func=ast.Name(id="abs"), args=[ast.BinOp(left=left, op=ast.Sub(), right=right)], keywords=[]):
+                return _call("distance", node.func, self.visit(left), self.visit(right))
+        return self.generic_visit(node)
+
+    def visit_Expr(self, node: ast.Expr) -> ast.stmt:
+        value = node.value
+        if isinstance(value, ast.Call) and ast.unparse(value.func) in _EXITS:
+            return ast.Raise(_call("ended", *map(self.visit, value.args)))
+        return self.generic_visit(node)
+
+    def visit_Raise(self, node: ast.Raise) -> ast.stmt:
+        self.generic_visit(node)
+        node.exc = node.exc and _call("raised", node.exc)
+        return node
+
+    def visit_Try(self, node: ast.Try) -> ast.stmt:
+        """Rewrite a statement; what fails in its body and is caught there without consequence is not a check."""
+        was_swallowed = self._is_swallowed
+        self._is_swallowed |= any(map(_swallows, node.handlers))
+        node.body = [self.visit(each) for each in node.body]
+        self._count_in(node.body)
+        self._is_swallowed = was_swallowed
+        for block in (node.orelse, node.finalbody):
+            block[:] = [self.visit(each) for each in block]
+            self._count_in(block)
+        for handler in node.handlers:
+            self.generic_visit(handler)
+            handler.body.insert(0, ast.Expr(_call("caught")))
+        return node
+
+    visit_TryStar = visit_Try
+
+    def _is_fixed(self, condition: ast.expr) -> bool:
+        """Return whether a condition has the same value for every program."""
+        parts = [each for each in ast.walk(condition) if isinstance(each, ast.Name | ast.Call | ast.Await)]
+        return all(isinstance(each, ast.Name) and each.id in self._constants for each in parts)
+
+    def _can_fail(self, statement: ast.stmt) -> bool:
+        """Return whether a statement raises, on a condition of the program, without an assertion that is counted."""
+        match statement:
+            case ast.Raise(exc=ast.expr()) | ast.Expr(value=ast.Call(func=ast.Attribute(attr="fail"))):
+                return True
+            case _Assertion():
+                return False
+            case ast.If(test=test, body=body, orelse=orelse):
+                return not self._is_fixed(test) and any(map(self._can_fail, (*body, *orelse)))
+            case ast.Match(subject=subject, cases=cases):
+                inner = [statement for case in cases for statement in case.body]
+                return not self._is_fixed(subject) and any(map(self._can_fail, inner))
+            case ast.Try(body=body, handlers=handlers, orelse=orelse):
+                is_swallowed = any(map(_swallows, handlers))
+                return any(map(self._can_fail, orelse)) or (not is_swallowed and any(map(self._can_fail, body)))
+        return False
+
+
+def _call(name: str, *args: ast.expr) -> ast.Call:
+    return ast.Call(ast.Name(f"__{name}__", ast.Load()), list(args), [])
+
+
+def _mark_conditions(node: ast.expr) -> None:
+    """Have comparisons give True or False, where nothing but their truth matters."""
+    match node:
+        case ast.BoolOp(values=values):
+            for value in values:
+                _mark_conditions(value)
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            _mark_conditions(operand)
+        case ast.Call(func=ast.Name(id="__compare__"), args=args):
+            args[1] = ast.Constant(True)
+
+
+def _num_first(block: Sequence[ast.stmt]) -> int:
+    """Return the number of statements that must stay first: a docstring, and imports from `__future__`."""
+    number = 0
+    for statement in block:
+        is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+        if not is_text and not (isinstance(statement, ast.ImportFrom) and statement.module == "__future__"):
+            break
+        number += 1
+    return number
+
+
+def _swallows(handler: ast.ExceptHandler) -> bool:
+    """Return whether a handler catches a failed assertion and does nothing that could matter later."""
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    is_general = any(kind is None or getattr(kind, "id", getattr(kind, "attr", None)) in _SWALLOWING for kind in kinds)
+    return is_general and not any(isinstance(each, ast.Raise | ast.Assert) for each in ast.walk(handler))
