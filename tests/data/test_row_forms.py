@@ -326,8 +326,7 @@ def test_the_columns_that_an_error_proposes_are_read(tmp_path, kind, row):
 
 def test_the_function_that_an_error_proposes_is_read(tmp_path):
     (tmp_path / "own.py").write_text(
-        "def form(row):\n    *prompt, last = row['conversations']\n"
-        "    return {'prompt': prompt, 'answer': last['value']}\n"
+        "def form(row):\n    *prompt, a = row['conversations']\n    return {'prompt': prompt, 'answer': a['value']}\n"
     )
     file = write_rows(tmp_path / "a.jsonl", [{"conversations": [SHARED[0], SHARED[-1]]}])
     with pytest.raises(DataError, match=r"'conversations' ends with an answer, .* with data\.map"):

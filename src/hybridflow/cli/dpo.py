@@ -1,4 +1,4 @@
-"""Train a policy on preferences by DPO or IPO: parquet files with `prompt`, `chosen` and `rejected`.
+"""Train a policy on preferences by DPO or IPO: files with `prompt`, `chosen` and `rejected`.
 
 The reference policy is reference.model_path, or the initial model. offline.preference_loss selects the loss.
 

@@ -1,4 +1,4 @@
-"""Train a reward model on preferences: parquet files with `prompt`, `chosen` and `rejected`.
+"""Train a reward model on preferences: files with `prompt`, `chosen` and `rejected`.
 
 The run directory (trainer.run_dir) holds config.toml, metrics.jsonl and checkpoints/. The same command resumes from the
 newest checkpoint there. Ctrl-C or SIGTERM finishes the step, saves and exits with status 0; a second one exits at once,

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from hybridflow.data.values import from_json, plain, to_json
 
@@ -47,7 +46,7 @@ def _reader(column: pa.Array) -> _Reader | None:
     if pa.types.is_dictionary(kind):
         return _reader(column.dictionary)
     if pa.types.is_floating(kind):
-        return (lambda value: None if value != value else value) if pc.any(pc.is_nan(column)).as_py() else None
+        return lambda value: None if value != value else value
     if pa.types.is_temporal(kind):
         return lambda value: plain(value, True)
     if pa.types.is_struct(kind):

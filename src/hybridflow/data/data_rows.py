@@ -62,7 +62,7 @@ def _require_columns(place: str, first: dict[str, Any], path: Path, kind: Kind, 
         missing, others = ["messages"], lists
     if len(others) >= len(missing):
         pairs = ", ".join(f"{name} = '{shorten_text(other, 40)}'" for name, other in zip(missing, others, strict=False))
-        fix = f"Name the columns in data.columns, as in {{{pairs}}}, or m{fix[1:]}"
+        fix = f"Name the columns in data.columns, as in {{{pairs}}}. Or m{fix[1:]}"
     if kind == "prompts" and {"question", "answer"} <= first.keys():
         fix += f" For files of GSM8K: `hybridflow prepare gsm8k --train-file TRAIN{path.suffix} --test-file TEST"
         fix += f"{path.suffix}`, which takes the number out of each answer."

@@ -29,7 +29,7 @@ OVERLONG: tuple[str, ...] = get_args(OverlongName)
 
 
 class RLHFDataset:
-    """Prompts of one or several parquet files with columns `prompt`, `data_source`, `reward_model`, `extra_info`.
+    """Prompts of one or several files, of parquet with columns `prompt`, `data_source`, `reward_model`, `extra_info`.
 
     Files of other columns, and .jsonl, .json and .csv files, are read by their `form`.
 

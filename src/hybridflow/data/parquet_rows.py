@@ -1,4 +1,4 @@
-"""Rows of parquet files with their places, for errors that name file, row and column."""
+"""Rows of parquet files and tables of Arrow with their places, for errors that name file, row and column."""
 
 import math
 from collections import Counter

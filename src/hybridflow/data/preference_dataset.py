@@ -60,7 +60,7 @@ Pair = list[tuple[list[int], list[int]]]
 
 
 class PreferenceDataset(ExampleDataset[Pair]):
-    """Pairs of one or several parquet files with columns `prompt` (chat messages), `chosen` and `rejected` (texts).
+    """Pairs of one or several files with columns `prompt`, `chosen` and `rejected`, in any shape that TRL has.
 
     `layout` "policy": prompts and responses, as `TurnEncoder` makes them with `stop_ids`. "reward_model": whole
     conversations by the chat template, as `RewardModelWorker` scores them. A pair with a prompt or a response of more

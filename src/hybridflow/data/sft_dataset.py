@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class SFTDataset(ExampleDataset[Turns]):
-    """Supervised examples of one or several parquet files.
+    """Supervised examples of one or several files.
 
     The columns are `prompt` (chat messages) and `response` (text), or `messages`: conversations in which each answer of
     the assistant counts whose `weight` is not 0. `TurnEncoder` makes tokens of them, which may be several examples of
