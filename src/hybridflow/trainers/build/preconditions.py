@@ -21,6 +21,7 @@ from hybridflow.models.loading import vocabulary_size
 from hybridflow.rollout.vllm import require_vllm
 from hybridflow.runtime.device import cpu_has_bfloat16, gpu_has_bfloat16
 from hybridflow.runtime.observe import get_logger
+from hybridflow.runtime.plain_files import require_model_files
 from hybridflow.runtime.observe.run_files import read_starts
 from hybridflow.runtime.user_code import declared_function
 from hybridflow.trainers.build.groups import build_backend, closing_on_error
@@ -117,7 +118,11 @@ def settle_rows(config: Config) -> Config:
 
 
 def require_model_directory(key: str, path: str) -> None:
-    """Raise ModelConfigError unless `path`, the value of `key`, is a directory with a config.json."""
+    """Raise ModelConfigError unless `path`, the value of `key`, is a directory with a config.json and regular files."""
+    try:
+        require_model_files(path)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise ModelConfigError(f"{key}='{path}' cannot be read: {error}.") from error
     if not (Path(path) / "config.json").is_file():
         raise ModelConfigError(
             f"{key}='{path}' is not a model directory: config.json not found; give a local Hugging Face directory (a "
