@@ -220,6 +220,8 @@ def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> list
         return []
     try:
         return cast(list[list[int]], tokenizer(texts, add_special_tokens=False)["input_ids"])
+    except DataError:
+        raise
     except Exception as error:  # the tokenizers library raises bare Exception, for example for a missing unknown token
         raise DataError(
             f"the tokenizer cannot encode the texts: {error}; give it an unknown token, or a vocabulary that covers "

@@ -3,6 +3,7 @@
 For calls into C that hold the interpreter: no alarm of this process interrupts those.
 """
 
+import builtins
 import contextlib
 import ctypes
 import os
@@ -15,13 +16,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from hybridflow.runtime.deadline import DeadlineExceeded
-
 _PR_SET_PDEATHSIG = 1
+_RAISED = (TypeError, ValueError, MemoryError, RecursionError, OverflowError)
 
 
 class ChildError(Exception):
-    """What a call raised in the child, as text."""
+    """What a call raised in the child, as text, unless that is one of Python's own exceptions."""
 
 
 class ChildServer:
@@ -47,23 +47,31 @@ class ChildServer:
     def call(self, limit_s: float, *arguments: Any) -> Any:
         """Return the function's result.
 
-        Raises DeadlineExceeded after `limit_s`, MemoryError if the child died, probably of its memory limit, and
-        ChildError for any error of the function. After the first two the child has ended.
+        Raises TimeoutError after `limit_s`, MemoryError if the child died, probably of its memory limit, and
+        ChildError or one of Python's exceptions for an error of the function. After the first two the child has ended.
         """
         try:
             self._calls.send(arguments)
-            if not self._calls.poll(limit_s):
-                raise DeadlineExceeded
-            is_result, answer = self._calls.recv()
+            is_result, answer = self._calls.recv() if self._calls.poll(limit_s) else (None, None)
         except (EOFError, OSError) as error:
             self.close()
             raise MemoryError("the memory limit, or a crash") from error
         except BaseException:  # also an interrupt: the answer would be taken for that of the next call
             self.close()
             raise
+        if is_result is None:
+            self.close()
+            raise TimeoutError(f"no answer within {limit_s:.0f} s")
         if not is_result:
-            raise ChildError(answer)
+            name, text = answer
+            kind = getattr(builtins, name, ChildError)
+            raise (kind if kind in _RAISED else ChildError)(text)
         return answer
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no call can be made any more."""
+        return not self._pid
 
     def close(self) -> None:
         """End the child."""
@@ -94,5 +102,5 @@ def _serve(function: Callable[..., Any], calls: Connection) -> None:
         try:
             answer = True, function(*arguments)
         except BaseException as error:  # of Rust, panics are no Exception
-            answer = False, str(error) or type(error).__name__
+            answer = False, (type(error).__name__, str(error) or type(error).__name__)
         calls.send(answer)

@@ -8,7 +8,7 @@ from hybridflow.checkpoint.model_fingerprint import require_same_base
 from hybridflow.checkpoint.store import stored_weights
 from hybridflow.config import Config, EnvironmentConfig, ParallelConfig
 from hybridflow.controller import Backend, ClassWithInitArgs, Role, WorkerGroup
-from hybridflow.data import RLHFDataset, load_tokenizer
+from hybridflow.data import RLHFDataset, load_tokenizer, watched
 from hybridflow.data.parquet_rows import Row
 from hybridflow.data.row_forms import RowForm
 from hybridflow.engines.engine_state import require_same_adapters
@@ -59,16 +59,17 @@ def build_generator(
 def open_prompts(config: Config, files: tuple[str, ...], max_samples: int = 0, order_by: str = "") -> RLHFDataset:
     """Open prompt files with the settings of the section `data`; `max_samples` 0: all rows."""
     data = config.data
-    return RLHFDataset(
-        files,
-        load_tokenizer(config.model.path, config.data.date),
-        data.max_prompt_length,
-        overlong=data.overlong_prompts,
-        chat_template=data.chat_template,
-        max_samples=max_samples,
-        order_by=order_by,
-        form=RowForm(data.columns, data.map),
-    )
+    with watched(load_tokenizer(config.model.path, data.date)) as tokenizer:
+        return RLHFDataset(
+            files,
+            tokenizer,
+            data.max_prompt_length,
+            overlong=data.overlong_prompts,
+            chat_template=data.chat_template,
+            max_samples=max_samples,
+            order_by=order_by,
+            form=RowForm(data.columns, data.map),
+        )
 
 
 def build_group_validator(

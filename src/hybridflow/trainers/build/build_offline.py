@@ -6,7 +6,7 @@ from typing import Literal
 from hybridflow.config import Config
 from hybridflow.config.checks.models import REWARD_MODEL_ADAPTERS
 from hybridflow.controller import ClassWithInitArgs, Role, Worker, WorkerGroup
-from hybridflow.data import PreferenceDataset, SFTDataset, load_tokenizer, stop_token_ids
+from hybridflow.data import PreferenceDataset, SFTDataset, load_tokenizer, stop_token_ids, watched
 from hybridflow.data.row_forms import RowForm
 from hybridflow.environments import EpisodeEncoder
 from hybridflow.models.model_sizes import decoder_shape
@@ -28,18 +28,18 @@ def build_sft_trainer(config: Config) -> OfflineTrainer:
 
     def examples(files: tuple[str, ...], max_samples: int, order_by: str) -> SFTDataset:
         data = config.data
-        tokenizer = load_tokenizer(config.model.path, config.data.date)
-        return SFTDataset(
-            files,
-            tokenizer,
-            data.max_prompt_length,
-            data.max_response_length,
-            chat_template=data.chat_template,
-            max_samples=max_samples,
-            order_by=order_by,
-            form=RowForm(data.columns, data.map),
-            encode_episode=EpisodeEncoder(tokenizer, stop_token_ids(tokenizer, config.model.path)),
-        )
+        with watched(load_tokenizer(config.model.path, data.date)) as tokenizer:
+            return SFTDataset(
+                files,
+                tokenizer,
+                data.max_prompt_length,
+                data.max_response_length,
+                chat_template=data.chat_template,
+                max_samples=max_samples,
+                order_by=order_by,
+                form=RowForm(data.columns, data.map),
+                encode_episode=EpisodeEncoder(tokenizer, stop_token_ids(tokenizer, config.model.path)),
+            )
 
     return _build(config, "sft", examples, OfflinePolicyWorker, lambda groups: SFT(groups[Role.Actor]))
 
@@ -72,19 +72,19 @@ def build_reward_model_trainer(config: Config) -> OfflineTrainer:
 def _pairs(config: Config, layout: Literal["policy", "reward_model"]) -> OpenDataset[Examples]:
     def pairs(files: tuple[str, ...], max_samples: int, order_by: str) -> PreferenceDataset:
         data = config.data
-        tokenizer = load_tokenizer(config.model.path, data.date)
-        return PreferenceDataset(
-            files,
-            tokenizer,
-            data.max_prompt_length,
-            data.max_response_length,
-            layout=layout,
-            chat_template=data.chat_template or layout == "reward_model",  # as in RewardModelWorker
-            max_samples=max_samples,
-            order_by=order_by,
-            form=RowForm(data.columns, data.map),
-            stop_ids=stop_token_ids(tokenizer, config.model.path),
-        )
+        with watched(load_tokenizer(config.model.path, data.date)) as tokenizer:
+            return PreferenceDataset(
+                files,
+                tokenizer,
+                data.max_prompt_length,
+                data.max_response_length,
+                layout=layout,
+                chat_template=data.chat_template or layout == "reward_model",  # as in RewardModelWorker
+                max_samples=max_samples,
+                order_by=order_by,
+                form=RowForm(data.columns, data.map),
+                stop_ids=stop_token_ids(tokenizer, config.model.path),
+            )
 
     return pairs
 

@@ -11,6 +11,7 @@ from hybridflow.data.chat_prompts import PromptEncoder, read_messages
 from hybridflow.data.layout import pad_left
 from hybridflow.data.parquet_rows import Row, read_rows
 from hybridflow.data.tokenizer import load_tokenizer, pad_token_id
+from hybridflow.data.watched_tokenizer import watched
 from hybridflow.errors import DataConfigError, DataError
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.meta_info import NOISE_KEY
@@ -35,7 +36,8 @@ def checked_prompts(config: Config, prompts: Sequence[Row], *, cap_response_leng
     if not prompts:
         return config
     data, path = config.data, config.model.path
-    longest = max(map(len, encode_prompts(config, load_tokenizer(path, data.date), prompts)))
+    with watched(load_tokenizer(path, data.date)) as tokenizer:
+        longest = max(map(len, encode_prompts(config, tokenizer, prompts)))
     positions = positions_of(path)
     if not isinstance(positions, int) or longest + data.max_response_length <= positions:
         return config
@@ -59,7 +61,11 @@ def with_system(config: Config, prompts: Sequence[Row], text: str) -> list[Row]:
     Raises DataConfigError if there is no chat template or if it omits system messages, and for a prompt that begins
     with a system message.
     """
-    encoder = PromptEncoder(load_tokenizer(config.model.path, config.data.date), config.data.chat_template)
+    with watched(load_tokenizer(config.model.path, config.data.date)) as tokenizer:
+        return _with_system(config, prompts, text, PromptEncoder(tokenizer, config.data.chat_template))
+
+
+def _with_system(config: Config, prompts: Sequence[Row], text: str, encoder: PromptEncoder) -> list[Row]:
     if not encoder.uses_template:
         reason = "the tokenizer has none" if config.data.chat_template else "data.chat_template=false"
         raise DataConfigError(
