@@ -24,7 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print a line for each check; return 1 if one failed."""
-    from hybridflow.data import load_tokenizer, stop_token_ids, watched
+    from hybridflow.data import load_tokenizer, stop_token_ids
+    from hybridflow.data.watched_tokenizer import watched
     from hybridflow.environments import check_template, tools_of
     from hybridflow.models.hub import local_model
     from hybridflow.runtime.user_import import load_user_function

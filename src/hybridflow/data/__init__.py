@@ -30,7 +30,6 @@ from hybridflow.data.row_forms import RowForm
 from hybridflow.data.sampler import EpochSampler
 from hybridflow.data.sft_dataset import SFTDataset
 from hybridflow.data.tokenizer import load_tokenizer, stop_token_ids
-from hybridflow.data.watched_tokenizer import watched
 
 __all__ = [
     "COUNTDOWN_PROMPT",
@@ -56,7 +55,6 @@ __all__ = [
     "prepare_multiplication",
     "prompt_row",
     "stop_token_ids",
-    "watched",
     "write_conversation_file",
     "write_preference_file",
     "write_prompt_file",

@@ -88,7 +88,7 @@ def watched(tokenizer: "PreTrainedTokenizerBase") -> Iterator["PreTrainedTokeniz
         return BatchEncoding({key: [each for part in parts for each in part[key]] for key in parts[0]})
 
     def whole(method: str) -> Any:
-        return lambda _, *arguments, **options: ask(method, CALL_S + 1, idle()[0], arguments, options)
+        return lambda _, *arguments, **options: ask(method, 1.1 * CALL_S, idle()[0], arguments, options)
 
     def close() -> None:
         while servers:

@@ -8,9 +8,10 @@ from hybridflow.checkpoint.model_fingerprint import require_same_base
 from hybridflow.checkpoint.store import stored_weights
 from hybridflow.config import Config, EnvironmentConfig, ParallelConfig
 from hybridflow.controller import Backend, ClassWithInitArgs, Role, WorkerGroup
-from hybridflow.data import RLHFDataset, load_tokenizer, watched
+from hybridflow.data import RLHFDataset, load_tokenizer
 from hybridflow.data.parquet_rows import Row
 from hybridflow.data.row_forms import RowForm
+from hybridflow.data.watched_tokenizer import watched
 from hybridflow.engines.engine_state import require_same_adapters
 from hybridflow.errors import CheckpointConfigError
 from hybridflow.trainers.build.build_run import prepare_driver_process

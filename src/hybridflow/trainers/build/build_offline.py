@@ -6,8 +6,9 @@ from typing import Literal
 from hybridflow.config import Config
 from hybridflow.config.checks.models import REWARD_MODEL_ADAPTERS
 from hybridflow.controller import ClassWithInitArgs, Role, Worker, WorkerGroup
-from hybridflow.data import PreferenceDataset, SFTDataset, load_tokenizer, stop_token_ids, watched
+from hybridflow.data import PreferenceDataset, SFTDataset, load_tokenizer, stop_token_ids
 from hybridflow.data.row_forms import RowForm
+from hybridflow.data.watched_tokenizer import watched
 from hybridflow.environments import EpisodeEncoder
 from hybridflow.models.model_sizes import decoder_shape
 from hybridflow.trainers.build.build_run import OpenDataset, TrainingKind, build_run

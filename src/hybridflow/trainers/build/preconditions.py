@@ -170,7 +170,8 @@ def with_required_files(config: Config, *file_keys: str, reference: bool = False
 def require_known_tokens(path: str, chat_template: bool) -> None:
     """Raise ModelError unless the policy's vocabulary has every token of its tokenizer and every stop token.
 
-    Log a stop token of the chat template that the model's configuration does not name. Raises DataError for a tokenizer that hangs.
+    Log a stop token of the chat template that the model's configuration does not name. Raises DataError for a
+    tokenizer that hangs.
     """
     tokenizer, entries = load_tokenizer(path), vocabulary_size(path)
     require_sound(tokenizer)
