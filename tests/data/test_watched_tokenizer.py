@@ -74,6 +74,7 @@ def test_a_pattern_that_explodes_and_rules_that_multiply_are_errors(capfd, token
 @pytest.mark.usefixtures("short_limits")
 def test_a_tokenizer_that_multiplies_what_it_decodes_is_not_sound():
     require_sound(letters())
+    require_sound(letters(pre_tokenizer=pre_tokenizers.Split(Regex("(.|..)*x$"), "isolated")))  # refuses the text
     with pytest.raises(DataError, match=r"MODEL' (takes too|took long)"):
         require_sound(letters(decoder=decoders.Sequence(doubling(decoders.Replace))))
 
@@ -96,5 +97,6 @@ def test_a_template_that_hangs_in_c_is_an_error(template, message):
     if "tools" in template:
         require_sound(tokenizer)
         return
+    require_sound(tokenizer, chat_template=False)
     with pytest.raises(DataError, match="MODEL"):
         require_sound(tokenizer)

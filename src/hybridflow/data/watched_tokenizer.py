@@ -103,18 +103,26 @@ def watched(tokenizer: "PreTrainedTokenizerBase") -> Iterator["PreTrainedTokeniz
         close()
 
 
-def require_sound(tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Raise DataError for a tokenizer that hangs, or takes all memory, for a common text or a short conversation."""
-    messages = [{"role": "user", "content": PROBE}]
-    with watched(tokenizer):
+def require_sound(tokenizer: "PreTrainedTokenizerBase", *, chat_template: bool = True) -> None:
+    """Raise DataError for a tokenizer that hangs, or takes all memory, for a common text or a short conversation.
+
+    It may refuse both. `chat_template=False`: its chat template is not used.
+    """
+
+    def encode() -> None:
         tokenizer.decode(cast(list[int], tokenizer(PROBE)["input_ids"]))
-        if tokenizer.chat_template:
+
+    def render() -> None:
+        tokenizer.apply_chat_template([{"role": "user", "content": PROBE}], tokenize=False)
+
+    with watched(tokenizer):
+        for probe in (encode, render) if chat_template and tokenizer.chat_template else (encode,):
             try:
-                tokenizer.apply_chat_template(messages, tokenize=False)
+                probe()
             except DataError:
                 raise
-            except Exception:  # it may refuse the messages
-                return
+            except Exception:  # such as a text without an unknown token
+                continue
 
 
 def _fork(tokenizer: Any, kind: Any) -> ChildServer:

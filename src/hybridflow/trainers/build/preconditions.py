@@ -174,7 +174,7 @@ def require_known_tokens(path: str, chat_template: bool) -> None:
     tokenizer that hangs.
     """
     tokenizer, entries = load_tokenizer(path), vocabulary_size(path)
-    require_sound(tokenizer)
+    require_sound(tokenizer, chat_template=chat_template)
     largest = max(tokenizer.get_vocab().values())
     if largest >= entries:
         token = tokenizer.convert_ids_to_tokens(largest)
