@@ -73,8 +73,6 @@ def test_a_pattern_that_explodes_and_rules_that_multiply_are_errors(capfd, token
 
 @pytest.mark.usefixtures("short_limits")
 def test_a_tokenizer_that_multiplies_what_it_decodes_is_not_sound():
-    require_sound(letters())
-    require_sound(letters(pre_tokenizer=pre_tokenizers.Split(Regex("(.|..)*x$"), "isolated")))  # refuses the text
     with pytest.raises(DataError, match=r"MODEL' (takes too|took long)"):
         require_sound(letters(decoder=decoders.Sequence(doubling(decoders.Replace))))
 
@@ -84,19 +82,22 @@ def test_a_tokenizer_that_multiplies_what_it_decodes_is_not_sound():
     [
         ("{{ strftime_now('%c' * 10000000) }}", "row 0: .*template took longer than 0.3 s"),
         ("{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}", "took longer than 0.3 s"),
-        ("{{ 'x' * 10**10 }}", "row 0: .*takes too much memory"),
-        ("{{ raise_exception('only tools') }}", "row 0: .*rejects the messages: only tools"),
+        ("{{ 'x' * 10**10 }}", "row 0: .*(takes too much memory|took longer)"),
     ],
-    ids=["in C", "loops", "memory", "refused"],
+    ids=["in C", "loops", "memory"],
 )
 @pytest.mark.usefixtures("short_limits")
 def test_a_template_that_hangs_in_c_is_an_error(template, message):
     tokenizer = letters(template)
     with watched(tokenizer), pytest.raises(DataError, match=message):
         PromptEncoder(tokenizer, True).text(HELLO, "row 0")
-    if "tools" in template:
-        require_sound(tokenizer)
-        return
-    require_sound(tokenizer, chat_template=False)
     with pytest.raises(DataError, match="MODEL"):
         require_sound(tokenizer)
+
+
+def test_a_template_may_refuse_the_probe_or_be_unused():
+    refusing = letters("{{ raise_exception('only tools') }}")
+    require_sound(refusing)
+    with watched(refusing), pytest.raises(DataError, match="row 0: .*rejects the messages: only tools"):
+        PromptEncoder(refusing, True).text(HELLO, "row 0")
+    require_sound(letters("{{ 'x' * 10**12 }}"), chat_template=False)

@@ -53,7 +53,7 @@ def watched(tokenizer: "PreTrainedTokenizerBase") -> Iterator["PreTrainedTokeniz
         try:
             return server.call(limit_s, method, arguments, options)
         except TimeoutError as error:
-            raise DataError(f"{name} took longer than {limit_s:.0f} s to {_DOES[method]}; {HINT}") from error
+            raise DataError(f"{name} took longer than {limit_s:.3g} s to {_DOES[method]}; {HINT}") from error
         except MemoryError as error:
             raise DataError(f"{name} takes too much memory to {_DOES[method]}, or crashes: {error}; {HINT}") from error
 
