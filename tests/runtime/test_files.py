@@ -13,14 +13,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from hybridflow.runtime.files import (
-    open_plain_file,
-    require_plain_file,
-    require_regular_file,
-    sort_metadata,
-    write_bytes_atomically,
-    write_text_atomically,
-)
+from hybridflow.runtime.files import require_regular_file, sort_metadata, write_bytes_atomically, write_text_atomically
+from hybridflow.runtime.plain_files import open_plain_file, require_plain_file
 
 
 def names(directory: Path) -> list[str]:

@@ -166,7 +166,7 @@ class _Model:
         from hybridflow.models.parameters import persistent_buffers
         from hybridflow.models.sharded_loading import parameters_on_meta
 
-        if not (directory / "config.json").is_file():
+        if not (directory / "config.json").exists():
             raise ModelConfigError(
                 f"'{directory}' is not a model directory: config.json not found; give the directory that training "
                 "started from."

@@ -11,7 +11,8 @@ from typing import Any
 
 from hybridflow.checkpoint.saved_files import SHARE_IT, SavedFile, read_document, saved_files, unreadable
 from hybridflow.errors import CheckpointError
-from hybridflow.runtime.files import fsync_path, open_plain_file
+from hybridflow.runtime.files import fsync_path
+from hybridflow.runtime.plain_files import open_plain_file
 
 MANIFEST_NAME = "checkpoint.json"
 CHECKPOINT_FORMAT = "hybridflow-checkpoint"

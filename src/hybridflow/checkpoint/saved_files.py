@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from hybridflow.errors import CheckpointError
 from hybridflow.runtime.fault_points import fault_point
-from hybridflow.runtime.files import open_plain_file, write_text_atomically
+from hybridflow.runtime.files import write_text_atomically
+from hybridflow.runtime.plain_files import open_plain_file
 from hybridflow.runtime.progress import note_progress
 
 

@@ -63,7 +63,7 @@ class CheckpointStore:
     """The directory `checkpoints/` of a run, with one directory `step_000020` per checkpoint.
 
     Opening a store removes partial directories of killed saves; one whose writer is alive is kept. Raises
-    CheckpointConfigError if `directory` exists and is not a directory or a link to one, or if `keep` is not positive.
+    CheckpointConfigError if `directory` exists and is not a directory (so a link), or if `keep` is not positive.
     """
 
     def __init__(self, directory: str | Path, keep: int = 2) -> None:
@@ -72,7 +72,7 @@ class CheckpointStore:
         self.directory = Path(directory)
         self.keep = keep
         self._known_valid: set[int] = set()
-        if os.path.lexists(self.directory) and not self.directory.is_dir():
+        if os.path.lexists(self.directory) and (self.directory.is_symlink() or not self.directory.is_dir()):
             raise CheckpointConfigError(
                 f"'{self.directory}' is not a directory, so it has no checkpoints and none can be saved there; move it "
                 "away."

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybridflow.checkpoint.saved_files import unreadable
 from hybridflow.errors import CheckpointError
-from hybridflow.runtime.files import require_plain_file
+from hybridflow.runtime.plain_files import require_plain_file
 
 SHARDS = "DCP_SHARDING_INFO"
 """Metadata key under which torch stores, as JSON, the offsets of each shard in its tensor."""

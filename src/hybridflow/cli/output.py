@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import DataConfigError
-from hybridflow.runtime.files import require_plain_file, write_text_atomically
+from hybridflow.runtime.files import write_text_atomically
 from hybridflow.runtime.observe.run_files import RunFiles
+from hybridflow.runtime.plain_files import require_plain_file
 
 
 def aligned(rows: Sequence[Sequence[str]], *, ends_with_text: bool = False) -> list[str]:

@@ -57,6 +57,9 @@ def load_config(recipe: str | Path | Sequence[str | Path] | None, overrides: Seq
     return config
 
 
+LARGEST_RECIPE = 1 << 24
+"""Bytes; the whole file is read."""
+
 LONGEST_KEY = 200
 """Characters of a key beyond which it is not compared with ours: that takes minutes for a long text."""
 
@@ -75,6 +78,8 @@ def _read(path: Path) -> dict[str, Any]:
             + (f"recipes in {path.parent}: {', '.join(near)}" if near else f"there are no recipes in {path.parent}")
         )
     try:
+        if (size := path.stat().st_size) > LARGEST_RECIPE:
+            raise ConfigError(f"{path}: has {size:,} bytes, more than any recipe")
         text = path.read_text(encoding="utf-8-sig")  # with or without a byte order mark
         return without_removed(_tuples(tomllib.loads(text)))
     except UnicodeDecodeError as error:

@@ -252,6 +252,8 @@ def encode_texts(
         return []
     try:
         return cast(list[list[int]], tokenizer(list(texts), add_special_tokens=False)["input_ids"])
+    except DataError:
+        raise
     except Exception as error:  # the tokenizers library raises bare Exception, for example for a missing unknown token
         if len(texts) > 1:
             for text, place in zip(texts, places or [""] * len(texts), strict=True):

@@ -11,6 +11,7 @@ from hybridflow.data.chat_prompts import PromptEncoder
 from hybridflow.data.chat_templates import chat_template_of
 from hybridflow.errors import DataConfigError, DataError
 from hybridflow.runtime.observe import get_logger
+from hybridflow.runtime.plain_files import require_model_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -102,10 +103,14 @@ def load_tokenizer(path: str | Path, date: str = "auto", chat_template: str = ""
 
 
 def require_tokenizer(path: str | Path, key: str = "tokenizer") -> None:
-    """Raise DataConfigError if a model directory, the value of `key`, has no file with a vocabulary.
+    """Raise DataConfigError if a model directory, the value of `key`, has no file with a vocabulary, or a special file.
 
     For some such directories transformers returns an empty tokenizer, which encodes every text to no tokens.
     """
+    try:
+        require_model_files(path)
+    except OSError as error:
+        raise DataConfigError(f"{key}='{path}' cannot be read: {error}.") from error
     if not any(next(Path(path).glob(name), None) for name in VOCABULARY_FILES):
         raise DataConfigError(
             f"{key}='{path}' has no tokenizer: expected tokenizer.json (or tokenizer.model, vocab.json or vocab.txt) "

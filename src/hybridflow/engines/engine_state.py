@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hybridflow.config import LoRAConfig
 from hybridflow.errors import CheckpointConfigError, CheckpointError
+from hybridflow.runtime.alike import require_alike
 
 CHECK = "it is of a different model. Check model.path."
 
@@ -17,6 +18,8 @@ def require_fitting_state(parameters: Mapping[str, Tensor], state: dict[str, Any
 
     Both must be floats, of any precision: the parameters of a float32 run may be loaded as bfloat16.
     """
+    wanted = {"num_updates": 0, "model": {}} | ({"optimizer": {}} if with_optimizer and "optimizer" in state else {})
+    require_alike(state, wanted, "the state of the model")
     stored = state["model"]
     for name, parameter in parameters.items():
         if name not in stored:
@@ -29,6 +32,7 @@ def require_fitting_state(parameters: Mapping[str, Tensor], state: dict[str, Any
     if "optimizer" not in state:
         raise CheckpointError("the checkpoint has no optimizer state: it was saved by an engine without an optimizer.")
     for name, moments in state["optimizer"].items():
+        require_alike(moments, {}, f"the optimizer state of '{name}'")
         if name not in parameters:
             raise CheckpointError(f"the checkpoint has optimizer state of '{name}', which the model lacks; {CHECK}")
         for moment, value in moments.items():
@@ -43,6 +47,9 @@ def description_of(lora: LoRAConfig) -> dict[str, Any]:
 
 def require_same_adapters(lora: LoRAConfig | None, state: dict[str, Any]) -> None:
     """Raise CheckpointError unless the state has the same adapters as the engine, or both have none."""
+    require_alike(state, {}, "the state of the model")
+    if state.get("lora"):
+        require_alike(state["lora"], {"rank": 0, "targets": []}, "the state's adapters")
     stored, wanted = (
         {**lora, "targets": sorted(lora["targets"])} if lora else None
         for lora in (state.get("lora"), description_of(lora) if lora else None)

@@ -113,7 +113,7 @@ def _load(auto_class: Any, path: str | Path, dtype: torch.dtype, **options: obje
 
 def read_config(path: str | Path, **options: object) -> PretrainedConfig:
     """Read the configuration of a model directory; `options` replace keys. Raises ModelError if it is unsupported."""
-    if not os.path.isfile(Path(path) / "config.json"):  # False also for a name that is too long
+    if not os.path.exists(Path(path) / "config.json"):  # False also for a name that is too long
         raise ModelConfigError(
             f"'{path}' is not a model directory: config.json not found; give a Hugging Face directory as model.path."
         )
@@ -140,7 +140,7 @@ def require_language_model(path: str | Path) -> None:
     With tied embeddings its weights would load as those of a policy.
     """
     file = Path(path) / "config.json"
-    if not file.is_file():
+    if not os.path.exists(file):
         return
     require_sound_config(path)
     with suppress(ValueError, RecursionError):  # `read_config` reports it

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hybridflow.errors import ModelError
+from hybridflow.runtime.plain_files import require_model_files
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -31,8 +32,12 @@ NOT_NEGATIVE = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
 def require_sound_config(path: str | Path) -> None:
     """Raise ModelError if the values of config.json cannot be those of a model that this version of ours trains.
 
-    A file that is not JSON is left to the library, which reports it.
+    A file that is not JSON is left to the library, which reports it; one that is not a regular file never reaches it.
     """
+    try:
+        require_model_files(path)
+    except OSError as error:
+        raise ModelError(f"the model in '{path}' cannot be read: {error}.") from error
     try:
         config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
     except (ValueError, RecursionError):

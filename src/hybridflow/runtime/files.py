@@ -1,7 +1,4 @@
-"""Files of a run: regular files only, written atomically, with the free space of their disk.
-
-Links, FIFOs and devices are found without opening them: reading those may never end.
-"""
+"""Files that are written atomically, and the free space of their disk."""
 
 import errno
 import json
@@ -9,27 +6,7 @@ import os
 import secrets
 import shutil
 import stat
-from io import BufferedReader
 from pathlib import Path
-
-_KINDS = {
-    stat.S_IFLNK: "a symbolic link",
-    stat.S_IFDIR: "a directory",
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
-
-
-def require_plain_file(path: str | Path) -> None:
-    """Raise OSError, naming what it is, if `path` exists and is not a regular file; a symbolic link is not one."""
-    try:
-        mode = os.lstat(path).st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISREG(mode):
-        raise OSError(f"'{path}' is {_KINDS.get(stat.S_IFMT(mode), 'a special file')}, not a regular file")
 
 
 def require_regular_file(path: str | Path) -> None:
@@ -42,17 +19,6 @@ def require_regular_file(path: str | Path) -> None:
         raise IsADirectoryError(errno.EISDIR, "is a directory; expected a file", str(path))
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "is a pipe, device or socket; expected a file", str(path))
-
-
-def open_plain_file(path: str | Path) -> BufferedReader:
-    """Open a regular file for reading bytes. Raises OSError as `require_plain_file`, and if the file cannot be read."""
-    require_plain_file(path)
-    # The flags and the second check are for a file that is replaced meanwhile.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(f"'{path}' is not a regular file")
-    return os.fdopen(descriptor, "rb")
 
 
 def write_bytes_atomically(path: str | Path, data: bytes) -> None:

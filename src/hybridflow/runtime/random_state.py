@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from hybridflow.errors import CheckpointError
+from hybridflow.runtime.alike import require_alike
 from hybridflow.runtime.random_streams import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -51,19 +52,23 @@ def capture_random_state() -> dict[str, Any]:
     }
 
 
-def restore_random_state(state: dict[str, Any]) -> None:
+def restore_random_state(state: dict[str, Any], place: str = "the random state") -> None:
     """Restore the state of all global generators from `capture_random_state`.
 
     States of CUDA devices that this process lacks are skipped with a warning: the run continues, but its results are
-    not bit-identical.
+    not bit-identical. Raises CheckpointError, naming `place`, for a state of other shapes, with nothing restored.
     """
     import torch
 
+    require_alike(state, capture_random_state() | {"cuda": []}, place)
     python, numpy_state, cuda = state["python"], state["numpy"], state["cuda"]
-    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss_next"]))
     key = numpy_state["key"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", key, numpy_state["position"], numpy_state["has_gauss"], numpy_state["gauss"]))
-    torch.set_rng_state(state["torch"])
+    try:
+        random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss_next"]))
+        np.random.set_state(("MT19937", key, numpy_state["position"], numpy_state["has_gauss"], numpy_state["gauss"]))
+        torch.set_rng_state(state["torch"])
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        raise CheckpointError(f"{place} cannot be restored: {error}; the checkpoint is damaged.") from error
     devices = torch.cuda.device_count() if cuda else 0
     if devices != len(cuda):
         logger.warning(

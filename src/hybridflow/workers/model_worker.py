@@ -156,7 +156,10 @@ class ModelWorker(DeviceWorker):
         """Load the state that `save` wrote, on the same or a different number of ranks. Raises CheckpointError."""
         require_shared(Path(directory))
         path = Path(directory) / self.component
-        if self.engine.is_sharded:
-            self.engine.load_shards(describe_state(path), lambda state: read_state_into(state, path))
-        else:
-            self.engine.load_state_dict(load_state(path))
+        try:
+            if self.engine.is_sharded:
+                self.engine.load_shards(describe_state(path), lambda state: read_state_into(state, path))
+            else:
+                self.engine.load_state_dict(load_state(path))
+        except CheckpointError as error:
+            raise type(error)(f"the state '{path}' cannot be loaded: {error}") from error

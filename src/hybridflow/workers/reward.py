@@ -15,6 +15,7 @@ from hybridflow.environments.rewards.journal import RewardJournal
 from hybridflow.environments.rewards.table import QUICK
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.meta_info import NOISE_KEY
+from hybridflow.runtime.alike import require_alike
 from hybridflow.runtime.fault_points import fault_point
 from hybridflow.runtime.random_state import (
     capture_random_state,
@@ -146,7 +147,9 @@ class RewardWorker(Worker):
         """Restore the random state that `save` wrote; a rank without a saved state starts from its seed."""
         file = self._state_file(directory)
         if file.with_suffix(".json").exists():
-            restore_random_state(load_state(file)["random"])
+            state = load_state(file)
+            require_alike(state, {"random": {}}, f"the state '{file}'")
+            restore_random_state(state["random"], f"the state '{file}'['random']")
 
     @register(Dispatch.ONE_TO_ALL)
     def verify(self, directory: str) -> None:

@@ -1,5 +1,6 @@
 """Models and data files on the hub become local paths; what cannot be downloaded is an error that names the fix."""
 
+import contextlib
 import errno
 import json
 import threading
@@ -9,6 +10,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
+from fixtures.hub import _Handler
 from hybridflow.cli.main import main
 from hybridflow.config import load_config, to_toml
 from hybridflow.errors import CheckpointConfigError, DataConfigError, ModelConfigError
@@ -222,3 +224,80 @@ def test_a_hub_that_never_answers_is_as_one_that_cannot_be_reached(hub, monkeypa
     with pytest.raises(ModelConfigError, match=r"the hub cannot be reached \(ReadTimeout"):
         local("model.path=owner/another")
     answered.set()
+
+
+# Hostile hubs
+
+OUTSIDE = "../../../outside/evil"
+
+
+def absolute(text):
+    """Return a text with the path of the directory outside the cache in place of /OUT."""
+    return text.replace("/OUT", str(Path.cwd().parent / "outside"))
+
+
+def with_header(name, value):
+    """Return a change of the stand-in that gives this header with every answer."""
+
+    def change(patched):
+        send = _Handler._send
+        added = {name: absolute(value)}
+        patched.setattr(_Handler, "_send", lambda self, *answer: send(self, *answer[:2], answer[2] | added))
+
+    return change
+
+
+def with_json(change_of):
+    """Return a change of the stand-in's answers in JSON, by a function of a commit or of a file in a listing."""
+
+    def change(patched):
+        json_, api = _Handler._json, _Handler._api
+        patched.setattr(_Handler, "_api", lambda self, *a: api(self, *a[:2], [*a[2][:1], "main"]))
+        patched.setattr(constants, "HF_HUB_DISABLE_XET", False)
+
+        def answer(self, value, *rest):
+            for each in value if isinstance(value, list) else [value]:
+                each.update(change_of(each))
+            json_(self, json.loads(absolute(json.dumps(value))), *rest)
+
+        patched.setattr(_Handler, "_json", answer)
+
+    return change
+
+
+def large(path):
+    """Return a change of a file in a listing to a large one, the hash of whose content is a path."""
+    return lambda each: {"lfs": {"oid": path, "size": 7, "pointerSize": 7}, "xetHash": "a" * 64}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        with_header("ETag", f'"{OUTSIDE}"'),
+        with_header("ETag", 'W/"/OUT/evil"'),
+        with_header("ETag", '"/OUT/secret"'),  # would be read, as the model's file
+        with_header("X-Linked-Etag", OUTSIDE),
+        with_header("X-Repo-Commit", OUTSIDE),
+        with_header("Location", "file:///OUT/secret"),
+        with_json(lambda each: {"sha": OUTSIDE} if "sha" in each else {}),
+        with_json(lambda each: {"sha": "/OUT"} if "sha" in each else {"path": "no", "xetHash": "no"}),
+        with_json(lambda each: {"path": f"{OUTSIDE}.json"} if "path" in each else {}),
+        with_json(lambda each: {"path": "/OUT/evil.json"} if "path" in each else {}),
+        with_json(large(OUTSIDE)),
+        with_json(large("/OUT/evil")),
+    ],
+)
+def test_a_hostile_hub_writes_and_reads_nothing_outside_the_cache(hub, tmp_path, monkeypatch, change):
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside/secret").write_text("secret")
+    hub.add("models/owner/model", MODEL)
+    hub.add("datasets/owner/rows", DATA)
+    before = files_in(tmp_path)
+    change(monkeypatch)
+    with pytest.raises(DataConfigError, match=r"the download failed: .*(out of the cache|Invalid|pointer|Protocol)"):
+        local("data.train_files=['hf://datasets/owner/rows/**/*.json*']")
+    with contextlib.suppress(ModelConfigError):  # files of subdirectories are not asked for
+        local(MODEL_PATH)
+    after = files_in(tmp_path)
+    assert {name for name in after - before if not name.startswith("cache/")} == set()
+    assert "secret" not in {path.read_text() for path in (tmp_path / "cache").rglob("*") if path.is_file()}

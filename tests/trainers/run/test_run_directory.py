@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.checkpoint import save_state
+from hybridflow.checkpoint import CheckpointStore, save_state
+from hybridflow.cli.api.rows import write_rows
 from hybridflow.config import load_config
-from hybridflow.errors import CheckpointError, ConfigError, DataError, RunInUseError
+from hybridflow.errors import CheckpointError, ConfigError, DataConfigError, DataError, RunInUseError
 from hybridflow.runtime.observe import JsonlWriter, read_jsonl
+from hybridflow.runtime.observe.run_files import RunFiles
 from hybridflow.trainers import RunDirectory
-from hybridflow.trainers.run.run_directory import RECOVERIES, TOKEN_BUDGETS, WRITTEN, require_unused
+from hybridflow.trainers.run.run_directory import DATA, RECOVERIES, TOKEN_BUDGETS, WRITTEN, require_unused
 from hybridflow.trainers.run.run_log import RunLog
 from hybridflow.workers.engine_schedule import SCHEDULE
 
@@ -146,7 +148,7 @@ def link(path):
     [
         ("run/checkpoints", file, (), ConfigError, "checkpoints' is not a directory, so .* none can be saved there"),
         ("run/checkpoints", fifo, (), ConfigError, "checkpoints' is not a directory, so .* move it away"),
-        ("run/checkpoints", link, (), ConfigError, "checkpoints' is not a directory"),
+        ("run/checkpoints", link, (), ConfigError, "checkpoints' is a symbolic link"),
         ("run/notes.txt", file, NEVER, CheckpointError, r"is not empty and trainer\.resume='never'"),
         ("run/run.json", file, (), CheckpointError, r"run\.json' is damaged .*; move it out of the directory"),
         ("run", file, (), ConfigError, "run' is a file; choose a directory"),
@@ -183,13 +185,30 @@ def test_every_file_of_a_run_is_checked_for_links(open_run, run_dir):
     assert {str(path.relative_to(run_dir)) for path in run_dir.rglob("*") if path.is_file()} == set(WRITTEN)
 
 
-def test_subdirectories_of_a_run_may_be_links(open_run, tmp_path, run_dir):
-    run_dir.mkdir()
-    (tmp_path / "disk").mkdir()
-    (run_dir / "checkpoints").symlink_to(tmp_path / "disk")
-    save(open_run(), 1)
-    assert open_run().step == 1
-    assert (tmp_path / "disk" / "step_000001").is_dir()
+def test_a_link_in_place_of_a_subdirectory_is_refused(open_run, tmp_path, run_dir):
+    run = open_run()
+    run.begin()
+    save(run, 1)
+    run.end()
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("trace", "rewards", "weight_sync", DATA, "anything"):
+        path = run_dir / name
+        if path.is_dir():
+            path.rename(tmp_path / "moved")
+        path.symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(ConfigError, match=rf"{name}' is a symbolic link, .*, but a run writes it; move it away"):
+            open_run()
+        with pytest.raises(DataConfigError, match=rf"cannot be read: .*{name}' is a symbolic link"):
+            RunFiles(run_dir)
+        path.unlink()
+    (run_dir / DATA).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DataConfigError, match=rf"cannot be written: '.*{DATA}' is a symbolic link"):
+        write_rows([{"prompt": "a"}], run_dir / DATA / "train.parquet")
+    (run_dir / "checkpoints").rename(tmp_path / "checkpoints")
+    (run_dir / "checkpoints").symlink_to(tmp_path / "checkpoints")
+    with pytest.raises(ConfigError, match="checkpoints' is not a directory"):
+        CheckpointStore(run_dir / "checkpoints")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_a_checkpoint_records_the_identity_as_json(open_run):

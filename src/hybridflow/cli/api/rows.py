@@ -84,6 +84,12 @@ def file_of(rows: Sequence[Mapping[str, Any]], directory: Path, split: str) -> P
 
 
 def write_rows(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Write the rows, unless the file is there already. Raises DataError for a value that is not plain."""
+    """Write the rows into `data/` of a run, unless the file is there already.
+
+    Raises DataConfigError if the path leads out of the run, and DataError for a value that is not plain.
+    """
+    for path in (file.parent, file):
+        if path.is_symlink():
+            raise DataConfigError(f"'{file}' cannot be written: '{path}' is a symbolic link; move it away.")
     if not file.exists():
         write_parquet(file, rows)

@@ -184,7 +184,7 @@ def _seconds(text: Any) -> float:
 
 
 def _checkpoint_bytes(directory: Path) -> dict[int, int]:
-    """Return the bytes of each checkpoint by step. The directory may be a link to another disk; others are not."""
+    """Return the bytes of each checkpoint by step. `directory` may be a link: nothing is written."""
     if not directory.is_dir():
         return {}
     steps = [match for match in map(re.compile(r"step_(\d{6,18})").fullmatch, os.listdir(directory)) if match]

@@ -10,6 +10,7 @@ from typing import Any
 from hybridflow.cli.migration.verl import DEFAULTS, IGNORED, MARK, MOVES, SETTLED, NoEqualError, finish
 from hybridflow.config.render import toml_value
 from hybridflow.errors import ConfigError
+from hybridflow.runtime.plain_files import require_text_file
 
 MAX_BYTES = 2**20
 
@@ -85,6 +86,7 @@ def _unread(key: str, value: Any) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
+        require_text_file(path)
         if path.stat().st_size > MAX_BYTES:
             raise ConfigError(f"{path} has more than {MAX_BYTES:,} bytes, which no configuration has.")
         text = path.read_text(encoding="utf-8")

@@ -15,8 +15,8 @@ from typing import Any
 
 from hybridflow.environments.rewards.outcome import Outcome
 from hybridflow.errors import RewardError
-from hybridflow.runtime.files import require_plain_file
 from hybridflow.runtime.observe import JsonlWriter
+from hybridflow.runtime.plain_files import require_plain_file
 
 _NAME = re.compile(r"step_(\d+)_rank_(\d+)\.jsonl")
 

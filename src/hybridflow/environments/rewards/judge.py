@@ -11,6 +11,7 @@ from typing import Any
 from hybridflow.environments.rewards.http_client import MAX_SHOWN_CHARS, post_json, without_key
 from hybridflow.environments.rewards.limits import is_number, require_number, require_whole
 from hybridflow.errors import RewardError
+from hybridflow.runtime.plain_files import require_text_file
 
 PROMPT = """\
 You grade a response to a question. Below stand the question, a reference answer and the response, each between tags
@@ -149,8 +150,7 @@ def _fill_in(template: str, values: dict[str, Any]) -> str:
 def _read_prompt(path: str) -> str:
     file = Path(path).expanduser()
     try:
-        if file.exists() and not file.is_file():
-            raise OSError("it is not a file")
+        require_text_file(file)
         return file.read_text("utf-8")
     except (OSError, ValueError) as error:
         raise RewardError(f"prompt_file={path!r} cannot be read: {error}. Expected a text file in UTF-8.") from error

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import DataConfigError, HybridFlowError, ModelConfigError
+from hybridflow.models.hub.confinement import inside_cache, require_inside
 from hybridflow.models.hub.names import FileName, ModelName
 from hybridflow.runtime.observe import get_logger
 
@@ -36,11 +37,9 @@ def download_model(key: str, name: ModelName, *, weights: bool = True) -> Path:
 
     `weights=False`: only its configuration. Raises ModelConfigError, which names the configuration key.
     """
-    from huggingface_hub import snapshot_download
-
     wanted = MODEL_FILES if weights else CONFIGURATION
     with _explained(f"{key}='{name}'", name, "model", ModelConfigError):
-        directory = snapshot_download(
+        directory = _snapshot(
             name.repository, revision=name.revision, allow_patterns=list(wanted), ignore_patterns=list(UNUSED)
         )
     logger.info("%s=%s: revision %s in '%s'", key, name.repository, Path(directory).name, directory)
@@ -52,11 +51,9 @@ def download_files(key: str, name: FileName) -> list[Path]:
 
     Raises DataConfigError, which names the configuration key, also if the data set has no such file.
     """
-    from huggingface_hub import snapshot_download
-
     with _explained(f"{key}: '{name}'", name, "data set", DataConfigError):
         if name.path:
-            directory = snapshot_download(
+            directory = _snapshot(
                 name.repository,
                 repo_type="dataset",
                 revision=name.revision,
@@ -70,6 +67,16 @@ def download_files(key: str, name: FileName) -> list[Path]:
     raise DataConfigError(
         f"{key}: '{name}' names no file; data files of {name.repository}: {shown or 'none'} (parquet, JSON or CSV)."
     )
+
+
+def _snapshot(repository: str, **options: Any) -> str:
+    """Return the directory of a downloaded snapshot. Raises ValueError before a file outside the cache changes."""
+    from huggingface_hub import snapshot_download
+
+    with inside_cache():
+        directory = snapshot_download(repository, **options)
+        require_inside(directory)
+    return directory
 
 
 def _deeper(path: str) -> list[str]:

@@ -10,7 +10,7 @@ from hybridflow.config import Config
 from hybridflow.errors import WeightSyncError
 from hybridflow.rollout.weight_sync.base import Sent, WeightTransport
 from hybridflow.rollout.weight_sync.buckets import Bucket
-from hybridflow.runtime.files import require_plain_file
+from hybridflow.runtime.plain_files import require_plain_file
 
 
 def sync_directory(config: Config) -> Path:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import DataConfigError, DataError
-from hybridflow.runtime.files import open_plain_file, require_plain_file, write_text_atomically
+from hybridflow.runtime.files import write_text_atomically
+from hybridflow.runtime.plain_files import open_plain_file, require_plain_file
 
 NON_FINITE = "non_finite"
 LAST_BYTES = 1 << 22

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import CheckpointError, DataConfigError, DataError
-from hybridflow.runtime.files import require_plain_file
 from hybridflow.runtime.observe.jsonl import read_jsonl
 from hybridflow.runtime.observe.trace import TRACE_FILE, TraceEvent, trace_event, transfer_report
+from hybridflow.runtime.plain_files import require_no_links, require_plain_file
 
 
 def printable(text: object) -> str:
@@ -24,6 +24,7 @@ ROLLOUT_TEXTS = ("prompt_id", "data_source", "finish_reason", "failed")
 """What a row of rollouts.jsonl or samples.jsonl has as text."""
 
 
+TOO_LARGE = "it does not fit into memory"
 MAX_STEP = 2**53
 """Integers above are not exact as floats."""
 
@@ -42,8 +43,8 @@ def read_starts(directory: Path) -> list[dict[str, Any]]:
         if _depth(starts) > MAX_DEPTH:
             raise ValueError(f"values are nested more than {MAX_DEPTH} times")
         return starts
-    except OSError as error:
-        raise DataError(f"'{file}' cannot be read: {error}.") from error
+    except (OSError, MemoryError) as error:
+        raise DataError(f"'{file}' cannot be read: {str(error) or TOO_LARGE}.") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"'{file}' is damaged ({error}); move it out of the directory to continue.") from error
 
@@ -59,6 +60,10 @@ class RunFiles:
         self.path = Path(path)
         if not (self.path / "run.json").is_file():
             raise DataConfigError(f"'{self.path}' is not the directory of a run: it has no run.json.")
+        try:
+            require_no_links(self.path)
+        except OSError as error:
+            raise DataConfigError(f"'{self.path}' cannot be read: {error}; replace it by what it leads to.") from error
 
     @property
     def name(self) -> str:
@@ -125,8 +130,8 @@ class RunFiles:
         try:
             require_plain_file(file)
             rows = read_jsonl(file) if file.exists() else []
-        except OSError as error:
-            raise DataError(f"'{file}' cannot be read: {error}.") from error
+        except (OSError, MemoryError) as error:
+            raise DataError(f"'{file}' cannot be read: {str(error) or TOO_LARGE}.") from error
         for i, row in enumerate(rows, start=1):
             step = row.get("step")
             if name != RECOVERIES and not (isinstance(step, int) and abs(step) <= MAX_STEP):

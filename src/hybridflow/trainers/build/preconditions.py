@@ -12,6 +12,7 @@ from hybridflow.config import Config, DTypeName, check
 from hybridflow.data import RLHFDataset, load_tokenizer
 from hybridflow.data.chat_templates import chat_template_of
 from hybridflow.data.tokenizer import CLOCK, reads_clock, require_tokenizer, stop_token_ids, tokenizer_of
+from hybridflow.data.watched_tokenizer import require_sound, watched
 from hybridflow.environments import check_template
 from hybridflow.environments.processes.arguments import check_names, check_signature
 from hybridflow.environments.processes.closure import closure_of
@@ -24,6 +25,7 @@ from hybridflow.runtime.declared_function import declared_function
 from hybridflow.runtime.device import cpu_has_bfloat16, gpu_has_bfloat16
 from hybridflow.runtime.observe import get_logger
 from hybridflow.runtime.observe.run_files import read_starts
+from hybridflow.runtime.plain_files import require_model_files
 from hybridflow.trainers.build.groups import build_backend, closing_on_error
 
 
@@ -101,7 +103,8 @@ def settle_rows(config: Config) -> Config:
     if not environment.classes:
         return config
     tokenizer = tokenizer_of(config)
-    findings = check_template(tokenizer, stop_token_ids(tokenizer, config.model.path))
+    with watched(tokenizer):
+        findings = check_template(tokenizer, stop_token_ids(tokenizer, config.model.path))
     if failed := [each for each in findings if each.state == "failed"]:
         raise EnvironmentConfigError(
             f"the chat template of model.path='{config.model.path}' cannot serve episodes: {failed[0].check}: "
@@ -123,7 +126,11 @@ def settle_rows(config: Config) -> Config:
 
 
 def require_model_directory(key: str, path: str) -> None:
-    """Raise ModelConfigError unless `path`, the value of `key`, is a directory with a config.json."""
+    """Raise ModelConfigError unless `path`, the value of `key`, is a directory with a config.json and regular files."""
+    try:
+        require_model_files(path)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise ModelConfigError(f"{key}='{path}' cannot be read: {error}.") from error
     if not (Path(path) / "config.json").is_file():
         raise ModelConfigError(
             f"{key}='{path}' is not a model directory: config.json not found; give a local Hugging Face directory (a "
@@ -161,15 +168,19 @@ def with_required_files(config: Config, *file_keys: str, reference: bool = False
             if key not in WITHOUT_TOKENIZER:
                 require_tokenizer(path, key)
     require_known_tokens(config.model.path, config.data.chat_template)
+    if config.reward.model_path:
+        require_sound(load_tokenizer(config.reward.model_path))
     return config
 
 
 def require_known_tokens(path: str, chat_template: bool) -> None:
     """Raise ModelError unless the policy's vocabulary has every token of its tokenizer and every stop token.
 
-    Log a stop token of the chat template that the model's configuration does not name.
+    Log a stop token of the chat template that the model's configuration does not name. Raises DataError for a
+    tokenizer that hangs.
     """
     tokenizer, entries = load_tokenizer(path), vocabulary_size(path)
+    require_sound(tokenizer, chat_template=chat_template)
     largest = max(tokenizer.get_vocab().values())
     if largest >= entries:
         token = tokenizer.convert_ids_to_tokens(largest)

@@ -10,6 +10,7 @@ from hybridflow.controller import Role, WorkerGroup
 from hybridflow.data import RLHFDataset
 from hybridflow.models.model_sizes import decoder_shape, sequence_costs
 from hybridflow.rollout.weight_sync.conductor import WeightSync, weight_sync_of
+from hybridflow.runtime.alike import require_alike
 from hybridflow.runtime.observe import RL_FIGURES, idle_shares, timed
 from hybridflow.trainers.build.groups import processes_of
 from hybridflow.trainers.ppo import PPO
@@ -17,7 +18,7 @@ from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, staleness_
 from hybridflow.trainers.run.rank_speeds import part_metrics
 from hybridflow.trainers.run.run_trainer import RunParts, RunTrainer
 from hybridflow.trainers.run.samples import Samples, samples_of
-from hybridflow.trainers.run.training_state import TrainingSaver, restore_training
+from hybridflow.trainers.run.training_state import CONTROLLER, TrainingSaver, restore_training
 from hybridflow.trainers.sampling.ahead import Ahead, describe_pending, save_pending, wait_for
 from hybridflow.trainers.sampling.in_flight import EngineScheduleLog
 from hybridflow.trainers.sampling.sampling import Sampling
@@ -63,6 +64,8 @@ class PPOTrainer(PPO, RunTrainer):
         """Continue from a checkpoint or a snapshot; with `verify`, compare the state of the workers with it."""
         self.start_over()
         state = restore_training(checkpoint, self.stateful_groups, self.loader, verify=verify)
+        kept = {"kl_controller": self.kl_controller.state_dict()}
+        require_alike(state, kept, f"the state '{checkpoint.directory / CONTROLLER}'")
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.global_step = state["global_step"]
         if self.ahead:

@@ -15,10 +15,11 @@ from hybridflow.checkpoint import Checkpoint, CheckpointStore
 from hybridflow.config import Config, to_toml
 from hybridflow.errors import CheckpointConfigError, ConfigError, RunInUseError
 from hybridflow.models.hub import with_names
-from hybridflow.runtime.files import require_plain_file, write_text_atomically
+from hybridflow.runtime.files import write_text_atomically
 from hybridflow.runtime.observe import JsonlWriter, collect_run_info, get_logger
 from hybridflow.runtime.observe.run_files import METRICS, RECOVERIES, ROLLOUTS, SAMPLES, read_starts
 from hybridflow.runtime.observe.trace import TRACE_FILE
+from hybridflow.runtime.plain_files import require_no_links, require_plain_file
 from hybridflow.trainers.run.run_identity import (
     Kind,
     arithmetic_of,
@@ -37,7 +38,7 @@ DATA = "data"
 """Directory of data that came from the memory of a Python program; it is written before the run starts."""
 
 WRITTEN = (*LOGS, RECOVERIES, SCHEDULE, "config.toml", "run.json", TOKEN_BUDGETS, ".lock")
-"""The files that a run writes and that are not in a checkpoint. Its subdirectories may be links to other disks."""
+"""The files that a run writes and that are not in a checkpoint."""
 
 _NUM_SHOWN = 10
 
@@ -75,8 +76,8 @@ class RunDirectory:
     `checkpoint` is the newest checkpoint, from which the run continues, None for a new run; `step` is its step.
     Constructing one writes nothing; `begin` does. Raises CheckpointError if the newest checkpoint is damaged or belongs
     to another run, if the directory is not empty and `trainer.resume` is "never", if `checkpoints` is not a directory,
-    or if a file that a run writes exists and is not a regular file: through a symbolic link the run would overwrite
-    another file, a FIFO would block it.
+    if an entry of the directory is a symbolic link, through which the run would write elsewhere, or if a file that a
+    run writes exists and is not a regular file, such as a FIFO, which would block it.
     """
 
     def __init__(self, config: Config, kind: Kind) -> None:
@@ -153,6 +154,7 @@ class RunDirectory:
         try:
             for name in WRITTEN:
                 require_plain_file(self.path / name)
+            require_no_links(self.path)
         except OSError as error:
             raise CheckpointConfigError(
                 f"trainer.run_dir='{self.path}' cannot be used: {error}, but a run writes it; move it away, or choose "

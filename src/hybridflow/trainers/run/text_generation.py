@@ -12,6 +12,7 @@ from hybridflow.data.data_rows import read_data_rows
 from hybridflow.data.layout import pad_left
 from hybridflow.data.parquet_rows import Row
 from hybridflow.data.tokenizer import pad_token_id, tokenizer_of
+from hybridflow.data.watched_tokenizer import watched
 from hybridflow.errors import DataConfigError, DataError
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.meta_info import NOISE_KEY
@@ -36,7 +37,8 @@ def checked_prompts(config: Config, prompts: Sequence[Row], *, cap_response_leng
     if not prompts:
         return config
     data, path = config.data, config.model.path
-    longest = max(map(len, encode_prompts(config, tokenizer_of(config), prompts)))
+    with watched(tokenizer_of(config)) as tokenizer:
+        longest = max(map(len, encode_prompts(config, tokenizer, prompts)))
     positions = positions_of(path)
     if not isinstance(positions, int) or longest + data.max_response_length <= positions:
         return config
@@ -60,7 +62,11 @@ def with_system(config: Config, prompts: Sequence[Row], text: str) -> list[Row]:
     Raises DataConfigError if there is no chat template or if it omits system messages, and for a prompt that begins
     with a system message.
     """
-    encoder = PromptEncoder(tokenizer_of(config), config.data.chat_template)
+    with watched(tokenizer_of(config)) as tokenizer:
+        return _with_system(config, prompts, text, PromptEncoder(tokenizer, config.data.chat_template))
+
+
+def _with_system(config: Config, prompts: Sequence[Row], text: str, encoder: PromptEncoder) -> list[Row]:
     if not encoder.uses_template:
         reason = "the tokenizer has none" if config.data.chat_template else "data.chat_template=false"
         raise DataConfigError(

@@ -10,6 +10,7 @@ from hybridflow.checkpoint import Checkpoint, CheckpointStore, SavedFile, save_s
 from hybridflow.controller import WorkerGroup
 from hybridflow.data import BatchLoader
 from hybridflow.errors import CheckpointError, HybridFlowError
+from hybridflow.runtime.alike import require_alike
 from hybridflow.runtime.files import describe_bytes
 from hybridflow.runtime.observe import get_logger
 from hybridflow.runtime.random_state import capture_random_state, restore_random_state
@@ -124,11 +125,12 @@ def restore_training(
     With `verify`, compare the state that the groups have then with the checkpoint. Raises CheckpointError if the
     weights do not fit or differ, DataError if the data differs.
     """
-    state = checkpoint.load(CONTROLLER)
+    state, place = checkpoint.load(CONTROLLER), f"the state '{checkpoint.directory / CONTROLLER}'"
+    require_alike(state, {"global_step": 0, "loader": {}, "random": {}}, place)
     loader.load_state_dict(state["loader"])
     for group in groups:
         group.load(str(checkpoint.directory))
         if verify:
             group.verify(str(checkpoint.directory))
-    restore_random_state(state["random"])
+    restore_random_state(state["random"], f"{place}['random']")
     return state
