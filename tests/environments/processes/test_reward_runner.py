@@ -95,7 +95,7 @@ def test_progress_counts_the_scored_responses(runner):
     assert progress() - before == 6
 
 
-def test_an_async_function_runs_in_this_process_also_beside_a_running_event_loop():
+def test_an_async_function_runs_here_beside_a_running_event_loop():
     async def score(solution_str, **_):
         await asyncio.sleep(0)
         return float(len(solution_str))
