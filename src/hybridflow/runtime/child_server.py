@@ -101,6 +101,6 @@ def _serve(function: Callable[..., Any], calls: Connection) -> None:
         arguments = calls.recv()
         try:
             answer = True, function(*arguments)
-        except BaseException as error:  # of Rust, panics are no Exception
+        except BaseException as error:  # a panic of Rust is not an Exception
             answer = False, (type(error).__name__, str(error) or type(error).__name__)
         calls.send(answer)
