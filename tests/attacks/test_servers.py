@@ -90,4 +90,4 @@ def test_a_bad_endless_or_slow_reply_is_one_error(server, monkeypatch, name, par
 def test_a_pipe_for_a_prompt_is_one_error(server, tmp_path):
     os.mkfifo(tmp_path / "prompt.txt")
     error = error_of(judge_reward, server, model="m", prompt_file=str(tmp_path / "prompt.txt"))
-    assert "is not a file" in error
+    assert "is a FIFO, not a regular file" in error

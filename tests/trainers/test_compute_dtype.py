@@ -34,7 +34,7 @@ def record(tmp_path):
 
 def test_auto_is_bfloat16_on_gpus_that_compute_in_it(settle, caplog):
     assert [settle(has) for has in DEVICES[:2]] == ["float32", "bfloat16"]
-    assert not caplog.records
+    assert [each for each in caplog.records if each.levelname != "INFO"] == []  # a CPU may have bfloat16
     assert settle(False) == "float32"
     assert "model.dtype='auto' is float32 here: the GPUs do not compute in bfloat16" in caplog.text
 

@@ -63,7 +63,7 @@ class ChildServer:
             self.close()
             raise TimeoutError(f"no answer within {limit_s:.0f} s")
         if not is_result:
-            name, text = answer
+            name, text = answer or ("", "")
             kind = getattr(builtins, name, ChildError)
             raise (kind if kind in _RAISED else ChildError)(text)
         return answer

@@ -35,11 +35,11 @@ def require_plain_file(path: str | Path) -> None:
 
 
 def require_no_links(directory: str | Path) -> None:
-    """Raise OSError if an entry of a directory is a symbolic link: what it leads to belongs to others."""
+    """Raise OSError if a symbolic link stands for a subdirectory: what it leads to belongs to others."""
     with suppress(FileNotFoundError), os.scandir(directory) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
-            if entry.is_symlink():
-                raise OSError(f"'{entry.path}' is a symbolic link, not a directory or a file")
+            if entry.is_symlink() and not entry.is_file():
+                raise OSError(f"'{entry.path}' is a symbolic link, not a directory")
 
 
 def require_text_file(path: str | Path) -> None:

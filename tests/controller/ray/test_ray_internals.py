@@ -71,6 +71,7 @@ def test_all_used_private_attributes_of_ray_are_listed():
         "ray._private.services",
         "ray._private.services.canonicalize_bootstrap_address",
         "ray._private.state.available_resources_per_node",
+        "ray._private.utils",
         "ray._private.worker",
         "_private",  # ray._private.worker._global_node
         "_global_node",

@@ -64,6 +64,6 @@ def test_shaped_reward_scores_correctness_format_and_length():
 
 
 def test_shaped_reward_reads_the_score_of_a_dict_and_rejects_an_unknown_source():
-    assert shaped("no program", "code", {"tests": ["assert True"]})["correct"] == 0.0
+    assert shaped("no program", "code", {"tests": ["assert f(1) == 1"]})["correct"] == 0.0
     with pytest.raises(RewardError, match="no built-in reward function serves data_source 'poems'; known are"):
         shaped("x", "poems")

@@ -46,7 +46,7 @@ def records_of(data: Data, name: str, limit: int, how_to_limit: str) -> list[tup
     return records
 
 
-def _rows(data: Iterable[Any], name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _rows(data: Any, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place, row) of a table, a Dataset or an iterable of dicts, with plain values."""
     if hasattr(data, "with_format") and getattr(data, "format", {}).get("type") != "custom":  # a Dataset's, or a stream
         data = data.with_format("arrow")[:] if hasattr(data, "__len__") else data.with_format(None)

@@ -150,7 +150,9 @@ class Judge:
             return bool(result)
         if all(strange):
             claims = operator.eq if name == "in" else operation
-            return bool(result) and not any(_is_true(claims, part, object()) for parts in strange for part in parts)
+            return bool(result) and not any(
+                _is_true(claims, part, object()) for parts in strange for part in parts or ()
+            )
         try:
             return bool(operation(_plain(left), _plain(right)))
         except (ValueError, RecursionError):  # too many parts, or nested too deeply

@@ -13,6 +13,7 @@ import ast
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 _SIGNS: dict[type, str] = {
     ast.Eq: "==",
@@ -120,13 +121,13 @@ class _Rewriter(ast.NodeTransformer):
         self.generic_visit(node)
         return _call("difference", node.left, node.right) if isinstance(node.op, ast.Sub) else node
 
-    def visit_Call(self, node: ast.Call) -> ast.expr:
+    def visit_Call(self, node: ast.Call) -> ast.AST:
         match node:
             case ast.Call(func=ast.Name(id="abs"), args=[ast.BinOp(left=left, op=ast.Sub(), right=right)], keywords=[]):
                 return _call("distance", node.func, self.visit(left), self.visit(right))
         return self.generic_visit(node)
 
-    def visit_Expr(self, node: ast.Expr) -> ast.stmt:
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
         value = node.value
         if isinstance(value, ast.Call) and ast.unparse(value.func) in _EXITS:
             return ast.Raise(_call("ended", *map(self.visit, value.args)))
@@ -137,7 +138,7 @@ class _Rewriter(ast.NodeTransformer):
         node.exc = node.exc and _call("raised", node.exc)
         return node
 
-    def visit_Try(self, node: ast.Try) -> ast.stmt:
+    def visit_Try(self, node: Any) -> ast.stmt:
         """Rewrite a statement; what fails in its body and is caught there without consequence is not a check."""
         was_swallowed = self._is_swallowed
         self._is_swallowed |= any(map(_swallows, node.handlers))
