@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import small_model
 
+from hybridflow.models.tiny_model import write_model
 from hybridflow.runtime.observe import read_jsonl
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +53,14 @@ def test_the_demo_and_its_control_run_from_the_same_warm_start(tmp_path, steps):
         assert more > 0
         assert len(read_jsonl(runs / "control" / "metrics.jsonl")) == steps + more
         assert f"control: accuracy {summary['before']:.3f} -> " in output
+
+
+def test_the_example_of_a_small_model_measures_trains_and_measures_again(tmp_path, capsys):
+    write_model(tmp_path / "model", tuple("0123456789+= \n"), by_characters=True)
+    small_model.main([str(tmp_path / "model"), "--steps", "1", "--run-dir", str(tmp_path / "run")])
+    output = capsys.readouterr().out
+    assert "of 208 held-out sums are right" in output
+    assert re.fullmatch(r"after: \d\.\d{3}, before: \d\.\d{3}", output.splitlines()[-1])
 
 
 @pytest.mark.timeout(1200)
