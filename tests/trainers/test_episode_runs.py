@@ -199,10 +199,10 @@ def test_rewards_of_turns_before_a_failure_are_not_learned_from(episode_task, tm
 def test_a_chat_template_that_does_not_end_is_an_error(episode_task, tmp_path, monkeypatch):
     original, done = ChatRenderer.render, threading.Event()
 
-    def render(self, messages, *, add_generation_prompt):
+    def render(self, messages, ending):
         while threading.current_thread() is not threading.main_thread() and not done.is_set():
             time.sleep(0.01)
-        return original(self, messages, add_generation_prompt=add_generation_prompt)
+        return original(self, messages, ending)
 
     monkeypatch.setattr("hybridflow.workers.episodes.LOOP_LIMIT_S", 0.5)
     monkeypatch.setattr(ChatRenderer, "render", render)
