@@ -80,8 +80,7 @@ class _Source:
 class StoredTensors:
     """The tensors of a directory by the names and in the shapes of a model, read as often as they are asked for.
 
-    `ignored`: stored names of which the model has no tensor. Sets the conversions by which the directory was read, for
-    `stored_form`.
+    `ignored`: stored names of which the model has no tensor. Sets the conversions of the model, for `PublishedForm`.
     """
 
     def __init__(self, model: PreTrainedModel, files: StoredModel) -> None:
