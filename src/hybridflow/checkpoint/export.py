@@ -198,10 +198,8 @@ class _Model:
     def require_fit(self, weights: Mapping[str, Tensor]) -> None:
         """Raise CheckpointError unless the weights have the model's names and shapes."""
         names = set(weights)
-        missing, unknown = (
-            sorted(self.shapes.keys() - names),
-            sorted(names - self.shapes.keys() - self.tied - self.buffers.keys()),
-        )
+        missing = sorted(self.shapes.keys() - names)
+        unknown = sorted(names - self.shapes.keys() - self.tied - self.buffers.keys())
         found = {name: _shape(weights, name) for name in sorted(self.shapes.keys() & names)}
         wrong = [f"{n} {shape} instead of {self.shapes[n]}" for n, shape in found.items() if shape != self.shapes[n]]
         if missing or unknown or wrong:

@@ -42,8 +42,8 @@ def plain_row(record: Mapping[Any, Any], place: str, *, keep_nulls: bool = True)
         except UnicodeEncodeError as error:
             text = error.object[max(error.start - 20, 0) : error.start + 20]
             raise DataError(
-                f"{place}: column {name!r:.100}: the text {text!r} is not valid Unicode ({error.reason}); correct it, or "
-                "remove the row."
+                f"{place}: column {name!r:.100}: the text {text!r} is not valid Unicode ({error.reason}); correct it, "
+                "or remove the row."
             ) from None
         except TypeError as error:
             raise DataError(f"{place}: column {name!r:.100} has {error}.") from None
