@@ -217,10 +217,10 @@ class _Model:
         Persistent buffers, which do not learn, are those of the directory.
         """
         from hybridflow.models.lora import merged_weight
-        from hybridflow.models.stored_model import StoredModel, StoredTensors
+        from hybridflow.models.stored_model import ModelTensors, StoredModel
 
         with StoredModel(self.directory) as files:
-            base = StoredTensors(self.empty, files)
+            base = ModelTensors(self.empty, files)
 
             def weight_of(name: str) -> Tensor:
                 if lora is None and name not in self.buffers:
