@@ -273,6 +273,8 @@ ERRORS = [
      "line 1: the answer in 'chosen' has tool_calls="),
     ("h.jsonl", [{"conversations": [{"from": "alien", "value": "x"}]}], "examples",
      "line 1: message 0 is from 'alien'; expected one of human, user, gpt,"),
+    ("h.json", [{"conversations": [{"from": ["human"], "value": "x"}]}], "examples",
+     r"row 0: message 0 is from \['human'\]; expected one of human,"),
     ("i.jsonl", [{"conversations": [{"from": "function_call", "value": "f(x)"}]}], "examples",
      "line 1: message 0 is from 'function_call', but is not the JSON of a call: 'f"),
     ("j.jsonl", [{"prompt": "a", "data_source": None}], "prompts", "line 1: 'data_source' is empty"),

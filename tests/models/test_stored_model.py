@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from fixtures.families import write_family
-from hybridflow.models.stored_model import PublishedForm, StoredModel, StoredTensors
+from hybridflow.models.stored_model import ModelTensors, PublishedForm, StoredModel
 
 SOME_FOR_ONE, ONE_FOR_SOME = "mixtral", "hrm_text"
 """Families whose files have several tensors for one of the model, and one for several."""
@@ -20,7 +20,7 @@ def test_tensors_are_read_and_return_to_the_form_of_the_files(tmp_path, kind, as
     tensors, del_conversions = model.state_dict(), model.__dict__.pop("_weight_conversions")
     assert bool(del_conversions) == as_published
     with StoredModel(tmp_path) as files:
-        stored = StoredTensors(model, files)
+        stored = ModelTensors(model, files)
         assert not stored.ignored
         assert all(torch.equal(stored.read(name), tensor) for name, tensor in tensors.items())
     form = PublishedForm(model, tensors)

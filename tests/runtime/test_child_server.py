@@ -1,5 +1,6 @@
 import os
 import re
+import signal
 
 import pytest
 
@@ -14,6 +15,8 @@ def act(what, value=None):
     match what:
         case "state":
             return [*STATE, value]
+        case "signal":
+            return os.kill(os.getpid(), value)
         case "raise":
             raise value
         case "hang in C":
@@ -44,6 +47,8 @@ def test_a_child_has_the_state_of_the_fork_and_survives_errors(server, monkeypat
         server.call(10, "raise", OwnError("of Rust"))
     with pytest.raises(ChildError, match=r"^OwnError$"):
         server.call(10, "raise", OwnError())
+    for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal or a scheduler, for the whole group
+        server.call(10, "signal", number)
     assert server.call(10, "state", None) == [1, None]
 
 

@@ -198,10 +198,8 @@ class _Model:
     def require_fit(self, weights: Mapping[str, Tensor]) -> None:
         """Raise CheckpointError unless the weights have the model's names and shapes."""
         names = set(weights)
-        missing, unknown = (
-            sorted(self.shapes.keys() - names),
-            sorted(names - self.shapes.keys() - self.tied - self.buffers.keys()),
-        )
+        missing = sorted(self.shapes.keys() - names)
+        unknown = sorted(names - self.shapes.keys() - self.tied - self.buffers.keys())
         found = {name: _shape(weights, name) for name in sorted(self.shapes.keys() & names)}
         wrong = [f"{n} {shape} instead of {self.shapes[n]}" for n, shape in found.items() if shape != self.shapes[n]]
         if missing or unknown or wrong:
@@ -219,10 +217,10 @@ class _Model:
         Persistent buffers, which do not learn, are those of the directory.
         """
         from hybridflow.models.lora import merged_weight
-        from hybridflow.models.stored_model import StoredModel, StoredTensors
+        from hybridflow.models.stored_model import ModelTensors, StoredModel
 
         with StoredModel(self.directory) as files:
-            base = StoredTensors(self.empty, files)
+            base = ModelTensors(self.empty, files)
 
             def weight_of(name: str) -> Tensor:
                 if lora is None and name not in self.buffers:

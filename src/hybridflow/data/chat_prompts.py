@@ -168,7 +168,7 @@ class PromptEncoder:
 
     def _apply_template(self, messages: Sequence[Message], ending: Ending, tools: Sequence[Schema]) -> object:
         if any(message.get("tool_calls") for message in messages) and self._takes_texts:
-            messages = [_with_texts(message) for message in messages]
+            messages = [with_texts(message) for message in messages]
         return self._as_written(messages, ending, tools)
 
     def _as_written(self, messages: Sequence[Message], ending: Ending, tools: Sequence[Schema]) -> object:
@@ -208,12 +208,14 @@ class PromptEncoder:
         return [ids if ids[:1] == self._prefix else self._prefix + ids for ids in encoded]
 
 
-def _with_texts(message: Message) -> Message:
+def with_texts(message: Message) -> Message:
     """Return a message with the arguments of its calls as JSON texts."""
-    functions = [call["function"] for call in message.get("tool_calls") or ()]
-    texts = [{**each, "arguments": json.dumps(each["arguments"], ensure_ascii=False)} for each in functions]
-    calls = zip(message.get("tool_calls") or (), texts, strict=True)
-    return {**message, "tool_calls": [{**call, "function": text} for call, text in calls]} if texts else message
+    calls = [
+        {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+        for call in message.get("tool_calls") or ()
+        for function in [call["function"]]
+    ]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def is_begun(messages: Sequence[Message]) -> bool:

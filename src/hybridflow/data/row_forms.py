@@ -77,8 +77,8 @@ class RowForm:
             return list(present)
         if kind == "prompts" and (self.columns or not set(PROMPT_FILE) <= set(present)):
             return list(present)
-        names = [column.partition(".")[0] for column in self.names(kind, present).values()]
-        wanted = {*names, *self.names(kind, present).values(), *PROMPT_FILE, SYSTEM, *also, *MEDIA_COLUMNS}
+        names = self.names(kind, present).values()
+        wanted = {*names, *(name.partition(".")[0] for name in names), *PROMPT_FILE, SYSTEM, *also, *MEDIA_COLUMNS}
         return [name for name in dict.fromkeys(present) if name in wanted]
 
 

@@ -9,7 +9,7 @@ from hybridflow.errors import DataError
 ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bard", "bing", "model"), "assistant"),
-    **dict.fromkeys(("system",), "system"),
+    "system": "system",
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
 CALL = "function_call"
@@ -28,7 +28,7 @@ def _chat_message(message: Any, place: str) -> Any:
     others = {key: value for key, value in message.items() if key not in ("from", "value")}
     if sender == CALL:
         return {"role": "assistant", "content": "", "tool_calls": _calls(text, place), **others}
-    if sender not in ROLES:
+    if not isinstance(sender, str) or sender not in ROLES:
         raise DataError(f"{place} is from {sender!r:.100}; expected one of {', '.join((*ROLES, CALL))}.")
     return {"role": ROLES[sender], "content": text, **others}
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridflow.data.chat_prompts import Message, Schema, read_messages
+from hybridflow.data.chat_prompts import Message, Schema, read_messages, with_texts
 from hybridflow.data.parquet_rows import Row, shorten, shorten_text
 from hybridflow.data.sharegpt import chat_messages
 from hybridflow.errors import DataError
@@ -37,22 +37,9 @@ def stored_conversation(messages: Any, tools: Any, place: str) -> dict[str, Any]
 
     A column of parquet has one type, so that objects of other keys would get each other's keys.
     """
-    values = {"messages": messages, "tools": tools}
-    checked, schemas = read_conversation(Row(place, values))
-    stored: list[Message] = []
-    for message in checked:
-        if "tool_calls" in message:
-            calls = [
-                {**call, "function": {**call["function"], "arguments": _text_of(call["function"]["arguments"])}}
-                for call in message["tool_calls"]
-            ]
-            message = {**message, "tool_calls": calls}
-        stored.append(message)
-    return {"messages": stored, **({"tools": _text_of(schemas)} if schemas else {})}
-
-
-def _text_of(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    checked, schemas = read_conversation(Row(place, {"messages": messages, "tools": tools}))
+    stored = {"messages": [with_texts(message) for message in checked]}
+    return {**stored, **({"tools": json.dumps(schemas, ensure_ascii=False)} if schemas else {})}
 
 
 def _listed(value: Any, column: str, place: str) -> Any:

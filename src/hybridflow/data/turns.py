@@ -40,7 +40,7 @@ class Turns:
 
 
 @dataclass(frozen=True)
-class Reply:
+class AnswerTokens:
     """The tokens of an answer, with the stop token at its end, and its text where the template has written it."""
 
     ids: list[int]
@@ -138,15 +138,17 @@ class TurnEncoder:
                 row.counts.extend([False] * len(prompt.ids))
         yield row
 
-    def _reply(self, renderer: TurnRenderer, prompt: NextPrompt, history: list[Message], new: list[Message]) -> Reply:
+    def _reply(
+        self, renderer: TurnRenderer, prompt: NextPrompt, history: list[Message], new: list[Message]
+    ) -> AnswerTokens:
         """Return the last message of `history` as an answer to its prompt; `new`: the messages after it."""
         if not renderer.prompts.uses_template:
-            return Reply(self._plain(history[-1]["content"]))
+            return AnswerTokens(self._plain(history[-1]["content"]))
         whole, contents = renderer.render(history, "end")
         if not whole.startswith(prompt.text):
             opened, said = _OPENED.search(prompt.text), history[-1]["content"].lstrip()
             if opened and said.startswith(opened[1]):
-                return Reply(self._plain(said.removeprefix(opened[1]).lstrip("\n")))
+                return AnswerTokens(self._plain(said.removeprefix(opened[1]).lstrip("\n")))
             raise DataError(
                 f"the chat template writes the prompt of message {len(history) - 1} in another way once it is answered,"
                 " so a model does not see this text when it answers (`hybridflow check-template` shows more)."
@@ -160,10 +162,10 @@ class TurnEncoder:
             if stop is None:
                 mark = renderer.decode(ids[-1:])
                 self._warn("stop", "the chat template writes no stop token after %r; %r is added", text[-20:], mark)
-            return Reply(ids, text + renderer.decode(ids[-1:]))
+            return AnswerTokens(ids, text + renderer.decode(ids[-1:]))
         mark = renderer.decode(ids[end : end + 1])
         before, found, _ = text.partition(mark)
-        return Reply(ids[: end + 1], before + found)
+        return AnswerTokens(ids[: end + 1], before + found)
 
     def _end_of(self, ids: Sequence[int], what: str) -> int | None:
         """Return the place of the first stop token; raise DataError if a text follows."""
@@ -194,7 +196,7 @@ class TurnEncoder:
                 del message["reasoning_content"]
         return checked
 
-    def _losses(self, renderer: TurnRenderer, message: Message, reply: Reply) -> list[str]:
+    def _losses(self, renderer: TurnRenderer, message: Message, reply: AnswerTokens) -> list[str]:
         """Return the parts of a message that its turn has lost."""
         parts = [(key, message.get(key, "")) for key in ("content", "reasoning_content")]
         lost = [(key, value) for key, value in parts if not _has(reply.text, value)]

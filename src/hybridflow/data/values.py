@@ -40,7 +40,11 @@ def plain_row(record: Mapping[Any, Any], place: str, *, keep_nulls: bool = True)
         try:
             row[_text(name)] = plain(value, keep_nulls)
         except UnicodeEncodeError as error:
-            raise DataError(f"{place}: column {name!r:.100}: {not_unicode(error)}") from None
+            text = error.object[max(error.start - 20, 0) : error.start + 20]
+            raise DataError(
+                f"{place}: column {name!r:.100}: the text {text!r} is not valid Unicode ({error.reason}); correct it, "
+                "or remove the row."
+            ) from None
         except TypeError as error:
             raise DataError(f"{place}: column {name!r:.100} has {error}.") from None
         except RecursionError:
@@ -50,12 +54,6 @@ def plain_row(record: Mapping[Any, Any], place: str, *, keep_nulls: bool = True)
                 f"{place}: column {name!r:.100} has the key {error.args[0]!r:.100}; keys in values must be texts."
             ) from None
     return row
-
-
-def not_unicode(error: UnicodeEncodeError) -> str:
-    """Return what is wrong with a text that cannot be encoded, and the fix."""
-    text = error.object[max(error.start - 20, 0) : error.start + 20]
-    return f"the text {text!r} is not valid Unicode ({error.reason}); correct it, or remove the row."
 
 
 def plain(value: Any, keep_nulls: bool) -> Any:

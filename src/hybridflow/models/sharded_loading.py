@@ -32,7 +32,7 @@ from hybridflow.models.loading import (
 from hybridflow.models.lora import is_adapter, plain_name
 from hybridflow.models.model_files import require_finite
 from hybridflow.models.parameters import part_like, persistent_buffers, replace_parameters
-from hybridflow.models.stored_model import StoredModel, StoredTensors
+from hybridflow.models.stored_model import ModelTensors, StoredModel
 from hybridflow.runtime.boxes import local
 
 Head = Literal["policy", "value"]
@@ -67,7 +67,7 @@ def build_with_placeholders(path: str | Path, head: Head, dtype: torch.dtype, de
     model = build_without_weights(path, head, dtype)
     if persistent_buffers(model):
         with StoredModel(path) as stored:
-            load_buffers(model, StoredTensors(model, stored))
+            load_buffers(model, ModelTensors(model, stored))
     replace_parameters(
         model, lambda _, parameter: nn.Parameter(placeholder(parameter.shape, dtype, device), requires_grad=False)
     )
@@ -92,7 +92,7 @@ def load_shards(model: PreTrainedModel, path: str | Path) -> None:
     """
     has_tied_head = model.get_output_embeddings() is not None and is_tied(model.config)
     with StoredModel(path, is_tied=has_tied_head) as files:
-        stored = StoredTensors(model, files)
+        stored = ModelTensors(model, files)
         parameters = {name: parameter for name, parameter in model.named_parameters() if not is_adapter(name)}
         missing = {name for name in parameters if plain_name(name) not in stored}
         require_complete(path, (name for name in missing if not name.startswith(VALUE_HEAD)))
@@ -108,7 +108,7 @@ def load_shards(model: PreTrainedModel, path: str | Path) -> None:
         require_no_ignored_layer(path, stored.ignored, model._keys_to_ignore_on_load_unexpected or ())
 
 
-def load_buffers(model: PreTrainedModel, stored: StoredTensors) -> None:
+def load_buffers(model: PreTrainedModel, stored: ModelTensors) -> None:
     """Fill the persistent buffers, such as the bias of a router, in the dtype of a model loaded by transformers."""
     buffers = persistent_buffers(model)
     require_complete(stored.path, (name for name in buffers if name not in stored))

@@ -77,11 +77,10 @@ class _Source:
     stored: list[tuple[str, str]] = field(default_factory=list)
 
 
-class StoredTensors:
+class ModelTensors:
     """The tensors of a directory by the names and in the shapes of a model, read as often as they are asked for.
 
-    `ignored`: stored names of which the model has no tensor. Sets the conversions by which the directory was read, for
-    `stored_form`.
+    `ignored`: stored names of which the model has no tensor. Sets the conversions of the model, for `PublishedForm`.
     """
 
     def __init__(self, model: PreTrainedModel, files: StoredModel) -> None:
@@ -169,7 +168,7 @@ Waiting = dict[tuple[str, ...], dict[str, Tensor]]
 
 
 class PublishedForm:
-    """The form in which the files of a model have its tensors: as it was read by StoredTensors, or as it is published.
+    """The form in which the files of a model have its tensors: as it was read by ModelTensors, or as it is published.
 
     `groups`: the names of the model's tensors that become stored tensors together, mostly one alone.
     """

@@ -6,6 +6,7 @@ For calls into C that hold the interpreter: no alarm of this process interrupts 
 import builtins
 import contextlib
 import ctypes
+import gc
 import os
 import resource
 import signal
@@ -76,17 +77,18 @@ class ChildServer:
     def close(self) -> None:
         """End the child."""
         self._calls.close()
+        pid, self._pid = self._pid, 0  # first: two threads may end it, and 0 names the group of this process
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            if self._pid:
-                os.kill(self._pid, signal.SIGKILL)
-                os.waitpid(self._pid, 0)
-        self._pid = 0
+            if pid:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
 
 
 def _prepare(memory_bytes: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM):  # which a whole group may get; this process decides, and ends it
+        signal.signal(number, signal.SIG_IGN)
+    gc.freeze()  # objects of the parent, whose finalizers may wait for its threads, are not collected here
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     with contextlib.suppress(OSError):  # the kernel, short of memory, kills the child first
         Path("/proc/self/oom_score_adj").write_text("1000")

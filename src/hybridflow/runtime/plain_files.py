@@ -26,10 +26,11 @@ _KINDS = {
 
 def require_plain_file(path: str | Path) -> None:
     """Raise OSError, naming what it is, if `path` exists and is not a regular file; a symbolic link is not one."""
-    try:
-        mode = os.lstat(path).st_mode
-    except FileNotFoundError:
-        return
+    with suppress(FileNotFoundError):
+        _require_regular(path, os.lstat(path).st_mode)
+
+
+def _require_regular(path: str | Path, mode: int) -> None:
     if not stat.S_ISREG(mode):
         raise OSError(f"'{path}' is {_KINDS.get(stat.S_IFMT(mode), 'a special file')}, not a regular file")
 
@@ -46,8 +47,7 @@ def require_text_file(path: str | Path) -> None:
     """Raise OSError if `path` exists and is not a regular file, or a link to one, of at most `LARGEST_TEXT` bytes."""
     with suppress(FileNotFoundError):
         found = os.stat(path)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(f"'{path}' is {_KINDS.get(stat.S_IFMT(found.st_mode), 'a special file')}, not a regular file")
+        _require_regular(path, found.st_mode)
         if found.st_size > LARGEST_TEXT:
             raise OSError(f"'{path}' has {found.st_size:,} bytes, more than any file of its kind")
 

@@ -89,6 +89,8 @@ def test_aggregations_of_verl_keep_their_names_other_values_are_left_out(convert
         assert (values["actor.loss_aggregation"], found.left_out) == (mode, [])
     found, _ = converted("x actor_rollout_ref.rollout.name=sglang algorithm.adv_estimator=gae")
     assert found.left_out == ["actor_rollout_ref.rollout.name=sglang has no equal here (expected one of vllm, hf)"]
+    found, _ = converted("x actor_rollout_ref.rollout.name=[hf] algorithm.adv_estimator=gae")
+    assert found.left_out == ["actor_rollout_ref.rollout.name=['hf'] has no equal here (expected one of vllm, hf)"]
 
 
 @pytest.mark.parametrize("unknown", ["${a}", "$(nproc)", "`date`", "???", "[a,$B]"])

@@ -66,7 +66,7 @@ LAST_IS_5 = [
 LAST_IS_NOT_5 = [
     *(
         f"The answer is {value}."
-        for value in ("5x", "5e3", "5:10", "10:5", "5.1.2", "5!", "5abc", "5-10-20", "x5", "5i")
+        for value in ("5x", "5e3", "5:10", "10:5", "5.1.2", "5!", "5abc", "5-10-20", "x5", "5i", "1,005e3")
     ),
     *("7 of 5x", r"\boxed{5}, no: \fbox{4}"),
     *(r"\boxed{5}, no: \boxed{4}", "The answer is $4$.", "", "I cannot say."),

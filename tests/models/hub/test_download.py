@@ -93,6 +93,14 @@ def test_the_cache_serves_a_run_without_a_network_or_hub(hub, monkeypatch):
     assert local(f"{MODEL_PATH}@{revision}").model == before.model
 
 
+def test_the_cache_may_be_a_link_to_another_disk(hub, tmp_path, monkeypatch):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "link"))
+    revision = hub.add("models/owner/model", MODEL)
+    assert local(MODEL_PATH).model.path.endswith(revision)
+
+
 @pytest.mark.parametrize(
     ("path", "expected"), [("*.jsonl", ["a"]), ("data/*.jsonl", ["b"]), ("**/*.jsonl", ["a", "b", "c"])]
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import wraps
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, TypeVar, cast
 
 from hybridflow.cli.api.settings import keys_of
 from hybridflow.config.aliases import keys_of_alias
@@ -91,22 +91,15 @@ class Words:
             error.args = (self.of(str(error.args[0])), *error.args[1:])
 
 
-class _Speaking(Protocol):
-    @property
-    def words(self) -> Words: ...
+M = TypeVar("M", bound=Callable[..., Any])
 
 
-S = TypeVar("S", bound=_Speaking)
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def in_own_words(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+def in_own_words(method: M) -> M:
     """Return the method of an object with `words`, with errors said in them."""
 
     @wraps(method)
-    def worded(self: S, *args: P.args, **kwargs: P.kwargs) -> Any:
+    def worded(self: Any, *args: Any, **kwargs: Any) -> Any:
         with self.words:
             return method(self, *args, **kwargs)
 
-    return worded
+    return cast(M, worded)

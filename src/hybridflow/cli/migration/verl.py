@@ -35,7 +35,7 @@ def renamed(key: str, names: Mapping[Any, Any]) -> Move:
     """Return the move of one of some names, each with another name here."""
 
     def value(theirs: Any) -> Any:
-        if theirs not in names:
+        if theirs not in [*names]:  # a list cannot be looked up
             raise NoEqualError(f"expected one of {', '.join(map(str, names))}")
         return names[theirs]
 

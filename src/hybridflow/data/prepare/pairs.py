@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from hybridflow.data.parquet_rows import shorten
@@ -28,7 +29,9 @@ def read_sides(record: Mapping[str, Any], names: Mapping[str, str], place: str) 
     An answer is a text, a message of the assistant, or messages that end with it. The messages before it come before
     the column of the prompt. Two texts without a prompt begin with it. Raises DataError for other values.
     """
-    prompt = record.get(names["prompt"]) if names["prompt"] in record else _nested(record, names["prompt"])
+    prompt = None
+    with suppress(DataError):  # it may be missing
+        prompt = value_of(record, names["prompt"], place)
     chosen, rejected = (value_of(record, names[side], place) for side in ("chosen", "rejected"))
     if is_empty(prompt) and isinstance(chosen, str) and isinstance(rejected, str):
         prompt = common_prompt(chosen, rejected)
@@ -37,13 +40,6 @@ def read_sides(record: Mapping[str, Any], names: Mapping[str, str], place: str) 
     before, text = read_answer(chosen, names["chosen"], place)
     before_too, text_too = read_answer(rejected, names["rejected"], place)
     return Sides(before or asked, text, before_too or asked, text_too)
-
-
-def _nested(record: Mapping[str, Any], column: str) -> Any:
-    try:
-        return value_of(record, column, "")
-    except DataError:
-        return None
 
 
 def common_prompt(chosen: str, rejected: str) -> str:

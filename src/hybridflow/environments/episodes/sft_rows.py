@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hybridflow.data.chat_prompts import PROBE, Message, Schema
 from hybridflow.data.tool_messages import uses_tools
 from hybridflow.data.turn_rendering import TurnRenderer
-from hybridflow.data.turns import Reply, TurnEncoder
+from hybridflow.data.turns import AnswerTokens, TurnEncoder
 from hybridflow.environments.episodes.rendering import UNKNOWN_FORMAT, ChatRenderer
 from hybridflow.errors import DataConfigError, DataError, EnvironmentConfigError
 
@@ -70,7 +70,7 @@ class EpisodeEncoder(TurnEncoder):
             )
         self._writes_results = True
 
-    def _losses(self, renderer: TurnRenderer, message: Message, reply: Reply) -> list[str]:
+    def _losses(self, renderer: TurnRenderer, message: Message, reply: AnswerTokens) -> list[str]:
         """Return the parts of a message that its turn has lost, with calls that are read back as other ones."""
         lost = super()._losses(renderer, message, reply)
         wanted = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]

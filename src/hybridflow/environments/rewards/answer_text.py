@@ -39,10 +39,9 @@ def parse_number(text: str) -> Fraction | None:
     text = text.strip().rstrip(".")
     if len(text) > _MAX_CHARS or not _ONE_NUMBER.fullmatch(text):
         return None
-    try:
-        return Fraction(text.replace("$", "").replace(",", ""))
-    except ZeroDivisionError:
-        return None
+    numerator, _, denominator = text.replace("$", "").replace(",", "").partition("/")
+    divisor = Fraction(denominator or 1)
+    return Fraction(numerator) / divisor if divisor else None
 
 
 def number_of_truth(ground_truth: Any, example: str) -> Fraction:

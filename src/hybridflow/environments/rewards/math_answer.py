@@ -98,7 +98,7 @@ def _prose(text: str) -> str:
         if _ONE_NUMBER.fullmatch(value):
             scientific = _SCIENTIFIC.search(value)
             few_digits = scientific and len(scientific[2]) <= 3 and abs(int(scientific[2])) < MAX_DIGITS
-            return format(Decimal(value), "f") if few_digits else value
+            return format(Decimal(value.replace(",", "")), "f") if few_digits else value
         return f"${value}$" if match.start() == values[-1].start() else " "
 
     return _VALUE.sub(kept, text)

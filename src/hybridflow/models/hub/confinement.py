@@ -17,7 +17,7 @@ _PATHS = {"os.mkdir": 1, "os.remove": 1, "os.chmod": 1, "os.truncate": 1, "os.re
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 _roots: list[str] = []
-"""The caches of the downloads that run now."""
+"""The caches of the downloads that run now, as they are named and, where links lead to another disk, as they are."""
 
 
 @contextmanager
@@ -26,12 +26,14 @@ def inside_cache() -> Iterator[None]:
     from huggingface_hub import constants
 
     _watch()
-    root = os.path.realpath(os.path.expanduser(constants.HF_HUB_CACHE))
-    _roots.append(root)
+    cache = os.path.expanduser(constants.HF_HUB_CACHE)
+    roots = os.path.abspath(cache), os.path.realpath(cache)
+    _roots.extend(roots)
     try:
         yield
     finally:
-        _roots.remove(root)
+        for root in roots:
+            _roots.remove(root)
 
 
 def require_inside(path: str) -> None:
