@@ -112,7 +112,7 @@ class ChatRenderer(TurnRenderer):
             shown.append({**fields, "role": message["role"]})
         return self.prompts.render(shown, ending, self._tools), contents
 
-    def encode(self, text: str, contents: Sequence[str] = (), *, is_start: bool = False) -> list[int]:
+    def encode(self, text: str, contents: Sequence[str] = (), *, is_start: bool = False, after: str = "") -> list[int]:
         """Return the tokens of a rendered text, with the contents in their places as text and nothing else."""
         ids: list[int] = []
         for number, part in enumerate(_PLACES.split(text)):
@@ -120,7 +120,8 @@ class ChatRenderer(TurnRenderer):
                 for piece in _without_marks(contents[int(part)], self._control):
                     ids += super().encode(piece)
             else:
-                ids += super().encode(part)
+                ids += super().encode(part, after=after)
+                after = ""
         return ids
 
 
