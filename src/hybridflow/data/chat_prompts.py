@@ -30,7 +30,7 @@ Ending = Literal["answer", "continue", "end"]
 KEYS_OF_MESSAGES = frozenset(("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "weight"))
 """Keys that a message may have, whether or not the chat template reads them."""
 
-_READ_KEY = re.compile(r"""\.\s*(\w+)|['"](\w+)['"]""")
+_READ_KEY = re.compile(r"""\.(\w+)|['"](\w+)['"]""")
 """How a chat template reads the key of a message."""
 
 PROBE = "<hybridflow probe of the chat template>"
@@ -104,8 +104,10 @@ class PromptEncoder:
         begins_with_bos = bos is not None and tokenizer("")["input_ids"][:1] == [bos]
         self._needs_generation_prompt_check = self.uses_template
         self._prefix = [bos] if bos is not None and begins_with_bos and not self.uses_template else []
-        read = _READ_KEY.findall(str(tokenizer.chat_template)) if self.uses_template else ()
-        self._known_keys = KEYS_OF_MESSAGES.union(map("".join, read))
+        templates = cast(str | dict[str, str] | None, tokenizer.chat_template) or ""
+        texts = templates.values() if isinstance(templates, dict) else [templates]
+        self._roles = {"user", "assistant", "tool"}
+        self._known_keys = KEYS_OF_MESSAGES.union("".join(key) for text in texts for key in _READ_KEY.findall(text))
 
     def text(self, messages: Sequence[Message], place: str) -> str:
         """Return the prompt as text; if its last message is the assistant's, the answer goes on where that ends.
@@ -136,7 +138,25 @@ class PromptEncoder:
                     f"message {number}, of the role {message['role']}, has weight={shorten(weight)}; expected 0 or 1, "
                     "and 1 only in a message of the assistant, which is then learned."
                 )
+            if message["role"] not in self._roles:
+                self._require_role(messages, number)
         return [{key: value for key, value in message.items() if key != "weight"} for message in messages]
+
+    def _require_role(self, messages: Sequence[Message], number: int) -> None:
+        """Raise DataError if a prompt is the same text whatever the message of a new role says."""
+        message, following = messages[number], messages[number + 1 :]
+        size = next((n for n, each in enumerate(following, 1) if each["role"] == "user"), len(following))
+        written = set[str]()
+        with suppress(DataError):  # a template may refuse the messages, which is said where they are rendered
+            for content in (PROBE, "a"):
+                prompt = [*messages[:number], {**message, "content": content}, *following[:size]]
+                written.add(self.render(prompt, "answer"))
+        if len(written) == 1:
+            raise DataError(
+                f"message {number} has the role {message['role']!r}, which the chat template does not write, so no "
+                "model would see it; give it another role, or put its text into a message of the user (data.map)."
+            )
+        self._roles.add(message["role"])
 
     def render(self, messages: Sequence[Message], ending: Ending, tools: Sequence[Schema] = ()) -> str:
         """Return the text of messages, which ends as `ending` says; raise DataError if the template rejects them."""
@@ -159,7 +179,9 @@ class PromptEncoder:
             if ending == "continue":
                 reason = f"{reason}; the last message is the assistant's, which the template cannot continue"
             raise DataError(f"the chat template rejects the messages: {reason}.") from error
-        return text if ending == "answer" or not is_begun(messages) else self._with_begun_reasoning(text, messages, tools)
+        if ending == "answer" or not is_begun(messages):
+            return text
+        return self._with_begun_reasoning(text, messages, tools)
 
     def _with_begun_reasoning(self, text: str, messages: Sequence[Message], tools: Sequence[Schema]) -> str:
         """Return the text of an answer without the closed reasoning that Qwen3 writes before reasoning it has begun."""

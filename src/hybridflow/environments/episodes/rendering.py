@@ -72,7 +72,7 @@ class ChatRenderer(TurnRenderer):
         text = begun + self.decode(ids[:-1] if ids and ids[-1] in stop_ids else ids)
         if not (self.format and self._tools):
             return parse_plain(text, is_reasoning=is_open(opened) or None)
-        said = self.format.parse(text, is_reasoning=is_open(opened))
+        said = self.format.parse(text, is_reasoning=is_open(opened) or None)
         if len(said.calls) > 1 and not self._takes_several_calls:
             ignored = "one call at a time: the calls after the first one were not made"
             said = replace(said, calls=said.calls[:1], malformed=(*said.malformed, ignored))

@@ -167,19 +167,20 @@ def with_required_files(config: Config, *file_keys: str, reference: bool = False
             require_model_directory(key, path)
             if key not in WITHOUT_TOKENIZER:
                 require_tokenizer(path, key)
-    require_known_tokens(config.model.path, config.data.chat_template)
+    require_known_tokens(config)
     if config.reward.model_path:
         require_sound(load_tokenizer(config.reward.model_path))
     return config
 
 
-def require_known_tokens(path: str, chat_template: bool) -> None:
+def require_known_tokens(config: Config) -> None:
     """Raise ModelError unless the policy's vocabulary has every token of its tokenizer and every stop token.
 
     Log a stop token of the chat template that the model's configuration does not name. Raises DataError for a
     tokenizer that hangs.
     """
-    tokenizer, entries = load_tokenizer(path), vocabulary_size(path)
+    path, chat_template = config.model.path, config.data.chat_template
+    tokenizer, entries = tokenizer_of(config), vocabulary_size(path)
     require_sound(tokenizer, chat_template=chat_template)
     largest = max(tokenizer.get_vocab().values())
     if largest >= entries:
