@@ -236,7 +236,7 @@ class PromptEncoder:
     def _ends(self) -> set[str]:
         """The texts of the tokens that end an answer."""
         ends = (self._tokenizer.eos_token_id, self.end_of_turn() if self.uses_template else None)
-        return {str(self._tokenizer.decode([end])) for end in ends if isinstance(end, int)}
+        return {str(self._tokenizer.decode([end])) for end in ends if isinstance(end, int)} - {""}
 
     def end_of_turn(self) -> int | None:
         """Return the special token that the chat template writes after each answer; None if it writes none."""
