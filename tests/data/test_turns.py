@@ -4,8 +4,9 @@ import logging
 import re
 
 import pytest
+from tokenizers import decoders, pre_tokenizers
 
-from fixtures.chat_tokenizers import CONTROL, byte_tokenizer, chat_tokenizer
+from fixtures.chat_tokenizers import CONTROL, TEMPLATES, byte_tokenizer, chat_tokenizer
 from fixtures.row_files import write_rows
 from hybridflow.data import PreferenceDataset, RLHFDataset, SFTDataset, stop_token_ids
 from hybridflow.data.turns import TurnEncoder
@@ -92,6 +93,24 @@ def test_reasoning_that_a_prompt_opens_and_a_template_drops_is_learned():
     assert TurnEncoder(tokenizer).responses(CHAT[:1], [content], "row 0") == (row.prompt, [row.response])
     with pytest.raises(DataError, match=r"row 0: .* the prompt of message 1 in another way once it is answered"):
         TurnEncoder(tokenizer)(CHAT, [], "row 0")
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+@pytest.mark.parametrize("form", ["mistral", "olmo", "llama2", "system"])
+def test_rows_are_the_tokens_of_the_text_where_a_tokenizer_begins_with_a_space(scheme, form):
+    tokenizer = tokenizer_of(form)
+    backend = tokenizer.backend_tokenizer
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    whole = tokenizer(tokenizer.apply_chat_template(CHAT, tokenize=False), add_special_tokens=False)["input_ids"]
+    for encoder in (TurnEncoder(tokenizer), EpisodeEncoder(tokenizer)):
+        (row,) = encoder(CHAT, [], "row 0")
+        ids = [*row.prompt, *row.response]
+        assert ids == whole[: len(ids)]
+        prompt, (answer,) = encoder.responses(CHAT[:3], ["two"], "row 0")
+        assert [*prompt, *answer] == ids
 
 
 def forms_of_data(folder, tokenizer, text):
@@ -184,6 +203,45 @@ def test_a_weight_or_key_without_a_meaning_is_an_error(tmp_path, message, proble
     assert said(tokenizer, row) == "onex<|im_end|>"
 
 
+def test_a_word_of_a_template_is_no_key_that_it_reads():
+    tokenizer = tokenizer_of("chatml")
+    tokenizer.chat_template = "{% if thinking %}{% endif %}A thinking process. " + tokenizer.chat_template
+    with pytest.raises(DataError, match="row 0: message 1 has the key 'thinking', which the chat template does not"):
+        TurnEncoder(tokenizer)([CHAT[0], {**CHAT[1], "thinking": "x"}], [], "row 0")
+
+
+@pytest.mark.parametrize("role", ["system", "human"])
+def test_a_message_that_the_template_does_not_write_is_an_error(tmp_path, role):
+    template = FORMS["phi4"][1].replace("{% else %}", "{% elif m.role == 'assistant' %}", 1)
+    tokenizer = byte_tokenizer(("<s>", "<|im_end|>"), template)
+    messages = [{"role": role, "content": "x"}, *CHAT]
+    rows = {
+        "messages": {"messages": messages},
+        "response": {"prompt": messages[:2], "response": "c"},
+        "chosen": {"prompt": messages[:2], "chosen": "c", "rejected": "d"},
+        "answer": {"prompt": messages[:2], "answer": "c"},
+    }
+    for name, row in rows.items():
+        file = write_rows(tmp_path / f"{name}.jsonl", [row])
+        with pytest.raises(DataError, match=f"^{file}: line 1: message 0 has the role '{role}', which the chat temp"):
+            READERS[name](file, tokenizer, *((99,) if name == "answer" else (99, 99)))
+
+
+@pytest.mark.parametrize("key", ["weight", "train"])
+def test_a_key_of_an_answer_that_is_read_as_a_text_is_an_error(tmp_path, key):
+    said = [{"role": "assistant", "content": text, key: int(text == "c")} for text in "cd"]
+    rows = {
+        "rejected": (PreferenceDataset, {"prompt": "a", "chosen": said[:1], "rejected": said[1:]}),
+        "completion": (SFTDataset, {"prompt": CHAT[:1], "completion": said[1:]}),
+    }
+    for column, (reader, row) in rows.items():
+        if key == "train":
+            row["chosen"] = CHAT[1:2]
+        file = write_rows(tmp_path / f"{column}.jsonl", [row])
+        with pytest.raises(DataError, match=f"^{file}: line 1: the answer in '{column}' has {key}=0, but is used as"):
+            reader(file, tokenizer_of("chatml"), 99, 99)
+
+
 def test_messages_without_an_answer_to_learn_are_errors():
     for weights in ((None, 0, None, 0), (None, None, None, None)):
         messages = weighted(*weights)[: 4 if 0 in weights else 1]
@@ -208,6 +266,30 @@ def test_an_answer_that_a_prompt_has_begun_goes_on(tmp_path, form):
     pairs = write_rows(tmp_path / "b.jsonl", [{"prompt": BEGUN, "chosen": "twice", "rejected": "x"}])
     scored = PreferenceDataset(pairs, tokenizer, 300, 99, layout="reward_model")._at([0])[0][0][0]
     assert tokenizer.decode(scored) == tokenizer.apply_chat_template(merged, tokenize=False)
+
+
+@pytest.mark.parametrize("header", ["", "<think>\\n"])
+@pytest.mark.parametrize("begun", ["<think>\n", "<think>\nr"])
+def test_reasoning_that_a_prompt_has_begun_goes_on(tmp_path, header, begun):
+    tokenizer, start = chat_tokenizer("qwen3"), "'<|im_start|>assistant\\n"
+    template = (TEMPLATES / "qwen3_published.jinja").read_text(encoding="utf-8")
+    tokenizer.chat_template = template.replace(f"{start}' }}}}", f"{start}{header}' }}}}")
+    assert tokenizer.chat_template.count("'<|im_start|>assistant\\n<think>") == bool(header)
+    messages = [CHAT[0], {"role": "assistant", "content": begun}]
+    file = write_rows(tmp_path / "a.jsonl", [{"prompt": messages, "answer": "4"}])
+    prompt = RLHFDataset(file, tokenizer, 300).prompt_ids(0)
+    assert tokenizer.decode(prompt).endswith(f"<|im_end|>\n<|im_start|>assistant\n{begun}")
+    texts = ["s\n</think>\n\nyes", "cut"]
+    begin, answers = TurnEncoder(tokenizer).responses(messages, texts, "row 0")
+    assert begin == prompt
+    assert list(map(tokenizer.decode, answers)) == [f"{text}<|im_end|>" for text in texts]
+
+
+def test_a_prompt_whose_begun_answer_has_ended_is_an_error(tmp_path):
+    ended = [CHAT[0], {**CHAT[1], "content": "one<end>\n"}]
+    file = write_rows(tmp_path / "a.jsonl", [{"prompt": ended, "answer": "4"}])
+    with pytest.raises(DataError, match="line 1: the last message has the stop token '<end>', which ends the answer"):
+        RLHFDataset(file, tokenizer_of("gemma"), 300)
 
 
 def test_a_template_that_cannot_continue_an_answer_is_an_error_with_the_row(tmp_path):

@@ -114,7 +114,7 @@ def test_generate_puts_a_system_message_before_the_prompt(task, tmp_path, hybrid
     off = answer("--system", "9 4", "data.chat_template=false")
     assert (off.status, "but data.chat_template=false" in off.err) == (2, True)
     (model / "chat_template.jinja").write_text(template.replace("messages", "messages if m['role'] == 'user'"))
-    assert "omits system messages" in answer("--system", "9 4").err
+    assert "message 0 has the role 'system', which the chat template does not write" in answer("--system", "9 4").err
 
 
 @pytest.mark.runs

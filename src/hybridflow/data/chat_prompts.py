@@ -30,6 +30,9 @@ Ending = Literal["answer", "continue", "end"]
 KEYS_OF_MESSAGES = frozenset(("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "weight"))
 """Keys that a message may have, whether or not the chat template reads them."""
 
+_READ_KEY = re.compile(r"""\.(\w+)|['"](\w+)['"]""")
+"""How a chat template reads the key of a message."""
+
 PROBE = "<hybridflow probe of the chat template>"
 """An answer that no prompt contains, to see what a chat template writes before it."""
 
@@ -101,8 +104,10 @@ class PromptEncoder:
         begins_with_bos = bos is not None and tokenizer("")["input_ids"][:1] == [bos]
         self._needs_generation_prompt_check = self.uses_template
         self._prefix = [bos] if bos is not None and begins_with_bos and not self.uses_template else []
-        words = re.findall(r"\w+", str(tokenizer.chat_template).replace("\\n", " ")) if self.uses_template else ()
-        self._known_keys = KEYS_OF_MESSAGES.union(words)
+        templates = cast(str | dict[str, str] | None, tokenizer.chat_template) or ""
+        texts = templates.values() if isinstance(templates, dict) else [templates]
+        self._roles = {"user", "assistant", "tool"}
+        self._known_keys = KEYS_OF_MESSAGES.union("".join(key) for text in texts for key in _READ_KEY.findall(text))
 
     def text(self, messages: Sequence[Message], place: str) -> str:
         """Return the prompt as text; if its last message is the assistant's, the answer goes on where that ends.
@@ -111,6 +116,8 @@ class PromptEncoder:
         """
         with named(place):
             messages = self.checked(messages)
+            if is_begun(messages) and (ends := [end for end in self._ends if end in messages[-1]["content"]]):
+                raise DataError(f"the last message has the stop token {ends[0]!r}, which ends the answer; remove it.")
             text = self.render(messages, "continue" if is_begun(messages) else "answer")
             if self._needs_generation_prompt_check:
                 self._needs_generation_prompt_check = False
@@ -131,7 +138,25 @@ class PromptEncoder:
                     f"message {number}, of the role {message['role']}, has weight={shorten(weight)}; expected 0 or 1, "
                     "and 1 only in a message of the assistant, which is then learned."
                 )
+            if message["role"] not in self._roles:
+                self._require_role(messages, number)
         return [{key: value for key, value in message.items() if key != "weight"} for message in messages]
+
+    def _require_role(self, messages: Sequence[Message], number: int) -> None:
+        """Raise DataError if a prompt is the same text whatever the message of a new role says."""
+        message, following = messages[number], messages[number + 1 :]
+        size = next((n for n, each in enumerate(following, 1) if each["role"] == "user"), len(following))
+        written = set[str]()
+        with suppress(DataError):  # a template may refuse the messages, which is said where they are rendered
+            for content in (PROBE, "a"):
+                prompt = [*messages[:number], {**message, "content": content}, *following[:size]]
+                written.add(self.render(prompt, "answer"))
+        if len(written) == 1:
+            raise DataError(
+                f"message {number} has the role {message['role']!r}, which the chat template does not write, so no "
+                "model would see it; give it another role, or put its text into a message of the user (data.map)."
+            )
+        self._roles.add(message["role"])
 
     def render(self, messages: Sequence[Message], ending: Ending, tools: Sequence[Schema] = ()) -> str:
         """Return the text of messages, which ends as `ending` says; raise DataError if the template rejects them."""
@@ -143,17 +168,34 @@ class PromptEncoder:
             elif messages[-1].get("tool_calls"):
                 raise DataError("the last message has tool_calls, which a model cannot continue; add their results.")
         try:
-            return str(call_within(RENDERING_LIMIT_S, self._apply_template, messages, ending, tools))
+            text = str(call_within(RENDERING_LIMIT_S, self._apply_template, messages, ending, tools))
         except DeadlineExceeded as error:
             raise DataError(
                 f"the chat template took longer than {RENDERING_LIMIT_S} s for one prompt; copy it from the "
                 "model's original directory, or set data.chat_template=false."
             ) from error
         except Exception as error:  # a template is a program
-            reason = shorten_text(str(error) or type(error).__name__, 500)
+            reason = shorten_text(str(error) or type(error).__name__, 500).rstrip(".")
             if ending == "continue":
                 reason = f"{reason}; the last message is the assistant's, which the template cannot continue"
             raise DataError(f"the chat template rejects the messages: {reason}.") from error
+        if ending == "answer" or not is_begun(messages):
+            return text
+        return self._with_begun_reasoning(text, messages, tools)
+
+    def _with_begun_reasoning(self, text: str, messages: Sequence[Message], tools: Sequence[Schema]) -> str:
+        """Return the text of an answer without the closed reasoning that Qwen3 writes before reasoning it has begun."""
+        said = messages[-1]["content"].strip()
+        opened = re.match(r"<(\w+)>", said)
+        if not opened or (closing := f"</{opened[1]}>") in said or len(messages) == 1:
+            return text
+        header = self.render(messages[:-1], "answer", tools)
+        inserted, _, rest = text.removeprefix(header).rpartition(said)
+        if not text.startswith(header) or closing not in inserted:
+            return text
+        if header.rstrip().endswith(opened[0]):
+            header = header.rstrip().removesuffix(opened[0])
+        return header + said + rest
 
     @cached_property
     def _takes_texts(self) -> bool:
@@ -189,6 +231,12 @@ class PromptEncoder:
             header = answered.removeprefix(prompt).partition(PROBE)[0]
             if header.strip():  # [INST] templates need none: the answer follows the prompt directly
                 _warn_without_generation_prompt(header)
+
+    @cached_property
+    def _ends(self) -> set[str]:
+        """The texts of the tokens that end an answer."""
+        ends = (self._tokenizer.eos_token_id, self.end_of_turn() if self.uses_template else None)
+        return {str(self._tokenizer.decode([end])) for end in ends if isinstance(end, int)} - {""}
 
     def end_of_turn(self) -> int | None:
         """Return the special token that the chat template writes after each answer; None if it writes none."""

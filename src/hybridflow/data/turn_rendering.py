@@ -8,10 +8,13 @@ If a template changes what came before, the conversation goes on in a new row, w
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 from hybridflow.data.chat_prompts import Ending, Message, PromptEncoder, encode_texts, is_begun
+from hybridflow.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,22 +67,22 @@ class TurnRenderer:
         After a stop string it may not, since nothing marks the place where the turn ended.
         """
         text, contents = self.render([*messages, *new], _ending(new, may_continue))
-        said = before.text + (written or self.decode(sampled))
+        said, end = before.text + (written or self.decode(sampled)), self.decode(sampled[-1:])
         if text.startswith(said):
-            return NextPrompt(self.encode(text[len(said) :], contents), text)
+            return NextPrompt(self.encode(text[len(said) :], contents, after=end), text)
         if not ends_with_token:
             return self._new_row(text, contents, _difference(said, text))
         after_turn, _ = self.render(messages, "end")
         for earlier, later in ((before.text, after_turn), (after_turn, text)):
             if not later.startswith(earlier):
                 return self._new_row(text, contents, _difference(earlier, later))
-        end, following = self.decode(sampled[-1:]), text[len(after_turn) :]
+        following = text[len(after_turn) :]
         _, found, rest = after_turn[len(before.text) :].rpartition(end)
         if not found and following.startswith(end):  # the first token of the next message ended the turn, as in GLM
-            return NextPrompt(self.encode(following[len(end) :], contents), text)
+            return NextPrompt(self.encode(following[len(end) :], contents, after=end), text)
         if not found:
             return self._new_row(text, contents, f"the template does not write {end!r}, which ended the turn")
-        return NextPrompt(self.encode(rest + following, contents), text)
+        return NextPrompt(self.encode(rest + following, contents, after=end), text)
 
     def _new_row(self, text: str, contents: Sequence[str], reason: str) -> NextPrompt:
         return NextPrompt(self.encode(text, contents, is_start=True), text, is_new_row=True, reason=reason)
@@ -102,9 +105,26 @@ class TurnRenderer:
         """Return the text of a conversation, and the contents that stand in it as places: none here."""
         return self.prompts.render(messages, ending), []
 
-    def encode(self, text: str, contents: Sequence[str] = (), *, is_start: bool = False) -> list[int]:
-        """Return the tokens of a rendered text; `is_start`: with the BOS token of a prompt."""
-        return (self.prompts.encode([text]) if is_start else encode_texts(self._tokenizer, [text]))[0]
+    def encode(self, text: str, contents: Sequence[str] = (), *, is_start: bool = False, after: str = "") -> list[int]:
+        """Return the tokens of a rendered text; `is_start`: with the BOS token of a prompt; `after`: the text before.
+
+        A tokenizer may begin each text with a space, as those of Llama 2 do; a text that goes on begins without it.
+        """
+        if is_start:
+            return self.prompts.encode([text])[0]
+        for before in (after, "\n") if after and self._adds_space else ():
+            start, whole = encode_texts(self._tokenizer, [before, before + text])
+            if whole[: len(start)] == start:
+                return whole[len(start) :]
+        return encode_texts(self._tokenizer, [text])[0]
+
+    @cached_property
+    def _adds_space(self) -> bool:
+        """Whether the tokenizer begins a text in another way than it goes on."""
+        with suppress(DataError):  # it may not know the letter
+            alone, following = encode_texts(self._tokenizer, ["a", "\na"])
+            return following[-len(alone) :] != alone
+        return False
 
 
 def _ending(messages: Sequence[Message], may_continue: bool) -> Ending:

@@ -100,10 +100,10 @@ class TurnEncoder:
                 reply = self._reply(self._renderer, start, answered(prompt, said), [])
                 if not reply.text or _has(reply.text, said):
                     return reply.ids
-        return self._plain(text)
+        return self._plain(text, start.text)
 
-    def _plain(self, text: str) -> list[int]:
-        ids = self._renderer.encode(text)
+    def _plain(self, text: str, after: str) -> list[int]:
+        ids = self._renderer.encode(text, after=after if self.prompts.uses_template else "")
         end = self._end_of(ids, "the response")
         return [*ids, self._end] if end is None else ids[: end + 1]
 
@@ -143,18 +143,18 @@ class TurnEncoder:
     ) -> AnswerTokens:
         """Return the last message of `history` as an answer to its prompt; `new`: the messages after it."""
         if not renderer.prompts.uses_template:
-            return AnswerTokens(self._plain(history[-1]["content"]))
+            return AnswerTokens(self._plain(history[-1]["content"], prompt.text))
         whole, contents = renderer.render(history, "end")
         if not whole.startswith(prompt.text):
             opened, said = _OPENED.search(prompt.text), history[-1]["content"].lstrip()
             if opened and said.startswith(opened[1]):
-                return AnswerTokens(self._plain(said.removeprefix(opened[1]).lstrip("\n")))
+                return AnswerTokens(self._plain(said.removeprefix(opened[1]).lstrip("\n"), prompt.text))
             raise DataError(
                 f"the chat template writes the prompt of message {len(history) - 1} in another way once it is answered,"
                 " so a model does not see this text when it answers (`hybridflow check-template` shows more)."
             )
         text = whole[len(prompt.text) :]
-        ids = renderer.encode(text, contents)
+        ids = renderer.encode(text, contents, after=prompt.text)
         end = self._end_of(ids, f"message {len(history) - 1}")
         if end is None:
             stop = renderer.stop_after(history, new or [_answer_of(history[-1])], self.stop_ids)

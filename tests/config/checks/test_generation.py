@@ -13,6 +13,7 @@ CONTRADICTIONS = [
         f"{EPISODES} data.chat_template=false",
         "what separates the turns of environment.classes; use true",
     ),
+    ("model.chat_template=chatml data.chat_template=false", "has no effect with data.chat_template=false"),
     ("rollout.temperature=0", "rollout.temperature=0 gives the same response 8 times (rollout.group_size=8)"),
     ("rollout.max_running_sequences=7", "rollout.group_size=8 exceeds rollout.max_running_sequences=7"),
     ("validation.group_size=2000 validation.temperature=1", "exceeds rollout.max_running_sequences=1024"),

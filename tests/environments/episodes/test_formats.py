@@ -56,6 +56,7 @@ def test_calls_are_read_as_each_family_writes_them(name, text, calls):
         ("hermes", '<tool_call>{"name": "f", "argument": {}}</tool_call>', "call of f has the unknown key 'argument'"),
         ("hermes", '<tool_call>{"name": "f", "parameters": {}}</tool_call>', 'it has "name" and "arguments"'),
         ("llama3", '<|python_tag|>{"name": "f", "arguments": {}}', 'it has "name" and "parameters"'),
+        ("llama3", '{"name": "f", "parameters": {}, "id": 3}', "the call of f has the unknown key 'id'"),
         ("deepseek", DEEPSEEK.format("code", "f\n```json\n{}\n```"), "the call of f has the unknown type 'code'"),
         ("glm", f"<tool_call>f{GLM} b=2</tool_call>", "the call of f has 'b=2' after an <arg_value>"),
         ("glm", "<tool_call></tool_call>", "needs the name of a tool"),

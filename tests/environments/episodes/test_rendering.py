@@ -51,6 +51,8 @@ def test_a_call_in_reasoning_that_the_prompt_opened_is_not_made():
         assert renderer.parse(draft, stops, *given) == AssistantTurn("", CALLS["qwen2_5"])
         assert [call.name for call in renderer.parse(after, stops, *given).calls] == ["add"]
     assert renderer.parse(draft, stops, f"{prompt}so</think>").calls  # an answer that the prompt has begun
+    closed = sampled_of("qwen2_5", tokenizer, CALLS["qwen2_5"] + "</think>so")
+    assert renderer.parse(closed, stops, prompt.removesuffix("<think>\n")) == AssistantTurn("so", CALLS["qwen2_5"])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,6 +9,8 @@ from hybridflow.config.sections.config import Config
 
 def problems(config: Config) -> Iterator[str]:
     """Yield one line for each value that another one makes wrong."""
+    if config.model.chat_template and not config.data.chat_template:
+        yield "model.chat_template has no effect with data.chat_template=false; remove one of them"
     for subject in (_samples, _engine, _in_flight, _environments):
         yield from subject(config)
 

@@ -61,10 +61,11 @@ def read_answer(value: Any, column: str, place: str) -> tuple[Messages, str]:
             f"{place}: the last message of '{column}' has the role {answer['role']!r}; expected the answer of the "
             "'assistant'."
         )
-    if lost := [key for key in ("tool_calls", "reasoning_content") if answer.get(key)]:
+    read = {"role": answer["role"], "content": answer["content"], "name": answer.get("name"), "weight": 1}
+    if lost := [key for key in answer if answer[key] not in (None, "", [], read.get(key))]:
         raise DataError(
             f"{place}: the answer in '{column}' has {lost[0]}={shorten(answer[lost[0]])}, but is used as a text; write "
-            "all of it as content (data.map), or use conversations in 'messages' (hybridflow sft)."
+            "all of it as content or remove it (data.map), or use conversations in 'messages' (hybridflow sft)."
         )
     return prompt, answer["content"]
 

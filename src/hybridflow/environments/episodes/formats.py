@@ -184,7 +184,7 @@ def _read_llama3(text: str) -> tuple[str, list[ToolCall], list[str]]:
     body = (after if mark else text).strip()
     if not mark and not body.startswith("{"):
         return text, [], []
-    decoder, calls, malformed = json.JSONDecoder(), list[ToolCall](), list[str]()
+    decoder, calls, malformed, is_meant = json.JSONDecoder(), list[ToolCall](), list[str](), bool(mark)
     while body and len(calls) + len(malformed) < MAX_CALLS:
         try:
             value, end = decoder.raw_decode(body)
@@ -192,9 +192,10 @@ def _read_llama3(text: str) -> tuple[str, list[ToolCall], list[str]]:
             malformed.append(f"a call is not JSON: {str(error)[:100]}")
             break
         found = _call_of(value, "parameters")
+        is_meant = is_meant or ("name" in value and not {"parameters", "arguments"}.isdisjoint(value))
         (calls if isinstance(found, ToolCall) else malformed).append(found)  # pyright: ignore[reportArgumentType]
         body = body[end:].lstrip("; \n")
-    if not mark and not calls:  # an answer that is JSON, not a call
+    if not is_meant and not calls:  # an answer that is JSON, not a call
         return text, [], []
     return before if mark else "", calls, malformed
 

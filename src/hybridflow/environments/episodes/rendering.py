@@ -72,7 +72,7 @@ class ChatRenderer(TurnRenderer):
         text = begun + self.decode(ids[:-1] if ids and ids[-1] in stop_ids else ids)
         if not (self.format and self._tools):
             return parse_plain(text, is_reasoning=is_open(opened) or None)
-        said = self.format.parse(text, is_reasoning=is_open(opened))
+        said = self.format.parse(text, is_reasoning=is_open(opened) or None)
         if len(said.calls) > 1 and not self._takes_several_calls:
             ignored = "one call at a time: the calls after the first one were not made"
             said = replace(said, calls=said.calls[:1], malformed=(*said.malformed, ignored))
@@ -112,7 +112,7 @@ class ChatRenderer(TurnRenderer):
             shown.append({**fields, "role": message["role"]})
         return self.prompts.render(shown, ending, self._tools), contents
 
-    def encode(self, text: str, contents: Sequence[str] = (), *, is_start: bool = False) -> list[int]:
+    def encode(self, text: str, contents: Sequence[str] = (), *, is_start: bool = False, after: str = "") -> list[int]:
         """Return the tokens of a rendered text, with the contents in their places as text and nothing else."""
         ids: list[int] = []
         for number, part in enumerate(_PLACES.split(text)):
@@ -120,7 +120,8 @@ class ChatRenderer(TurnRenderer):
                 for piece in _without_marks(contents[int(part)], self._control):
                     ids += super().encode(piece)
             else:
-                ids += super().encode(part)
+                ids += super().encode(part, after=after)
+                after = ""
         return ids
 
 

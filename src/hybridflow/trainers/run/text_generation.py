@@ -59,15 +59,9 @@ def checked_prompts(config: Config, prompts: Sequence[Row], *, cap_response_leng
 def with_system(config: Config, prompts: Sequence[Row], text: str) -> list[Row]:
     """Return the prompts with a system message in front.
 
-    Raises DataConfigError if there is no chat template or if it omits system messages, and for a prompt that begins
-    with a system message.
+    Raises DataConfigError if there is no chat template, and for a prompt that begins with a system message.
     """
-    with watched(tokenizer_of(config)) as tokenizer:
-        return _with_system(config, prompts, text, PromptEncoder(tokenizer, config.data.chat_template))
-
-
-def _with_system(config: Config, prompts: Sequence[Row], text: str, encoder: PromptEncoder) -> list[Row]:
-    if not encoder.uses_template:
+    if not PromptEncoder(tokenizer_of(config), config.data.chat_template).uses_template:
         reason = "the tokenizer has none" if config.data.chat_template else "data.chat_template=false"
         raise DataConfigError(
             f"--system needs a chat template, but {reason} (model.path='{config.model.path}'); put the text into the "
@@ -78,13 +72,7 @@ def _with_system(config: Config, prompts: Sequence[Row], text: str, encoder: Pro
         messages = read_messages(row)
         if messages[0]["role"] == "system":
             raise DataConfigError(f"{row.place} begins with a system message; leave --system out.")
-        messages = [{"role": "system", "content": text}, *messages]
-        if text.strip() not in encoder.text(messages, row.place):
-            raise DataConfigError(
-                f"the chat template of model.path='{config.model.path}' omits system messages; put the text of "
-                "--system into the prompt."
-            )
-        rows.append(Row(row.place, {**row.values, "prompt": messages}))
+        rows.append(Row(row.place, {**row.values, "prompt": [{"role": "system", "content": text}, *messages]}))
     return rows
 
 
