@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -22,6 +22,7 @@ from fixtures.families import small_config, write_family
 from hybridflow.checkpoint import CheckpointStore, export_model, save_state
 from hybridflow.checkpoint.model_fingerprint import model_fingerprint
 from hybridflow.errors import CheckpointError, ModelError
+from hybridflow.models.loading import load_causal_lm
 
 transformers_logging.disable_progress_bar()
 
@@ -158,6 +159,18 @@ def test_experts_leave_as_they_came_in_several_files(tmp_path, monkeypatch, as_p
     export_model(weights_of(make_model(small_config("glm4_moe"))), model_dir, tmp_path / "half", dtype="bfloat16")
     written = [load_file(file).get(bias) for file in sorted((tmp_path / "half").glob("*.safetensors"))]
     assert any(tensor is not None and torch.equal(tensor, came[bias]) for tensor in written)
+
+
+def test_files_of_a_body_with_masks_leave_with_their_names(tmp_path):
+    model_dir = make_model_directory(tmp_path / "base", CONFIGS["gpt2"])
+    published = {n.removeprefix("transformer."): w for n, w in load_file(model_dir / "model.safetensors").items()}
+    mask = {"h.0.attn.bias": torch.ones(1, 1, 32, 32).tril().bool(), "h.0.attn.masked_bias": torch.tensor(-1e9)}
+    save_file(published | mask, model_dir / "model.safetensors", metadata={"format": "pt"})
+    export_model(weights_of(load_causal_lm(model_dir)), model_dir, tmp_path / "out")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == published.keys()
+    before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (model_dir, tmp_path / "out"))
+    assert torch.equal(logits_of(before), logits_of(after))
 
 
 def test_configuration_keeps_the_words_of_its_version_of_transformers(llama, tmp_path):

@@ -237,9 +237,13 @@ class _Model:
 
         Names are those of the directory's files. Buffers keep their dtype.
         """
-        from hybridflow.models.stored_model import PublishedForm
+        from hybridflow.models.stored_model import PublishedForm, StoredModel
 
         form = PublishedForm(self.empty, [*self.shapes, *self.buffers])
+        prefix = f"{self.empty.base_model_prefix}."
+        with StoredModel(self.directory) as stored:  # files of a body alone, such as those of GPT-2, lack the prefix
+            is_body = not any(name.startswith(prefix) for name in stored.names)
+        prefix = prefix if is_body and all(name.startswith(prefix) for name in self.shapes) else ""
         sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in self.shapes.items()}
         sizes |= {name: buffer.nbytes for name, buffer in self.buffers.items()}
         files: list[list[tuple[str, ...]]] = [[]]
@@ -258,7 +262,7 @@ class _Model:
             tensors: dict[str, Tensor] = {}
             for group in in_file:
                 own = {n: weight_of(n) if n in self.buffers else _cast(n, weight_of(n), dtype) for n in group}
-                tensors |= {name: tensor.contiguous() for name, tensor in form.of(own).items()}
+                tensors |= {name.removeprefix(prefix): each.contiguous() for name, each in form.of(own).items()}
             save_file(tensors, out_dir / file, metadata={"format": "pt"})
             note_progress()
             index |= dict.fromkeys(tensors, file)

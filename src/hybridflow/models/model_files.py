@@ -18,6 +18,9 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Stored dtypes that are weights; integers are those of a quantized model, whose scales are elsewhere."""
 
+MASK_DIMS = 4
+"""Dimensions of a causal mask, which old files have beside the weights, such as those of GPT-2 and Pythia."""
+
 LARGEST = {"num_hidden_layers": 10_000, "vocab_size": 10_000_000, "max_position_embeddings": 1_000_000_000}
 """The largest number of a key of config.json, beyond which building the model would take all memory."""
 LARGEST_OTHER = 1_000_000
@@ -136,7 +139,8 @@ def require_sound_weights(path: str | Path, *, is_tied: bool) -> None:
                         "models, copy them again."
                     )
                 file_of[name] = file
-                if (dtype := stored.get_slice(name).get_dtype()) not in FLOATS:
+                found = stored.get_slice(name)
+                if (dtype := found.get_dtype()) not in FLOATS and len(found.get_shape()) != MASK_DIMS:
                     raise ModelError(
                         f"'{path}': {name} in {file.name} is stored as {dtype}, not as one of {', '.join(FLOATS)}: the "
                         "model is quantized or damaged; use the original weights."

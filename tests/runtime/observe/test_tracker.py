@@ -104,6 +104,13 @@ def test_a_guarded_tracker_keeps_what_it_can_and_tells_what_is_lost(monkeypatch,
     assert "tracker 'mine' lacks 2 steps, from step 1 on" in caplog.text
 
 
+class FailsAsNumber(int):
+    """A number of a user's library that cannot become a float."""
+
+    def __float__(self):
+        raise KeyError("x")
+
+
 ODD = {
     f"{METRIC}\udcff": 1.0,
     "a b": 2.0,
@@ -118,6 +125,7 @@ ODD = {
     "step": 9,
     "huge": 10**400,
     "list": [math.nan],
+    "fails": FailsAsNumber(2),
     "text": "\udcff",
     "set": {1},
     "array": np.arange(2),
@@ -184,6 +192,7 @@ NAMES = {
     "val/my source (é)/maj@2": "val/my source ___/maj_2",
     "//a/../b/": "a/b",
     "..": "_",
+    ".../..a": "a",
 }
 
 

@@ -24,8 +24,8 @@ MAX_NAME_CHARS = 240
 
 def metric_name(name: str) -> str:
     """Return a name that MLflow takes, which is also a path: `val/pass_4` for `val/pass@4`, `a/b` for `/a/../b/`."""
-    parts = re.sub(r"[^A-Za-z0-9_\-. /:]", "_", name).split("/")
-    return "/".join(part for part in parts if part not in ("", ".", ".."))[:MAX_NAME_CHARS].rstrip("/") or "_"
+    parts = [part.lstrip(".") for part in re.sub(r"[^A-Za-z0-9_\-. /:]", "_", name).split("/")]
+    return "/".join(filter(None, parts))[:MAX_NAME_CHARS].rstrip("/") or "_"
 
 
 class MLflowTracker:

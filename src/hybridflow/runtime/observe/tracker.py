@@ -49,11 +49,11 @@ def utf8_text(text: str) -> str:
 
 
 def number_of(value: Any) -> float | None:
-    """Return a number, also one of numpy or torch, as a float; None for other values and for one beyond all floats."""
+    """Return a number, also one of numpy or torch, as a float; None for what is not one, or is beyond all floats."""
     try:
         value = value.item() if hasattr(value, "item") else value
         return float(value) if isinstance(value, Real) else None
-    except (OverflowError, ValueError, RuntimeError):  # an array has several numbers
+    except Exception:  # an array has several numbers, and a class of the user may fail in any way
         return None
 
 

@@ -1,5 +1,6 @@
 """The tracker of `trainer.trackers = ["wandb"]`: Weights & Biases, online or offline."""
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,7 +35,7 @@ class WandbTracker:
             id=run_id,
             name=utf8_text(name),
             dir=directory,
-            config=dict(config),
+            config=json.loads(utf8_text(json.dumps(dict(config), ensure_ascii=False, default=str))),
             resume="allow",
             settings=wandb.Settings(console="off", silent=True),
         )
