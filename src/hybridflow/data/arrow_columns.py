@@ -43,8 +43,14 @@ def _reader(column: pa.Array) -> _Reader | None:
     kind = column.type
     if isinstance(kind, pa.JsonType):
         return from_json
+    if isinstance(kind, pa.UuidType):
+        return str
+    if isinstance(kind, pa.BaseExtensionType):
+        return _reader(column.storage)
     if pa.types.is_dictionary(kind):
         return _reader(column.dictionary)
+    if pa.types.is_run_end_encoded(kind):
+        return _reader(column.values)
     if pa.types.is_floating(kind):
         return lambda value: None if value != value else value
     if pa.types.is_temporal(kind):
@@ -58,6 +64,8 @@ def _reader(column: pa.Array) -> _Reader | None:
             name: read(each) if (read := readers[name]) else each for name, each in value.items() if each is not None
         }
     if pa.types.is_map(kind):
+        if not (pa.types.is_string(kind.key_type) or pa.types.is_large_string(kind.key_type)):
+            raise TypeError(f"the keys of a map must be texts, not {kind.key_type}")
         return _of_each(_reader(column.items), lambda read, value: {key: read(each) for key, each in value.items()})
     if hasattr(kind, "value_type"):
         return _of_each(_reader(column.values), lambda read, value: [read(each) for each in value])

@@ -109,7 +109,8 @@ def to_json(value: Any) -> str:
 
 def from_json(text: str) -> Any:
     """Return the value of a JSON text, also one of `to_json`."""
-    return json.loads(text, object_hook=_unmarked if _MARK in text else None)
+    hook = _unmarked if _MARK in text else None
+    return json.loads(text, object_hook=hook, parse_constant=lambda name: None if name == "NaN" else float(name))
 
 
 def _marked(value: Any) -> dict[str, Any]:

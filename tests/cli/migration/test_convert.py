@@ -100,7 +100,9 @@ def test_a_value_that_cannot_be_read_is_listed_with_its_key_and_sets_nothing(unk
         words = " ".join(f"{each}={unknown if each == key else value}" for each, value in {**known, key: ""}.items())
         found = converted(f"x {words} actor_rollout_ref.x=1", is_loaded=False)
         assert [line for line in found.left_out if line.startswith(f"{key}=") and f"; set {' and '.join(ours)}" in line]
-        assert not [value for value in found.values.values() if any(sign in str(value) for sign in ("$", "`", "{{", "<"))]
+        assert not [
+            value for value in found.values.values() if any(sign in str(value) for sign in ("$", "`", "{{", "<"))
+        ]
     assert (
         "algorithm.kl_coef"
         not in converted(
