@@ -61,20 +61,22 @@ def not_unicode(error: UnicodeEncodeError) -> str:
 def plain(value: Any, keep_nulls: bool) -> Any:
     """Return one value of `plain_row`; raise UnicodeEncodeError, RecursionError, KeyError or TypeError for another."""
     if isinstance(value, str):
-        return _text(value)
+        return value if type(value) is str and value.isascii() else _text(value)
     if value is None or isinstance(value, int):  # also a bool
         return value
     if isinstance(value, float):
         return None if value != value else value if type(value) is float else float(value)
-    if isinstance(value, dict | Mapping):  # dict first: it is known sooner
+    if isinstance(value, (dict, Mapping)):
         fields = {_key(key): plain(each, keep_nulls) for key, each in value.items()}
         return fields if keep_nulls else {key: each for key, each in fields.items() if each is not None}
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         return [plain(each, keep_nulls) for each in value]
     return _of_library(value, keep_nulls)
 
 
 def _key(key: Any) -> str:
+    if type(key) is str and key.isascii():
+        return key
     if not isinstance(key, str):
         raise KeyError(key)
     return _text(key)
