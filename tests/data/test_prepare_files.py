@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+from decimal import Decimal
 
 import pytest
 
@@ -15,8 +16,9 @@ from hybridflow.data import (
     write_prompt_file,
     write_sft_file,
 )
-from hybridflow.data.prepare.datasets import boxed_answer
+from hybridflow.data.prepare.datasets import boxed_answer, gsm8k_row
 from hybridflow.data.prepare.prompt_file import write_splits
+from hybridflow.data.prepare.records import answer_of
 from hybridflow.environments.rewards import math_reward
 from hybridflow.environments.rewards.table import ANSWERS, table_reward
 from hybridflow.errors import DataConfigError, DataError
@@ -254,6 +256,12 @@ def test_gsm8k_truths_lose_commas_and_a_line_separator_is_no_line_end(tmp_path):
     first, second = rows_of(prepare_files("gsm8k", file, tmp_path / "out", test_file=file, instruction="").train_file)
     assert first["prompt"][0]["content"] == "one\u2028two"
     assert [row["reward_model"]["ground_truth"] for row in (first, second)] == ["-3.5", "1450"]
+    for answer, truth in (("#### \u22125.", "-5"), ("#### +1,000", "1000"), ("#### $1/2$", "1/2"), ("#### .5", ".5")):
+        assert gsm8k_row(gsm8k(1, answer=answer), "a: row 0")["reward_model"]["ground_truth"] == truth
+    for answer in ("#### 1,2", "#### 10:30", "#### 1/0"):
+        with pytest.raises(DataError, match="a: row 0: the answer must end in"):
+            gsm8k_row(gsm8k(1, answer=answer), "a: row 0")
+    assert answer_of({"answer": Decimal("1.50")}, "answer", "a: row 0") == "1.50"
 
 
 def test_the_column_answer_of_math_is_the_truth_where_it_has_a_value(tmp_path):
@@ -358,9 +366,9 @@ ANSWER_LAST = r"the last message of 'chosen' has the role 'user'; expected the a
         ("table", "a.json", '{"rows":\n[]}', "holds a dict; expected a list of objects"),
         ("math", "a.json", [math(1), "b"], r"a.json: row 1: is a str; expected an object"),
         ("table", "a.json", "[", "is not JSON"),
-        ("table", "a.csv", "question,result\na,b,c\n", "row 0: has more fields; the first line has 2"),
+        ("table", "a.csv", "question,result\na,b,c\n", "row 0: has 3 fields; the first line has 2"),
         ("table", "a.csv", "question,result\na\n", "row 0: has 1 fields; the first line has 2"),
-        ("table", "a.csv", 'question,result\n"a', "is not a CSV file in UTF-8"),
+        ("table", "a.csv", 'question,result\n"a', "is not a CSV file: unexpected end"),
         ("gsm8k", "a.parquet", "PAR1 and no more", "not a readable parquet file"),
         # columns
         ("gsm8k", "a.jsonl", [{"question": "a"}], "'answer' is missing; the row has question"),

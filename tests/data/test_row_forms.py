@@ -15,6 +15,7 @@ from fixtures.row_files import write_rows
 from hybridflow.cli.api.rows import file_of, records_of
 from hybridflow.cli.api.rows import write_rows as store
 from hybridflow.data import RowForm, prepare_files
+from hybridflow.data.arrow_columns import values_of
 from hybridflow.data.data_rows import read_data_rows
 from hybridflow.data.row_forms import rows_of
 from hybridflow.errors import DataError
@@ -247,6 +248,7 @@ def test_times_bytes_and_arrays_of_a_program_arrive_as_values_of_python(tmp_path
         ("b.json", b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}', 2),
         ("a.csv", b"\xef\xbb\xbfprompt\r\na\r\n\r\nb\r\n", 2),
         ("b.csv", b"prompt\n" + b"x" * 200_000 + b"\n", 1),
+        ("c.csv", b"\n\nprompt,answer\na,1\n", 1),
     ],
 )
 def test_marks_line_ends_and_long_fields_of_text_files_are_read(tmp_path, name, data, num_rows):
@@ -263,6 +265,11 @@ ERRORS = [
     ("a.json", '[{"prompt": "a"}, {"prompt": ' + HALF + "}]", "prompts", "row 1: column 'prompt': the text"),
     ("b.json", '[{"prompt": "a", "prompt": "b"}]', "prompts", "is not JSON: key 'prompt' occurs twice"),
     ("a.csv", "prompt,prompt\na,b\n", "prompts", "there are 2 columns named 'prompt'; remove all but one"),
+    ("b.csv", "prompt;answer\na;1\n", "prompts", "its fields are separated by ';'; save the file with commas"),
+    ("c.csv", "prompt, answer\na, 1\n", "prompts", "the column ' answer' has spaces around its name; remove them"),
+    ("d.csv", b"prompt\na\n\xff\n", "prompts", "line 3 is not UTF-8; save the file as UTF-8"),
+    ("c.json", b'[{"prompt": "a"},\n{"prompt": "\xff"}]', "prompts", "line 2 is not UTF-8; save the file as UTF-8"),
+    ("d.json", "", "prompts", "the file has no rows"),
     ("c.jsonl", '[{"prompt": "a"}]', "prompts", r"line 1: is a list; .*; a file of one list has the suffix \.json\."),
     ("d.jsonl", [{"chosen": "b", "rejected": "c"}], "pairs", "line 1: 'prompt' is missing or empty, and 'chosen' and"),
     ("e.jsonl", [{"chosen": user("a") + said("x"), "rejected": user("b") + said("y")}], "pairs",
@@ -283,8 +290,8 @@ ERRORS = [
 
 @pytest.mark.parametrize(("name", "rows", "kind", "message"), ERRORS, ids=[case[0] for case in ERRORS])
 def test_an_error_names_the_row_and_what_is_wrong(tmp_path, name, rows, kind, message):
-    if isinstance(rows, str):
-        (tmp_path / name).write_text(rows)
+    if isinstance(rows, str | bytes):
+        (tmp_path / name).write_bytes(rows if isinstance(rows, bytes) else rows.encode())
     else:
         write_rows(tmp_path / name, rows)
     with pytest.raises(DataError, match=message) as error:
@@ -305,6 +312,22 @@ def test_a_text_of_a_table_that_is_not_utf_8_is_named_by_its_row(tmp_path):
     pq.write_table(pa.table({"prompt": ["a", "b"], "answer": texts}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"a\.parquet: row 1: a value cannot be read \(UnicodeDecodeError"):
         read_data_rows(tmp_path / "a.parquet", "prompts")
+
+
+def test_rare_types_of_arrow_are_plain_values_or_an_error_with_the_row(tmp_path):
+    def read(values):
+        pq.write_table(pa.table({"prompt": ["a", "b"], "x": values}), tmp_path / "a.parquet")
+        return [row.values["extra_info"]["x"] for row in read_data_rows(tmp_path / "a.parquet", "prompts")]
+
+    texts = pa.array(["NaN", '{"a": null}'])
+    assert read(pa.ExtensionArray.from_storage(pa.json_(), texts)) == [None, {"a": None}]
+    uuids = pa.ExtensionArray.from_storage(pa.uuid(), pa.array([b"0" * 16, None], pa.binary(16)))
+    assert read(uuids) == ["30303030-3030-3030-3030-303030303030", None]
+    assert values_of(pa.RunEndEncodedArray.from_arrays([2], [1.5])) == [1.5, 1.5]
+    assert values_of(pa.FixedShapeTensorArray.from_numpy_ndarray(np.ones((2, 1)))) == [[1.0], [1.0]]
+    for kind, pairs in ((pa.map_(pa.int64(), pa.int8()), [(1, 1)]), (pa.map_(pa.string(), pa.int8()), [("a", 1)] * 2)):
+        with pytest.raises(DataError, match=r"a\.parquet: row [01]: a value cannot be read \("):
+            read(pa.array([[], pairs], kind))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ PARQUET_ROWS = 10_000
 _UNREADABLE = (pa.ArrowException, OSError, MemoryError)
 """What pyarrow raises for a file that is damaged, encrypted, of another format or unreadable."""
 
-_UNREADABLE_VALUES = (ValueError, OverflowError, RecursionError, *_UNREADABLE)
+_UNREADABLE_VALUES = (ValueError, TypeError, KeyError, OverflowError, RecursionError, *_UNREADABLE)
 """What it raises for a value that Python lacks, such as a text that is not UTF-8."""
 
 # Columns in which data sets keep images, audio and video, which are not supported in prompts.

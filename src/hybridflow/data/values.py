@@ -59,20 +59,22 @@ def plain_row(record: Mapping[Any, Any], place: str, *, keep_nulls: bool = True)
 def plain(value: Any, keep_nulls: bool) -> Any:
     """Return one value of `plain_row`; raise UnicodeEncodeError, RecursionError, KeyError or TypeError for another."""
     if isinstance(value, str):
-        return _text(value)
+        return value if type(value) is str and value.isascii() else _text(value)
     if value is None or isinstance(value, int):  # also a bool
         return value
     if isinstance(value, float):
         return None if value != value else value if type(value) is float else float(value)
-    if isinstance(value, dict | Mapping):  # dict first: it is known sooner
+    if isinstance(value, (dict, Mapping)):
         fields = {_key(key): plain(each, keep_nulls) for key, each in value.items()}
         return fields if keep_nulls else {key: each for key, each in fields.items() if each is not None}
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         return [plain(each, keep_nulls) for each in value]
     return _of_library(value, keep_nulls)
 
 
 def _key(key: Any) -> str:
+    if type(key) is str and key.isascii():
+        return key
     if not isinstance(key, str):
         raise KeyError(key)
     return _text(key)
@@ -107,7 +109,8 @@ def to_json(value: Any) -> str:
 
 def from_json(text: str) -> Any:
     """Return the value of a JSON text, also one of `to_json`."""
-    return json.loads(text, object_hook=_unmarked if _MARK in text else None)
+    hook = _unmarked if _MARK in text else None
+    return json.loads(text, object_hook=hook, parse_constant=lambda name: None if name == "NaN" else float(name))
 
 
 def _marked(value: Any) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def test_aggregations_of_verl_keep_their_names_other_values_are_left_out(convert
     assert found.left_out == ["actor_rollout_ref.rollout.name=['hf'] has no equal here (expected one of vllm, hf)"]
 
 
-@pytest.mark.parametrize("unknown", ["${a}", "$(nproc)", "`date`", "???", "[a,$B]"])
+@pytest.mark.parametrize("unknown", ["${a}", "$(nproc)", "`date`", "???", "[a,$B]", "'{{ a }}'", "'<a>'"])
 def test_a_value_that_cannot_be_read_is_listed_with_its_key_and_sets_nothing(unknown, converted):
     known = {key: "1" for key in [*SETTLED, *MOVES] if not key.endswith(("kl_penalty", "logger", "prompt_key"))}
     known |= {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.actor.use_kl_loss": "True"}
@@ -102,7 +102,9 @@ def test_a_value_that_cannot_be_read_is_listed_with_its_key_and_sets_nothing(unk
         words = " ".join(f"{each}={unknown if each == key else value}" for each, value in {**known, key: ""}.items())
         found = converted(f"x {words} actor_rollout_ref.x=1", is_loaded=False)
         assert [line for line in found.left_out if line.startswith(f"{key}=") and f"; set {' and '.join(ours)}" in line]
-        assert not [value for value in found.values.values() if "$" in str(value) or "`" in str(value)]
+        assert not [
+            value for value in found.values.values() if any(sign in str(value) for sign in ("$", "`", "{{", "<"))
+        ]
     assert (
         "algorithm.kl_coef"
         not in converted(
@@ -115,11 +117,28 @@ def test_a_value_that_cannot_be_read_is_listed_with_its_key_and_sets_nothing(unk
 def test_words_of_a_command_that_cannot_be_read_are_listed(converted):
     found = converted(
         "ARGS=(data.train_batch_size=8 actor_rollout_ref.rollout.n=4)\n"
-        'x "${ARGS[@]}" actor_rollout_ref.$ROLE.lr=1 $MORE "$@"',
+        "ARGS+=(data.max_prompt_length=7)\n"
+        'x "${ARGS[@]}" actor_rollout_ref.$ROLE.lr=1 $MORE $(cat args) ~data.shuffle data={seed:1} trainer=$T "$@"',
         is_loaded=False,
     )
-    assert [line.split()[0] for line in found.left_out] == ["${ARGS[@]}", "actor_rollout_ref.$ROLE.lr=1", "$MORE"]
-    assert (found.values["rollout.group_size"], found.values["data.train_batch_size"]) == (4, 8)
+    words = ["data={'seed:1':", "${ARGS[@]}", "actor_rollout_ref.$ROLE.lr=1", "$MORE", "$(cat", "~data.shuffle"]
+    assert sorted(line.split()[0] for line in found.left_out) == sorted(words)
+    sizes = ("rollout.group_size", "data.train_batch_size", "data.max_prompt_length")
+    assert [found.values[key] for key in sizes] == [4, 8, 7]
+
+
+def test_a_key_that_another_unread_one_decides_is_not_set(converted):
+    def values_of(words, name="a.sh"):
+        return converted(words, name, is_loaded=False).values
+
+    actor = "actor_rollout_ref.actor"
+    clip = values_of(f"x {actor}.clip_ratio_low=0.1 {actor}.clip_ratio=0.2 {actor}.clip_ratio_high=$H")
+    assert clip["actor.clip_ratio_low"] == 0.1
+    assert "actor.clip_ratio_high" not in clip
+    kl = f"x {actor}.use_kl_loss=$K algorithm.use_kl_in_reward=True algorithm.kl_penalty=mse"
+    assert not {"algorithm.kl_coef", "algorithm.kl_estimator"} & values_of(kl).keys()
+    whole = values_of("trainer: ${t}\nactor_rollout_ref: {rollout: {n: 2}, actor: '???'}", "a.yaml")
+    assert not {"trainer.epochs", "actor.mini_batch_size"} & whole.keys()
 
 
 def test_every_move_is_to_keys_that_exist():

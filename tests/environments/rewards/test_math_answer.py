@@ -40,7 +40,8 @@ EQUAL = [
     *(("1e-3", "0.001"), ("1.6e-19", r"1.6\times10^{-19}"), (r"6.626\times10^{-34}", r"6.626\times 10^{-34}")),
     *((r"(-\infty, 2) \cup (3,\infty)", r"(3,\infty)\cup(-\infty,2)"), ("0.001", "1e-3"), ("1500", "+1.5E3")),
     *(("1000, 0.02", "1e3, 2e-2"), (r"A \cup B", r"A\cup B"), (r"$A \cup B$", r"A \cup B."), ("???", "???")),
-    *((r"\left(A \cup B, 2\right)", r"(A\cup B, 2)"), ("5km", r"5\text{ km}")),
+    *((r"\left(A \cup B, 2\right)", r"(A\cup B, 2)"), ("5km", r"5\text{ km}"), ("2.5", "2 1/2"), ("-2 1/2", "-2.5")),
+    *(("-5", "\u22125"), ("\u22125", "-5"), ("5", "5\u00b0"), (True, "true"), (False, "False")),
 ]
 DIFFERENT = [
     *((r"\frac{1}{2}", "0.51"), (r"\frac{1}{3}", "0.33"), ("0.0000005", "0.0000001"), ("(1,2)", "(2,1)")),
@@ -48,6 +49,7 @@ DIFFERENT = [
     *(("[1,2]", "(1,2)"), (r"6.626\times10^{-34}", r"1.6\times 10^{-19}")),
     *(("5", answer) for answer in ("5x", "x5", "10:5", "5:10", "1.5.2", "5e-3", "5!", "12abc5")),
     *((r"A \cup B", r"A \cap B"), (r"A \cup B", "5"), ("5", r"A \cup B"), ("1", "1e3"), ("0.001", "1e3")),
+    *(("10.5", "2 1/2"), ("2", "2 1/2"), (True, "false")),
     (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&2\\3&5\end{pmatrix}"),
 ]
 
@@ -62,13 +64,14 @@ LAST_IS_5 = [
     *(r"\boxed{4}, no: \boxed{5}", r"\boxed{\boxed{5}}", r"\boxed {5}", r"\boxed{5} and then \boxed{4", r"} \boxed{5}"),
     *("The final answer is $5$.", "I found 4 first.\nThe answer is 5", r"\fbox{5}", r"\boxed{4}, no: \fbox { 5 }"),
     *("Answer: 5e0.", "The answer is 0.5e1", "It is $5.0e0$.", "10:30 is wrong.\nThe answer is 5km.", "It is 10/2"),
+    *("The answer is **5**.", "The answer is `5`.", 'The answer is "5".', "**Answer: 5**", "For (1, 2) it is 5."),
 ]
 LAST_IS_NOT_5 = [
     *(
         f"The answer is {value}."
         for value in ("5x", "5e3", "5:10", "10:5", "5.1.2", "5!", "5abc", "5-10-20", "x5", "5i", "1,005e3")
     ),
-    *("7 of 5x", r"\boxed{5}, no: \fbox{4}"),
+    *("7 of 5x", r"\boxed{5}, no: \fbox{4}", "It is \u22125.", "The pair is (4, 5).", "It is [1, 5]", "It is 5 1/2."),
     *(r"\boxed{5}, no: \boxed{4}", "The answer is $4$.", "", "I cannot say."),
 ]
 
@@ -130,7 +133,8 @@ def test_math_reward_works_outside_the_main_thread():
 
 def test_a_vote_is_the_content_of_the_last_box():
     assert boxed_answer(r"\boxed{1} or \boxed{ \frac{1}{2} }") == r"\frac{1}{2}"
-    assert boxed_answer(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
+    assert boxed_answer(r"\boxed{\{1, 2\}}") == r"\{1,2\}"
+    assert {boxed_answer(rf"\boxed{{{x}}}") for x in ("0.001", "1e-3", r"\fbox{1/1000}", "$.001$.")} == {"1/1000"}
     assert boxed_answer("none") is None
     assert boxed_answer(r"\boxed{}") is None
     assert boxed_answer(rf"\boxed{{{'1' * 301}}}") is None

@@ -21,7 +21,7 @@ STATED = [
     *("The answer is: (b), as grass is green.", "The answer is A. No: the answer is B.", "The answer should be B"),
     *("<answer>A</answer> or rather <answer>B</answer>", r"The answer is A, or \boxed{B}", "The answer is clearly B"),
     *(r"\boxed{A} no, the answer is B", "Answer: B\n\nNote that answer C is a distractor.", "Final answer B"),
-    *("The answer is B, not answer A.", "the answer to this question is B"),
+    *("The answer is B, not answer A.", "the answer to this question is B", "Answer: $B$"),
 ]
 NOT_STATED = [
     *("", "A", "Plan B is good", "B is a letter, and so is C", "BB", "The answer is not B"),
@@ -47,7 +47,8 @@ def test_ground_truth_may_be_an_index_if_the_choices_are_known():
     assert score("B", 1, CHOICES) == 1.0
     assert score("B", np.int64(1), {"choices": np.array(["red", "green"], dtype=object)}) == 1.0
     assert score("A", 1, CHOICES) == 0.0
-    assert score("B", "b", CHOICES) == 1.0
+    for truth in ("b", "(B)", "B.", r"\boxed{B}", "$B$"):
+        assert score("B", truth, CHOICES) == 1.0
 
 
 def test_a_letter_beyond_the_choices_is_not_an_answer():

@@ -13,6 +13,10 @@ from hybridflow.errors import ConfigError
 from hybridflow.runtime.plain_files import require_text_file
 
 MAX_BYTES = 2**20
+_UNRESOLVED = re.compile(r"[$`]|\?\?\?|\{\{|^$|^<.*>$|^~\w+\.")
+_KEY = re.compile(r"--.*|\+{0,2}[A-Za-z_][\w.]*\.[\w.]+", re.DOTALL)
+_STANDS_FOR_OTHERS = re.compile(r"\+{0,2}(?:\$[\w{(]|`|[\w.]+\.[\w.]*[$`]).*|~\w+\.[\w.]+", re.DOTALL)
+"""Words of a command such as ${ARGS[@]}, $(cat args), actor.${KEY}=1, and ~data.shuffle, which removes a key."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +51,17 @@ def convert(file: str | Path) -> Converted:
             f"{path} has no key of verl's PPO trainer ({MARK}*), and other configurations are not converted; "
             "docs/coming_from.md has the keys of TRL and OpenRLHF with ours."
         )
-    theirs = {**DEFAULTS, **theirs}
     unread = {key for key, value in theirs.items() if _is_unresolved(value)}
+    defaults = {key: value for key, value in DEFAULTS.items() if not any(key.startswith(f"{all_}.") for all_ in unread)}
+    theirs = {**defaults, **theirs}
     values: dict[str, Any] = {}
     left_out = [_unread(key, theirs[key]) for key in theirs if key in unread]
-    for key, value in theirs.items():
+    known = {*MOVES, *IGNORED, *SETTLED, *DEFAULTS}
+    left_out += [f"{key}={value}" for key, value in theirs.items() if key not in known and key not in unread]
+    for key in (key for key in MOVES if key in theirs):  # of clip_ratio and clip_ratio_low, the latter counts
+        value = theirs[key]
         if key in unread:
-            continue
-        if key not in MOVES:
-            if key not in IGNORED and key not in SETTLED and key not in DEFAULTS:
-                left_out.append(f"{key}={value}")
+            values = {ours: value for ours, value in values.items() if ours not in MOVES[key].keys}
             continue
         try:
             moved = MOVES[key].value(value)
@@ -73,14 +78,14 @@ def convert(file: str | Path) -> Converted:
 
 
 def _is_unresolved(value: Any) -> bool:
-    """Return whether a value needs a shell or OmegaConf to be known: $A, ${a.b}, `date`, ???."""
-    text = str(value)
-    return "$" in text or "`" in text or text == "???"
+    """Return whether a value is not there yet: $A, ${a.b}, `date`, ???, {{ name }}, <name>, or nothing."""
+    return _UNRESOLVED.search(str(value)) is not None
 
 
 def _unread(key: str, value: Any) -> str:
     ours = MOVES[key].keys if key in MOVES else SETTLED.get(key, ())
     what = "is a part of the script's command that was not read" if key == str(value) else "holds a variable"
+    what = what if str(value) else "has no value"
     return f"{key if key == str(value) else f'{key}={value}'} {what}" + (f"; set {' and '.join(ours)}" if ours else "")
 
 
@@ -126,7 +131,7 @@ def _number(value: Any) -> Any:
 
 
 def _arguments(path: Path, text: str) -> dict[str, Any]:
-    """Return the `key=value` and `--flag=value` arguments of a shell script."""
+    """Return the `key=value` and `--flag=value` arguments of a shell script, and what of it stands for others."""
     try:
         plain = re.sub(r"`#[^`]*`", "", text)  # a comment inside a command
         words = shlex.shlex(plain.replace("\\\n", " "), posix=True, punctuation_chars=";<>|&")
@@ -136,12 +141,12 @@ def _arguments(path: Path, text: str) -> dict[str, Any]:
         raise ConfigError(f"{path} is not a shell script: {error}.") from error
     found: dict[str, Any] = {}
     for word in arguments:
-        argument = re.sub(r"^\w+=\(", "", word)  # the first and the last of an array
+        argument = re.sub(r"^\w+\+?=\(", "", word)  # the first and the last of an array
         argument = argument if "(" in argument else argument.rstrip(")")
         key, equals, value = argument.partition("=")
-        if equals and (key.startswith("--") or re.fullmatch(r"\+{0,2}[A-Za-z_][\w.]*\.[\w.]+", key)):
+        if equals and (_KEY.fullmatch(key) or (value.startswith("{") and key.isidentifier())):
             found[key.lstrip("+")] = _value(value)
-        elif re.fullmatch(r"\+{0,2}\$[\w{].*|\+{0,2}[\w.]+\.[\w.]*\$.*", argument):  # ${ARGS[@]}, actor.${KEY}=1
+        elif _STANDS_FOR_OTHERS.fullmatch(argument):
             found[argument] = argument
     return found
 

@@ -182,6 +182,7 @@ IGNORED = (
 )
 """Keys for which nothing is to be set: hybridflow decides, or has one key for all roles."""
 
+_KL = (f"{_ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward")
 _NODES = ("trainer.n_gpus_per_node", "trainer.nnodes")
 _REWARD = ("custom_reward_function.path", "custom_reward_function.name")
 _OVERLONG = tuple(f"reward_model.overlong_buffer.{name}" for name in ("enable", "len", "penalty_factor"))
@@ -203,11 +204,13 @@ def finish(values: dict[str, Any], theirs: Mapping[str, Any], unread: Set[str]) 
     notes = []
     in_loss, in_reward = (values.get(f"algorithm.{key}", False) for key in ("kl_in_loss", "kl_in_reward"))
     of_loss, of_reward = theirs.get(f"{_ACTOR}.kl_loss_coef"), theirs.get("algorithm.kl_ctrl.kl_coef")
-    if (coef := of_loss if in_loss else of_reward if in_reward else None) is not None:
+    if not in_loss and unread & set(_KL):
+        notes.append(f"algorithm.kl_coef is {of_loss} with {_KL[0]}, {of_reward} with {_KL[1]}; set algorithm.kl_coef")
+    elif (coef := of_loss if in_loss else of_reward if in_reward else None) is not None:
         values["algorithm.kl_coef"] = coef
     if in_loss and in_reward and of_loss != of_reward:
         notes.append(f"algorithm.kl_ctrl.kl_coef={of_reward}: one algorithm.kl_coef holds for loss and reward")
-    if in_reward and not in_loss and theirs.get("algorithm.kl_penalty") in KL_ESTIMATORS:
+    if in_reward and not in_loss and _KL[0] not in unread and theirs.get("algorithm.kl_penalty") in KL_ESTIMATORS:
         values["algorithm.kl_estimator"] = KL_ESTIMATORS[theirs["algorithm.kl_penalty"]]
     if (path := theirs.get(_REWARD[0])) is not None and unread.isdisjoint(_REWARD):
         values["reward.function"] = f"{path}:{theirs.get(_REWARD[1], 'compute_score')}"

@@ -21,7 +21,9 @@ from hybridflow.runtime.latex_box import last_boxed
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 MATH_INSTRUCTION = r"Let's think step by step and output the final answer within \boxed{}."
 
-_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3})?")
+_NUMBER = re.compile(
+    r"[-+]?\$?-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+|(?=\.[0-9]))(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3}|/0*[1-9][0-9]*)?"
+)
 _BOX_WITHOUT_BRACES = re.compile(
     r"\\(?:boxed|fbox)(?![a-zA-Z])\s*(?![\s{])((?:(?!\\[\])])[^\s$])+?)(?=[.,;]?(?:\s|\$|\\[\])]|$))"
 )
@@ -102,9 +104,10 @@ def gsm8k_row(record: Record, place: str, *, instruction: str = GSM8K_INSTRUCTIO
         return "no prompt"
     prompt = f"{question} {instruction}" if instruction else question
     _, marker, tail = answer.rpartition("####")
-    number = tail.strip().replace(",", "").replace("$", "")
+    number = tail.replace("\u2212", "-").strip(" $\t\n").removesuffix(".")
     if not marker or not _NUMBER.fullmatch(number):
         raise DataError(f"{place}: the answer must end in '#### number', got {answer[-60:]!r}.")
+    number = number.replace(",", "").replace("$", "").removeprefix("+")
     return _row("openai/gsm8k", prompt, number, extra_info={"answer": answer, "question": question})
 
 

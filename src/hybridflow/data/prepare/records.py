@@ -4,7 +4,9 @@ import codecs
 import csv
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +79,7 @@ def text_of(record: Mapping[str, Any], column: str, place: str) -> str:
 def answer_of(record: Mapping[str, Any], column: str, place: str) -> str:
     """Return the text or number in a column as a text without outer spaces, "" for null; raise DataError for others."""
     value = value_of(record, column, place)
-    if isinstance(value, bool) or not isinstance(value, str | int | float | None):
+    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal | None):
         raise DataError(f"{place}: '{column}' must be a text or a number, got {shorten(value)}.")
     return "" if value is None else str(value).strip()
 
@@ -123,13 +125,20 @@ def _read_json_lines(file: Path, columns: str) -> Iterator[tuple[str, dict[str, 
 
 def _decoded(text: bytes, place: str) -> Any:
     try:
-        return json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{place}: byte {error.start} is not UTF-8; save the file as UTF-8.") from error
+        return json.loads(_decode(text, place), object_pairs_hook=_unique, parse_constant=_no_constant)
     except RecursionError:
         raise DataError(f"{place}: is not JSON: values are nested too deeply.") from None
     except ValueError as error:
         raise DataError(f"{place}: is not JSON: {shorten_text(str(error))}.") from error
+
+
+def _decode(data: bytes, place: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        where = f"byte {error.start}" if line == 1 else f"line {line}"
+        raise DataError(f"{place}: {where} is not UTF-8; save the file as UTF-8.") from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -151,6 +160,8 @@ def _read_json(file: Path, columns: str) -> Iterator[tuple[str, dict[str, Any]]]
         data = file.read_bytes().removeprefix(codecs.BOM_UTF8).strip()
     except OSError as error:
         raise DataError(f"{file}: cannot be read: {error.strerror}.") from error
+    if not data:
+        return
     first_line = data.partition(b"\n")[0].strip()
     if data[:1] == b"{" and first_line[-1:] == b"}":
         yield from _read_json_lines(file, columns)
@@ -170,17 +181,29 @@ def _read_csv(file: Path, columns: str) -> Iterator[tuple[str, dict[str, Any]]]:
     csv.field_size_limit(MAX_FIELD)
     try:
         with open(file, newline="", encoding="utf-8-sig") as lines:
-            reader = csv.DictReader(lines, strict=True)
-            names = reader.fieldnames or ()
-            require_single_columns(names, str(file))
-            for row, record in enumerate(reader):
+            rows = filter(None, csv.reader(lines, strict=True))  # without empty lines
+            names = next(rows, [])
+            _require_names(names, str(file))
+            for row, fields in enumerate(rows):
                 place = f"{file}: row {row}"
-                if None in record or None in record.values():
-                    found = "more" if None in record else sum(value is not None for value in record.values())
-                    raise DataError(f"{place}: has {found} fields; the first line has {len(names)}.")
-                yield place, record
-    except (csv.Error, UnicodeDecodeError, OSError) as error:
-        raise DataError(f"{file}: is not a CSV file in UTF-8: {shorten_text(str(error))}.") from error
+                if len(fields) != len(names):
+                    raise DataError(f"{place}: has {len(fields)} fields; the first line has {len(names)}.")
+                yield place, dict(zip(names, fields, strict=True))
+    except UnicodeDecodeError:
+        _decode(file.read_bytes(), str(file))
+        raise
+    except (csv.Error, OSError) as error:
+        raise DataError(f"{file}: is not a CSV file: {shorten_text(str(error))}.") from error
+
+
+def _require_names(names: Sequence[str], place: str) -> None:
+    """Raise DataError for names that are not those of columns separated by commas."""
+    require_single_columns(names, place)
+    if len(names) == 1 and (sign := re.search(r"[;\t|]", names[0])):
+        raise DataError(f"{place}: its fields are separated by {sign[0]!r}; save the file with commas between fields.")
+    for name in names:
+        if name != name.strip():
+            raise DataError(f"{place}: the column {name!r:.100} has spaces around its name; remove them.")
 
 
 _TEXT_FILES = {".jsonl": _read_json_lines, ".json": _read_json, ".csv": _read_csv}

@@ -19,8 +19,13 @@ NUMBER = (
 _ONE_NUMBER = re.compile(NUMBER)
 _WITHIN_LONGER = re.compile(r"\w|[.:][0-9]|[/^]\S|\*[0-9(]")
 """What follows a number that is only a part of a value: 5x, 1.2.3, 10:30, 5/x, 2^5, 3*4."""
-_GOES_ON = re.compile(r"[-+,][0-9]|\s*[-+*/^=]\s*[0-9(]")
-"""The same where the number is the first of an answer: 5-2, 1,2,3, 5 - 2."""
+_OPERATOR = r"(?:[-+*/^=\u00d7\u00f7\u00b1\u2013~:;,']|\.\.|\\(?:times|cdot|div|pm)|(?:to|or|and)\b)"
+_GOES_ON = re.compile(
+    rf"[ \t\u00a0\u202f]*(?:{_OPERATOR}[ \t]*)?[0-9]|[ \t]*(?![,;:~']){_OPERATOR}[ \t]*\(|[ \t]*[+\u00d7\u00f7][ \t]*\w"
+)
+"""The same where the number is the first of an answer: 5-2, 1, 2, 5 or 6, 5 1/2, 5 + x."""
+MINUS = str.maketrans({"\u2212": "-"})
+"""The minus sign of Unicode is a sign of numbers."""
 _MAX_CHARS = 100
 _OPEN, _CLOSE = "<answer>", "</answer>"
 _WRAPPED = re.compile(r"\$\$?([^$]*)\$\$?|\\\((.*)\\\)|\\\[(.*)\\\]", re.DOTALL)
@@ -36,7 +41,7 @@ def unwrapped(text: str) -> str:
 
 def parse_number(text: str) -> Fraction | None:
     """Return the value of a text that is one number with spaces, $, commas and a final period at most; else None."""
-    text = text.strip().rstrip(".")
+    text = text.translate(MINUS).strip().rstrip(".")
     if len(text) > _MAX_CHARS or not _ONE_NUMBER.fullmatch(text):
         return None
     numerator, _, denominator = text.replace("$", "").replace(",", "").partition("/")
@@ -57,7 +62,7 @@ def last_number(text: str, after: str = "") -> Fraction | None:
 
     None if there is none, and if it is a part of a longer value, as in 5x, 10:30 and 1.2.3.
     """
-    match = None
+    text, match = text.translate(MINUS), None
     for match in re.finditer(rf"{re.escape(after)}\s*({NUMBER})" if after else rf"({NUMBER})", text):  # noqa: B007
         pass
     if match is None or _WITHIN_LONGER.match(text, match.end()) or (after and _GOES_ON.match(text, match.end())):

@@ -9,7 +9,7 @@ from functools import lru_cache
 from numbers import Number
 from typing import Any
 
-from hybridflow.environments.rewards.answer_text import NUMBER, unwrapped
+from hybridflow.environments.rewards.answer_text import MINUS, NUMBER, parse_number, unwrapped
 from hybridflow.environments.rewards.limits import require_seconds
 from hybridflow.environments.rewards.math_bounds import MAX_DIGITS, is_astronomic
 from hybridflow.errors import RewardError
@@ -26,11 +26,17 @@ _SCIENTIFIC = re.compile(r"(?<![\w.\\])([0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE]([-+]?[
 _LAYOUT = re.compile(r"\\[,!;:]|\\color\s*\{[a-zA-Z]+\}|\\(?:left|right)(?![a-zA-Z])|\.\s*$")
 """Spaces, colors, sizes of brackets and a final period."""
 
+_SIGNS = {**MINUS, ord("\u00b0"): r"^\circ"}
+_MIXED = re.compile(r"(?<![\w.,/^])([0-9]+) +([1-9][0-9]*)/([0-9]+)(?![\w/^])")
+"""2 1/2, which is 2.5."""
+_EMPHASIS = re.compile(r"(?<![^\s(:])[*`_\"]+(?=[-+$]*\.?[0-9])|(?<=[0-9%.])[*`_\"]+(?![\w(*])")
 _ONE_NUMBER = re.compile(NUMBER)
 _VALUE = re.compile(
-    r"\$[^$]*\$|\\\(.*?\\\)|\\\[.*?\\\]|(?<![\w$\\])(?P<value>[-+]?\.?[0-9](?:\w|[-+.,:^*/](?=\w))*!*)", re.DOTALL
+    r"\$[^$]*\$|\\\(.*?\\\)|\\\[.*?\\\]|(?<![\w$\\])(?P<value>[(\[]\s*[-+.]*[0-9][-+0-9./\s]*,[-+0-9.,/\s]*[)\]]|"
+    r"[0-9]+ +[1-9][0-9]*/[0-9]+(?![\w/^])|[-+]?\.?[0-9](?:\w|[-+.,:^*/](?=\w))*!*)",
+    re.DOTALL,
 )
-"""A formula, or a value in prose that begins with a digit: 5, 1,000, 5x, 10:30, 2024-01-05, 5!."""
+"""A formula, or a value in prose that begins with a digit: 5, 1,000, 5x, 10:30, 2024-01-05, 5!, (1, 2), 2 1/2."""
 
 
 def math_reward(
@@ -65,9 +71,12 @@ def math_reward(
 
 
 def boxed_answer(text: str) -> str | None:
-    r"""Return the content of the last \boxed{...} of a text, or None; equal texts are votes for the same answer."""
-    answer = last_boxed(text)
-    return answer if answer and len(answer) <= MAX_CHARS else None
+    r"""Return the content of the last \boxed{...} of a text, a number by its value, or None; equal texts are votes."""
+    answer = unwrapped((last_boxed(text) or "").rstrip(" ."))
+    if len(answer) > MAX_CHARS:
+        return None
+    number = parse_number(answer)
+    return _plain(_normalised(answer)) or None if number is None else str(number)
 
 
 def _latex_of(ground_truth: Any) -> str:
@@ -80,8 +89,9 @@ def _latex_of(ground_truth: Any) -> str:
 
 
 def _normalised(latex: str) -> str:
-    """Return LaTeX without layout, and with 1.5e3 as LaTeX writes it."""
-    return _SCIENTIFIC.sub(lambda match: rf"{match[1]}\times 10^{{{match[2]}}}", _LAYOUT.sub("", latex))
+    """Return LaTeX without layout, and with 1.5e3 and 2 1/2 as LaTeX writes them."""
+    latex = _MIXED.sub(r"\1\\frac{\2}{\3}", _LAYOUT.sub("", latex.translate(_SIGNS)))
+    return _SCIENTIFIC.sub(lambda match: rf"{match[1]}\times 10^{{{match[2]}}}", latex)
 
 
 def _prose(text: str) -> str:
@@ -89,6 +99,7 @@ def _prose(text: str) -> str:
 
     A last value that is more than a number becomes a formula, others are left out; 1.5e3 becomes 1500.
     """
+    text = _EMPHASIS.sub("", text.translate(MINUS))
     values = [match for match in _VALUE.finditer(text) if match["value"]]
 
     def kept(match: re.Match[str]) -> str:
@@ -99,7 +110,7 @@ def _prose(text: str) -> str:
             scientific = _SCIENTIFIC.search(value)
             few_digits = scientific and len(scientific[2]) <= 3 and abs(int(scientific[2])) < MAX_DIGITS
             return format(Decimal(value.replace(",", "")), "f") if few_digits else value
-        return f"${value}$" if match.start() == values[-1].start() else " "
+        return f"${_normalised(value)}$" if match.start() == values[-1].start() else " "
 
     return _VALUE.sub(kept, text)
 
@@ -163,7 +174,8 @@ def _parse(text: str) -> list[Any]:
 
 
 def _plain(text: str) -> str:
-    return "".join(text.split())
+    plain = "".join(text.split())
+    return plain.lower() if plain.lower() in ("true", "false") else plain
 
 
 def _tail(text: str) -> str:

@@ -7,7 +7,7 @@ from string import ascii_uppercase
 from typing import Any
 
 from hybridflow.errors import RewardError
-from hybridflow.runtime.latex_box import last_boxed_span
+from hybridflow.runtime.latex_box import last_boxed, last_boxed_span
 
 _MAX_TAIL_CHARS = 20_000
 _TAG = re.compile(r"<answer>([^<]{0,500})</answer>")
@@ -19,7 +19,7 @@ _STATED = re.compile(
     r"(?<!not )(?<!not the )\b(?i:answer|choice|option)\b(?i:[ \t]+to[ \t][^.\n]{0,60}?)?"
     r"(?:[ \t]*(?i:(?:is|should be|would be|must be)(?:[ \t]+(?:clearly|therefore|thus|then|definitely|probably))?)"
     r"(?![ \t]+not\b)[ \t:*_]*|[ \t*_]*[:\uff1a][\s*_]*|[ \t*_]+(?=\(?[A-Za-z]\)?[.*_ \t]*(?:\n|\Z))|[ \t]+(?=\())"
-    r"(?:(?i:option|choice)[ \t]+)?[*_]*"
+    r"(?:(?i:option|choice)[ \t]+)?[*_$]*"
     r"(?:\(([A-Za-z])\)|([B-HJ-Z])(?![\w'\u2019-])|([A-Za-z])(?=[.),:;*_]|[ \t]*(?:\n|\Z)|[ \t]+(?:because|since)\b))"
 )
 
@@ -68,8 +68,7 @@ def _count(choices: Any) -> int:
 def _letter_of(ground_truth: Any, num_choices: int, *, is_index_known: bool) -> str:
     letters = ascii_uppercase[:num_choices]
     if isinstance(ground_truth, str):
-        letter = ground_truth.strip().upper()
-        if len(letter) == 1 and letter in letters:
+        if letter := _letter(last_boxed(ground_truth) or ground_truth, num_choices):
             return letter
     elif is_index_known and not isinstance(ground_truth, bool):
         try:

@@ -77,7 +77,8 @@ def _final_number(text: str) -> str | None:
 
 def _boxed_or_last_line(text: str) -> str | None:
     lines = _ANSWER_LINE.findall(text)
-    return boxed_answer(text) or (lines[-1].strip(" \t$*.")[:MAX_CHARS] if lines else None) or None
+    last = lines[-1].strip(" \t$*.")[:MAX_CHARS] if lines else ""
+    return boxed_answer(text) or boxed_answer(rf"\boxed{{{last}}}")
 
 
 ANSWERS: dict[str, Callable[[str], str | None]] = {
