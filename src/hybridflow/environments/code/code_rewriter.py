@@ -83,7 +83,7 @@ class _Rewriter(ast.NodeTransformer):
     def __init__(self, module: ast.Module) -> None:
         self._is_swallowed = False
         self._constants = constants_of(module)
-        has_runner = any(name.partition(".")[0] in ("unittest", "doctest") for name, _ in imports_of(module))
+        has_runner = any(name in ("unittest", "doctest") for name, _ in imports_of(module))
         self._results = set(_RESULTS if has_runner else ())
         for node in ast.walk(module):
             if isinstance(node, ast.Assign) and self._is_of_runner(node.value):
@@ -232,4 +232,14 @@ def _swallows(handler: ast.ExceptHandler) -> bool:
     """Return whether a handler catches a failed assertion and does nothing that could matter later."""
     kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
     is_general = any(kind is None or getattr(kind, "id", getattr(kind, "attr", None)) in _SWALLOWING for kind in kinds)
-    return is_general and not any(isinstance(each, ast.Raise | ast.Assert) for each in ast.walk(handler))
+    return is_general and not any(
+        isinstance(each, ast.Raise | ast.Assert) or _is_bad_exit(each) for each in ast.walk(handler)
+    )
+
+
+def _is_bad_exit(node: ast.AST) -> bool:
+    match node:
+        case ast.Call(args=[status]):
+            is_good = isinstance(status, ast.Constant) and not status.value
+            return ast.unparse(node.func) in _EXITS and not is_good
+    return False
