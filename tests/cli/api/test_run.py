@@ -16,6 +16,7 @@ from hybridflow.cli.main import main
 from hybridflow.errors import (
     CheckpointConfigError,
     ConfigError,
+    DataConfigError,
     DataError,
     ModelConfigError,
     RewardConfigError,
@@ -167,6 +168,7 @@ def test_what_is_wrong_is_an_error_before_a_file_is_written(task, rows, tmp_path
         ({"reward": "task.py:score", "environments": "a.py:B"}, ConfigError, "environments=.* with reward='task.py"),
         ({"reward": 5}, RewardConfigError, "reward=5 is a int; expected a function, or its name"),
         ({"recipe": "dapoo"}, ConfigError, "recipe='dapoo' is unknown"),
+        ({"recipe": 3}, ConfigError, "recipe=3 is invalid"),
         ({"val_prompts": iter(rows)}, ConfigError, r"set validation\.max_samples"),
     ):
         with pytest.raises(kind, match=problem):
@@ -174,6 +176,10 @@ def test_what_is_wrong_is_an_error_before_a_file_is_written(task, rows, tmp_path
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match="got no prompt"):
         start(task, rows, tmp_path / "run").generate([])
+    with pytest.raises(ConfigError, match=r"give rows: evaluate\(rows\)"):
+        start(task, rows, tmp_path / "run", val_prompts=None).evaluate()
+    with pytest.raises(DataConfigError, match=r"has no run yet; fit\(\) starts it"):
+        start(task, rows, tmp_path / "run").samples()
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,11 @@ from hybridflow.errors import ConfigError, WorkerError
             "x: row 0: 'answer' is missing; the row has prompt.",
         ),
         (
+            "sft",
+            "x: row 0: 'response' is missing; the row has prompt, gold.",
+            "x: row 0: 'response' is missing; the row has prompt, gold. Rename the column that has it.",
+        ),
+        (
             "train",
             "x: row 0: 'answer' is missing; the row has prompt, solution, answers.",
             "x: row 0: 'answer' is missing; the row has prompt, solution, answers. Name its column with "
@@ -51,7 +56,10 @@ def test_an_argument_that_is_misspelt_or_given_twice_is_named():
     for settings, problem in (
         ({"trainer": {"run_dir": "x"}}, r"trainer\.run_dir is given twice"),
         ({"promts": []}, "promts= is not an argument; did you mean prompts="),
+        ({"trainer": 3}, r"trainer= is a section of keys; give a dict"),
     ):
         with pytest.raises(ConfigError, match=problem):
             Words("train").require_arguments(settings, ["trainer.run_dir"])
+    with pytest.raises(ConfigError, match=r"reward= is an argument of train\(\) only"):
+        Words("sft").require_arguments({"reward": len}, [])
     Words("train").require_arguments({"trainer.total_steps": 3, "lora": {"rank": 1}, "n": 2}, ["trainer.run_dir"])

@@ -20,7 +20,7 @@ from hybridflow.config.run_paths import absolute_paths
 from hybridflow.data.parquet_rows import Row
 from hybridflow.data.row_forms import RowForm, rows_of
 from hybridflow.environments.processes.closure import ENVIRONMENT, REWARD, Closure, Purpose, is_closure, offer
-from hybridflow.errors import CheckpointConfigError, ConfigError
+from hybridflow.errors import CheckpointConfigError, ConfigError, DataConfigError
 from hybridflow.models.hub import local_model, require_upload, upload_model
 from hybridflow.runtime.observe import get_logger
 from hybridflow.runtime.observe.run_files import RunFiles
@@ -120,18 +120,18 @@ class Run:
     @property
     def metrics(self) -> Table:
         """The metrics of each step so far: `metrics.jsonl`."""
-        return Table(RunFiles(self.path).metrics)
+        return Table(self._files().metrics)
 
     def samples(self, step: int | None = None) -> Table:
         """Return the responses that were kept, with their tokens: those of `step`, or all."""
-        return Table(sample for sample in RunFiles(self.path).samples if step in (None, sample["step"]))
+        return Table(sample for sample in self._files().samples if step in (None, sample["step"]))
 
     def report(self, output: str | Path | None = None) -> Path:
         """Write the page of the run, one HTML file (default: `report.html` in the run's directory); return its path."""
         from hybridflow.cli.inspect.report import write_report
 
         file = Path(output) if output is not None else self.path / "report.html"
-        write_report([RunFiles(self.path)], file)
+        write_report([self._files()], file)
         return file
 
     @in_own_words
@@ -180,6 +180,8 @@ class Run:
                 write_rows(rows, file)
                 files = [str(file)]
             given["data.val_files"] = files
+        elif not self._config(settings).data.val_files:
+            raise ConfigError("evaluate() has no prompts, and the run no val_prompts; give rows: evaluate(rows).")
         with build_validator(self._config({**given, **settings}), self._checkpoint(step)) as validator:
             metrics, _ = validator.run()
         return metrics
@@ -190,6 +192,7 @@ class Run:
 
         See `hybridflow replay`, and `open_run` for rewards and environments that Python held. The run is only read.
         """
+        self._files()
         self._config()  # lets workers find what Python holds
         with tempfile.TemporaryDirectory(prefix="replay-", dir=self.path) as scratch:
             paths = absolute_paths(self.path / "config.toml")
@@ -220,6 +223,11 @@ class Run:
         if push_to_hub is not None:
             upload_model(Path(out), push_to_hub)
         return Path(out)
+
+    def _files(self) -> RunFiles:
+        if not (self.path / "run.json").is_file():
+            raise DataConfigError(f"'{self.path}' has no run yet; fit() starts it.")
+        return RunFiles(self.path)
 
     def _config(self, settings: Mapping[str, Any] | None = None) -> Config:
         """Return the configuration with further settings, and let workers find what Python holds."""

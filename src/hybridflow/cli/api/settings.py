@@ -15,11 +15,13 @@ Recipe = str | Path | Sequence[str | Path] | None
 
 def recipe_files(recipe: Recipe) -> list[Path]:
     """Return the files of recipes: paths, or names of algorithms such as "dapo"; ConfigError for another name."""
-    given = [recipe] if isinstance(recipe, str | Path) else list(recipe or ())
+    given: list[Any] = list(recipe) if isinstance(recipe, list | tuple) else [] if recipe is None else [recipe]
     return [_recipe_file(each) for each in given]
 
 
-def _recipe_file(recipe: str | Path) -> Path:
+def _recipe_file(recipe: Any) -> Path:
+    if not isinstance(recipe, str | Path):
+        raise ConfigError(f"recipe={recipe!r:.100} is invalid; expected a name, a file, or a list of them.")
     if not isinstance(recipe, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", recipe):
         return Path(recipe)
     file = packaged_recipe(recipe)

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, TypeVar, cast
 
 from hybridflow.cli.api.settings import keys_of
+from hybridflow.config import leaf_keys
 from hybridflow.config.aliases import keys_of_alias
 from hybridflow.data.row_forms import Kind
 from hybridflow.errors import ConfigError, HybridFlowError
@@ -31,6 +32,7 @@ PHRASES = {
     "with overrides:": "with the arguments:",
 }
 HINT = " Name its column with an argument, as in "
+RENAME = " Rename the column that has it."
 _MISSING = re.compile(r": '([^']+)' is missing; the row has ([^.]*)\.( Name the columns in data.columns, .*?\}\.)?")
 _WRITTEN = r"/(train|val)-[0-9a-f]{12}\.parquet(?!: cannot)"
 
@@ -57,6 +59,10 @@ class Words:
         if twice := [key for key in given if key in found]:
             raise ConfigError(f"{twice[0]} is given twice; it is an argument of its own.")
         for key in found:
+            if key in arguments:
+                raise ConfigError(f"{key}= is an argument of train() only; leave it out.")
+            if any(leaf.startswith(f"{key}.") for leaf in leaf_keys()):
+                raise ConfigError(f"{key}= is a section of keys; give a dict, as in {key}={{KEY: VALUE}}.")
             if "." not in key and not keys_of_alias(key) and (near := get_close_matches(key, arguments, n=1)):
                 raise ConfigError(f"{key}= is not an argument; did you mean {near[0]}=?")
 
@@ -73,16 +79,16 @@ class Words:
         for directory in filter(None, (self.directory and os.path.abspath(self.directory), self.directory)):
             written = re.escape(directory) + _WRITTEN
             text = re.sub(written, lambda file: data if file[1] == "train" else f"val_{data}", text)
-        return text if HINT in text else _MISSING.sub(self._with_argument, text)
+        return text if HINT in text or RENAME in text else _MISSING.sub(self._with_argument, text)
 
     def _with_argument(self, found: re.Match[str]) -> str:
         argument = next((ours for ours, theirs in self.columns.items() if theirs == found[1]), None)
-        others = [name for name in found[2].split(", ") if name not in (*self.columns.values(), "split", "index")]
-        if argument is None or not others:
+        others = [name for name in found[2].split(", ") if name not in self.columns.values()]
+        if not others:
             return found[0]
         nearest = get_close_matches(found[1], others, n=1) or others
         begin = found[0].removesuffix(found[3] or "")
-        return f'{begin}{HINT}{argument}="{nearest[0]}".'
+        return f'{begin}{HINT}{argument}="{nearest[0]}".' if argument else begin + RENAME
 
     def __enter__(self) -> None: ...
 

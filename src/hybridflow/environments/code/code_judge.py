@@ -50,10 +50,10 @@ class Judge:
 
     def __init__(self, program: ModuleType, imports: Iterable[tuple[str, Iterable[str]]]) -> None:
         self.results: list[Any] = []
-        self.is_idle = False
+        self.reads_program = False  # whether a test looks for checks in the program's docstrings
         self._num_checks = 0
         self._failures: list[BaseException] = []
-        loaded = load(imports)
+        loaded = load([("sys", ()), *imports])
         shown = sys.modules["builtins"] = ModuleType("builtins")
         vars(shown).update(vars(builtins))
         vars(program)["__builtins__"] = shown
@@ -76,8 +76,7 @@ class Judge:
         """Run a test and return its verdict; raise what it raises."""
         self.names["__name__"] = MAIN
         self.modules[MAIN] = TestModule(self.names)
-        if "sys" in self.modules:
-            vars(self.modules["sys"])["modules"] = sys.modules | {MAIN: self.modules[MAIN]}
+        vars(self.modules["sys"])["modules"] = sys.modules | {MAIN: self.modules[MAIN]}
         try:
             self.value(code)
         except _Ended as end:
@@ -85,9 +84,9 @@ class Judge:
                 return FAILED
         if self._failures:
             return FAILED
-        if self.is_idle or any(result.testsRun <= len(result.skipped) for result in self.results):
+        if any(result.testsRun <= len(result.skipped) for result in self.results):
             return IDLE
-        return PASSED if self._num_checks else FAILED
+        return PASSED if self._num_checks else FAILED if self.reads_program else IDLE
 
     def _import(self, name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
         if level == 0 and name in self.modules:

@@ -17,6 +17,9 @@ SCALARS = frozenset({int, str, float, bool, bytes, complex, type(None)})
 TOOLS = ("unittest", "doctest")
 """Modules of which a test has a copy of its own."""
 
+_HOOKS = ("load_tests", "setUpModule", "tearDownModule")
+"""Functions that unittest finds by their names; those of the program do not count."""
+
 bases_of = type.__dict__["__mro__"].__get__
 
 _FINDING = frozenset({"compile", "eval", "exec", "getattr", "globals", "locals", "vars"})
@@ -87,6 +90,8 @@ class TestModule(ModuleType):
         return [name for name, value in names.items() if names.program.get(name, names) is not value]
 
     def __getattr__(self, name: str) -> Any:
+        if name in _HOOKS and name not in dir(self):
+            raise AttributeError(name)
         try:
             return self._names[name]
         except KeyError:

@@ -83,12 +83,19 @@ class _Rewriter(ast.NodeTransformer):
     def __init__(self, module: ast.Module) -> None:
         self._is_swallowed = False
         self._constants = constants_of(module)
+        has_runner = any(name in ("unittest", "doctest") for name, _ in imports_of(module))
+        self._results = set(_RESULTS if has_runner else ())
+        for node in ast.walk(module):
+            if isinstance(node, ast.Assign) and self._is_of_runner(node.value):
+                self._results |= {each.id for each in node.targets if isinstance(each, ast.Name)}
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         """Rewrite the parts of a node, and count on entering a block that can fail in another way than by `assert`."""
         super().generic_visit(node)
         if isinstance(node, ast.If | ast.IfExp | ast.While):
             _mark_conditions(node.test)
+            if self._is_of_runner(node.test):
+                return node
         for field in ("body", "orelse", "finalbody"):
             block = getattr(node, field, None)
             if isinstance(block, list) and not isinstance(node, ast.ClassDef):
@@ -105,8 +112,7 @@ class _Rewriter(ast.NodeTransformer):
         if isinstance(condition, ast.Constant) and not condition.value:
             return raising
         _mark_conditions(condition)
-        is_of_runner = any(getattr(each, "attr", None) in _RESULTS for each in ast.walk(condition))
-        if not (self._is_swallowed or is_of_runner or self._is_fixed(condition)):
+        if not (self._is_swallowed or self._is_no_check(condition)):
             condition = _call("check", condition)
         return _Assertion(ast.UnaryOp(ast.Not(), condition), [raising], [])
 
@@ -155,20 +161,37 @@ class _Rewriter(ast.NodeTransformer):
 
     visit_TryStar = visit_Try
 
+    def _is_no_check(self, condition: ast.expr) -> bool:
+        return self._is_of_runner(condition) or self._is_fixed(condition)
+
+    def _is_of_runner(self, condition: ast.expr) -> bool:
+        """Return whether a condition is the result of a runner, whose checks count where they run."""
+        names = {getattr(each, "attr", getattr(each, "id", None)) for each in ast.walk(condition)}
+        return not self._results.isdisjoint(names)
+
     def _is_fixed(self, condition: ast.expr) -> bool:
         """Return whether a condition has the same value for every program."""
+        match condition:
+            case ast.Tuple(elts=[_, *_]):  # assert (f(2) == 4, "wrong")
+                return True
+            case ast.BoolOp(op=ast.Or(), values=values) if any(getattr(each, "value", None) is True for each in values):
+                return True
         parts = [each for each in ast.walk(condition) if isinstance(each, ast.Name | ast.Call | ast.Await)]
         return all(isinstance(each, ast.Name) and each.id in self._constants for each in parts)
 
     def _can_fail(self, statement: ast.stmt) -> bool:
         """Return whether a statement raises, on a condition of the program, without an assertion that is counted."""
         match statement:
-            case ast.Raise(exc=ast.expr()) | ast.Expr(value=ast.Call(func=ast.Attribute(attr="fail"))):
+            case ast.Raise(exc=ast.Call(func=ast.Name(id="__ended__"), args=[] | [ast.Constant(value=None | 0)])):
+                return False
+            case ast.Raise(exc=ast.expr() as error):
+                return not self._is_of_runner(error)
+            case ast.Expr(value=ast.Call(func=ast.Attribute(attr="fail"))):
                 return True
             case _Assertion():
                 return False
             case ast.If(test=test, body=body, orelse=orelse):
-                return not self._is_fixed(test) and any(map(self._can_fail, (*body, *orelse)))
+                return not self._is_no_check(test) and any(map(self._can_fail, (*body, *orelse)))
             case ast.Match(subject=subject, cases=cases):
                 inner = [statement for case in cases for statement in case.body]
                 return not self._is_fixed(subject) and any(map(self._can_fail, inner))
@@ -209,4 +232,14 @@ def _swallows(handler: ast.ExceptHandler) -> bool:
     """Return whether a handler catches a failed assertion and does nothing that could matter later."""
     kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
     is_general = any(kind is None or getattr(kind, "id", getattr(kind, "attr", None)) in _SWALLOWING for kind in kinds)
-    return is_general and not any(isinstance(each, ast.Raise | ast.Assert) for each in ast.walk(handler))
+    return is_general and not any(
+        isinstance(each, ast.Raise | ast.Assert) or _is_bad_exit(each) for each in ast.walk(handler)
+    )
+
+
+def _is_bad_exit(node: ast.AST) -> bool:
+    match node:
+        case ast.Call(args=[status]):
+            is_good = isinstance(status, ast.Constant) and not status.value
+            return ast.unparse(node.func) in _EXITS and not is_good
+    return False

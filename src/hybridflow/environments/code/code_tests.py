@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from hybridflow.environments.code.code_checks import Steps, steps_of
-from hybridflow.environments.code.code_runner import CodeLimits, run_program
+from hybridflow.environments.code.code_runner import CodeLimits, CodeRun, run_program
 from hybridflow.environments.code.code_statements import idle_error
 from hybridflow.environments.rewards.limits import require_seconds, require_whole
 from hybridflow.errors import RewardError
@@ -80,9 +80,10 @@ def code_reward(
         if isinstance(test, Steps):
             run = run_program(source, limits, test=test)
             num_passed += run.finished
-            if run.is_idle:
-                raise _idle(test, number, "runs no test and no example of a docstring")
-            if run.finished and not test.names_program and _passes_alone(test, replace(limits, deadline=math.inf)):
+            alone = replace(limits, deadline=math.inf)
+            if run.is_idle and _run_alone(test, alone).is_idle:  # otherwise the program has skipped the tests
+                raise _idle(test, number, "runs no check")
+            if run.finished and not test.names_program and _run_alone(test, alone).finished:
                 raise _idle(test, number, "passes without a program")
         else:
             given, wanted = test
@@ -127,8 +128,8 @@ def _idle(test: Steps, number: int, why: str) -> RewardError:
 
 
 @lru_cache(maxsize=128)
-def _passes_alone(test: Steps, limits: CodeLimits) -> bool:
-    return run_program(b"", limits, test=test).finished
+def _run_alone(test: Steps, limits: CodeLimits) -> CodeRun:
+    return run_program(b"", limits, test=test)
 
 
 def _texts(value: Any) -> list[str]:

@@ -29,6 +29,7 @@ def count_in(tools: dict[str, Any], judge: Judge) -> None:
     """Have the modules of a test tell its judge of their checks and failures."""
     if "unittest" in tools:
         _count_in_unittest(tools["unittest"], judge)
+        tools["unittest.suite"].sys = judge.modules["sys"]  # in whose __main__ it finds setUpModule
     if "unittest.mock" in tools:
         for owner in (tools["unittest.mock"].NonCallableMock, tools["unittest.mock"].AsyncMockMixin):
             _count_methods(owner, ("assert_",), judge)
@@ -104,9 +105,8 @@ def _count_in_doctest(doctest: Any, judge: Judge) -> None:
         return results
 
     def counted_testmod(m: Any = None, *args: Any, **settings: Any) -> Any:
-        results = testmod(_documented(judge) if m is None else m, *args, **settings)
-        judge.is_idle |= not results.attempted
-        return results
+        judge.reads_program = True
+        return testmod(_documented(judge) if m is None else m, *args, **settings)
 
     doctest.DocTestRunner.run, doctest.testmod = counted_run, counted_testmod
 

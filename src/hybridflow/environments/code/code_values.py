@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 PASSED, FAILED, IDLE = b"p", b"f", b"i"
-"""Verdicts of a test; `IDLE`: nothing failed, and a runner of unittest or doctest had nothing to run."""
+"""Verdicts of a test; `IDLE`: nothing failed, and nothing was checked."""
 
 MAX_DEPTH = 200
 MAX_VALUES = 2**21

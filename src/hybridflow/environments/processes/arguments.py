@@ -141,9 +141,10 @@ def check_names(
     columns = [*dict.fromkeys(column for sample in kinds for column in sample["extra_info"] or ())]
     if "answer" in columns or any(sample["ground_truth"] != "" for sample in samples):
         return
+    others = ", ".join(column for column in columns if column not in ("split", "index"))
     for needed, each in parameters_of(function).items():
         if needed.removesuffix("s") in ("answer", "ground_truth") and each.default is each.empty:
             raise RewardConfigError(
-                f"{WHAT} '{name}' has the parameter '{needed}', but in all rows: 'answer' is missing; the row has "
-                f"{', '.join(columns) or 'a prompt'}. If the function does without, give its parameter a default."
+                f"{WHAT} '{name}' has the parameter '{needed}', but in all rows: 'answer' is missing"
+                f"{others and '; the row has '}{others}. If the function does without, give its parameter a default."
             )
