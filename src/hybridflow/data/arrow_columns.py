@@ -29,7 +29,7 @@ def values_of(column: pa.Array) -> list[Any]:
     if pa.types.is_dictionary(kind):
         return values_of(column.dictionary_decode())
     if pa.types.is_run_end_encoded(kind):
-        return values_of(pc.run_end_decode(column))
+        return values_of(pc.call_function("run_end_decode", [column]))
     if pa.types.is_floating(kind):
         return [None if value != value else value for value in column.to_pylist()]
     if pa.types.is_temporal(kind):
@@ -84,7 +84,7 @@ def _where_valid(column: pa.Array, values: list[Any], instead: Any) -> list[Any]
 
 def _lists(column: pa.Array) -> list[Any]:
     values = iter(values_of(column.flatten()))
-    sizes = pc.list_value_length(column).to_pylist()
+    sizes = pc.call_function("list_value_length", [column]).to_pylist()
     return [None if size is None else list(islice(values, size)) for size in sizes]
 
 
