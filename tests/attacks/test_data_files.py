@@ -79,7 +79,11 @@ FILES = [
     ("a footer of 2 GB", damaged(lambda d: d[:-8] + b"\xff\xff\xff\x7fPAR1"), r"not a readable parquet file"),
     ("a column twice", twice, r"there are 2 columns named 'prompt'; remove all but one"),
     ("a list of depth 200", deep, r"not a readable parquet file \(Parquet schema too deeply nested"),
-    ("a field twice", struct_with_a_name_twice, r"a value cannot be read \(ValueError: .*duplicate field names"),
+    (
+        "a field twice",
+        struct_with_a_name_twice,
+        r"a value cannot be read \(ValueError: an object has a key twice, of role, role",
+    ),
     (
         "a text that is not UTF-8",
         column("data_source", lambda: pa.array([b"\xff\xfe"]).view(pa.string())),

@@ -54,9 +54,9 @@ def test_a_child_has_the_state_of_the_fork_and_survives_errors(server, monkeypat
 
 @pytest.mark.parametrize(
     ("limit_s", "call", "error"),
-    [(0.3, ("hang in C",), TimeoutError), (60, ("memory", 1 << 30), MemoryError), (60, ("die",), MemoryError)],
+    [(0.3, ("hang in C",), TimeoutError), (60, ("memory", 1 << 33), MemoryError), (60, ("die",), MemoryError)],
 )
 def test_a_child_that_hangs_or_takes_all_memory_is_an_error(server, limit_s, call, error):
     with pytest.raises(error):
         server.call(limit_s, *call)
-    assert server.has_ended is (call != ("memory", 1 << 30))  # Python found that there is no memory
+    assert server.has_ended is (call != ("memory", 1 << 33))  # Python found that there is no memory
