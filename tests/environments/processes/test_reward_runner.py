@@ -1,6 +1,7 @@
 """Failing reward functions in separate processes: the other samples keep their scores."""
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -249,7 +250,8 @@ def test_a_process_killed_between_calls_is_replaced_silently(runner):
     (before,) = idle.run(of_texts("x"))
     supervisor = idle._processes[0].popen.pid
     os.kill(before.result["process"], signal.SIGKILL)
-    os.waitid(os.P_PID, supervisor, os.WEXITED | os.WNOWAIT)
+    with contextlib.suppress(ChildProcessError):  # the pool may have seen it before
+        os.waitid(os.P_PID, supervisor, os.WEXITED | os.WNOWAIT)
     (after,) = idle.run(of_texts("x"))
     assert after.kind is None
     assert after.result["process"] != before.result["process"]

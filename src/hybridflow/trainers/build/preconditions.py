@@ -130,7 +130,8 @@ def require_model_directory(key: str, path: str) -> None:
     try:
         require_model_files(path)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        raise ModelConfigError(f"{key}='{path}' cannot be read: {error}.") from error
+        reason = getattr(error, "strerror", None) or error  # without the path, which may be long
+        raise ModelConfigError(f"{key}='{path}' cannot be read: {reason}.") from error
     if not (Path(path) / "config.json").is_file():
         raise ModelConfigError(
             f"{key}='{path}' is not a model directory: config.json not found; give a local Hugging Face directory (a "
