@@ -1,4 +1,5 @@
 import logging
+import os
 
 import pytest
 from tokenizers import Tokenizer, models
@@ -32,6 +33,14 @@ def test_another_chat_template_is_a_name_a_file_or_a_text(char_tokenizer, tmp_pa
     for wrong in ("chatml-tool", str(tmp_path), str(tmp_path / "none.txt")):
         with pytest.raises(DataConfigError, match=f"model.chat_template='{wrong}' is n"):
             load_tokenizer(tmp_path / "model", chat_template=wrong)
+    (tmp_path / "broken.jinja").write_text("{% generation %}{% endgeneration %}\n{% for m in messages %}{{ m }")
+    os.mkfifo(tmp_path / "pipe.jinja")
+    for name, problem in (
+        ("broken", r"broken\.jinja', line 2: unexpected '}'"),
+        ("pipe", "is a FIFO, not a regular file"),
+    ):
+        with pytest.raises(DataConfigError, match=problem):
+            load_tokenizer(tmp_path / "model", chat_template=str(tmp_path / f"{name}.jinja"))
 
 
 def test_a_directory_without_a_usable_tokenizer_is_an_error_with_the_fix(char_tokenizer, tmp_path):

@@ -169,6 +169,7 @@ def test_what_is_wrong_is_an_error_before_a_file_is_written(task, rows, tmp_path
         ({"reward": 5}, RewardConfigError, "reward=5 is a int; expected a function, or its name"),
         ({"recipe": "dapoo"}, ConfigError, "recipe='dapoo' is unknown"),
         ({"recipe": 3}, ConfigError, "recipe=3 is invalid"),
+        ({"val_prompts": ["What is 1 + 1?"]}, ConfigError, r"val_prompts: 'What is 1 \+ 1\?' does not name a file"),
         ({"val_prompts": iter(rows)}, ConfigError, r"set validation\.max_samples"),
     ):
         with pytest.raises(kind, match=problem):

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -11,8 +12,10 @@ import pyarrow as pa
 
 from hybridflow.data.parquet_rows import require_single_columns, table_rows
 from hybridflow.data.prepare.prompt_file import write_parquet
+from hybridflow.data.prepare.records import SUFFIXES
 from hybridflow.data.values import plain_row
 from hybridflow.errors import DataConfigError, DataError
+from hybridflow.models.hub.names import FILES
 
 Data = Any
 """Files (a path, or a list of paths), or rows: a list of dicts, a `datasets.Dataset` (also streaming), a table of
@@ -26,6 +29,16 @@ def files_of(data: Data) -> list[str] | None:
     if isinstance(data, list | tuple) and data and all(isinstance(each, str | Path) for each in data):
         return [str(each) for each in data]
     return None
+
+
+def require_names_of_files(names: Sequence[str], argument: str) -> None:
+    """Raise DataConfigError for a text that names no data file: perhaps it was meant as a row."""
+    for name in names:
+        if not (name.startswith(FILES) or name.endswith(SUFFIXES) or os.path.exists(name)):
+            raise DataConfigError(
+                f"{argument}: {name!r:.200} does not name a file ({', '.join(SUFFIXES)}, a folder, {FILES}...); a row is "
+                f"a dict, as in {argument}=[{{'prompt': {name!r:.40}}}]."
+            )
 
 
 def records_of(data: Data, name: str, limit: int, how_to_limit: str) -> list[tuple[str, dict[str, Any]]]:

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hybridflow.cli.api.environment_argument import Environments, environment_sources
-from hybridflow.cli.api.rows import Data, file_of, files_of, records_of, write_rows
+from hybridflow.cli.api.rows import Data, file_of, files_of, records_of, require_names_of_files, write_rows
 from hybridflow.cli.api.run import Run
 from hybridflow.cli.api.settings import Recipe, overrides, recipe_files
 from hybridflow.cli.api.words import DATA_KINDS, Words
@@ -138,6 +138,7 @@ def _start(
             if (named := files_of(data)) is not None:
                 if other := {ours: theirs for ours, theirs in columns.items() if ours != theirs}:
                     changes.extend(overrides({"data.columns": other}))
+                require_names_of_files(named, name)
                 return named
             records = records_of(data, name, *limits[split])
             rows = rows_of(records, DATA_KINDS[kind], RowForm(columns), split)
