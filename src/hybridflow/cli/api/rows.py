@@ -36,8 +36,8 @@ def require_names_of_files(names: Sequence[str], argument: str) -> None:
     for name in names:
         if not (name.startswith(FILES) or name.endswith(SUFFIXES) or os.path.exists(name)):
             raise DataConfigError(
-                f"{argument}: {name!r:.200} does not name a file ({', '.join(SUFFIXES)}, a folder, {FILES}...); a row is "
-                f"a dict, as in {argument}=[{{'prompt': {name!r:.40}}}]."
+                f"{argument}: {name!r:.200} does not name a file ({', '.join(SUFFIXES)}, a folder, {FILES}...); a row "
+                f"is a dict, as in {argument}=[{{'prompt': {name!r:.40}}}]."
             )
 
 
