@@ -5,7 +5,7 @@ import pytest
 
 from hybridflow.config import load_config
 from hybridflow.errors import CheckpointError
-from hybridflow.trainers.build import preconditions as compute_dtype
+from hybridflow.trainers.build import preconditions
 from hybridflow.trainers.build.preconditions import settle_auto
 
 DEVICES = (None, True, False)
@@ -15,7 +15,7 @@ DEVICES = (None, True, False)
 @pytest.fixture
 def settle(tmp_path, monkeypatch):
     def build(has_bfloat16, *overrides, **options):
-        monkeypatch.setattr(compute_dtype, "gpu_has_bfloat16", lambda: has_bfloat16)
+        monkeypatch.setattr(preconditions, "gpu_has_bfloat16", lambda: has_bfloat16)
         return settle_auto(load_config(None, [f"trainer.run_dir={tmp_path}/run", *overrides]), **options).model.dtype
 
     return build
@@ -32,9 +32,13 @@ def record(tmp_path):
     return write
 
 
-def test_auto_is_bfloat16_on_gpus_that_compute_in_it(settle, caplog):
+def test_auto_is_bfloat16_on_gpus_that_compute_in_it(settle, monkeypatch, caplog):
+    monkeypatch.setattr(preconditions, "cpu_has_bfloat16", lambda: False)
     assert [settle(has) for has in DEVICES[:2]] == ["float32", "bfloat16"]
-    assert [each for each in caplog.records if each.levelname != "INFO"] == []  # a CPU may have bfloat16
+    assert not caplog.records
+    monkeypatch.setattr(preconditions, "cpu_has_bfloat16", lambda: True)
+    assert settle(None) == "float32"
+    assert "is float32 on a CPU; this one has bfloat16" in caplog.text
     assert settle(False) == "float32"
     assert "model.dtype='auto' is float32 here: the GPUs do not compute in bfloat16" in caplog.text
 

@@ -57,6 +57,10 @@ PLANTED = {
 """Metrics of a run with a fault, in all steps, by the name of the finding."""
 
 
+def test_findings_that_are_no_faults_are_notes():
+    assert {each.name for each in FINDINGS if each.is_note} == {"task solved", "padding", "idle processes"}
+
+
 def found(*changes, metrics=HEALTHY, steps=20, first_step=False, **evidence):
     config = leaf_keys(load_config(None, changes))
     rows = [{"step": step, **metrics} for step in range(1, steps + 1)]

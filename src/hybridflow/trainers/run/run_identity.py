@@ -101,7 +101,7 @@ def require_same_arithmetic(checkpoint: Checkpoint, identity: dict[str, Any]) ->
     changes = {
         name: f"{name}: {before[name]}, now {now[name]}" for name in now if before.get(name, now[name]) != now[name]
     }
-    for name in FALLBACKS.keys() & changes.keys() if not changes.keys() & {"device", "processor"} else ():
+    for name in sorted(FALLBACKS.keys() & changes.keys()) if not changes.keys() & {"device", "processor"} else ():
         key = FALLBACKS[name]
         if checkpoint.info["config"].get(key) == identity["config"][key]:
             raise CheckpointConfigError(
