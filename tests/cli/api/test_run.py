@@ -134,7 +134,7 @@ def test_a_run_is_resumed_with_its_function_and_with_no_other(task, rows, tmp_pa
 
     closure._offered.clear()
     assert main(["train", str(tmp_path / "run/config.toml")]) == 2
-    with pytest.raises(RewardConfigError, match="is never stored"):
+    with pytest.raises(RewardConfigError, match=r"is never stored\. For a command, write it to"):
         hybridflow.open_run(tmp_path / "run").resume()
     assert run.fit(**{"trainer.total_steps": 4}).metrics[-1]["step"] == 4
     assert f"'{run.path}' is at step 4 of 4, finished; look at it with run.metrics" in caplog.text
