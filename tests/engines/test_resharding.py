@@ -112,6 +112,13 @@ def test_ranks_receive_less_than_whole_weights(ranks, layout, share):
 
 
 @on_four_ranks
+def test_shards_of_the_host_are_gathered_on_the_device(ranks):
+    for result in ranks["host"]:
+        assert set(result["devices"]) == {"meta"}
+        assert len(result["devices"]) >= len(result["sliced_names"])
+
+
+@on_four_ranks
 def test_weights_without_a_slice_on_every_rank_are_whole(ranks):
     for whole, adapters in zip(ranks["whole on one rank"], ranks["adapters"], strict=True):
         assert whole["wrong"] == adapters["wrong"] == adapters["sliced_names"] == []

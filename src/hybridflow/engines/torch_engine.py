@@ -31,7 +31,7 @@ from hybridflow.models.loading import DTYPES
 from hybridflow.models.lora import fill_adapters, is_adapter, merged_weights, plain_name, without_adapters
 from hybridflow.models.sharded_loading import build_with_placeholders
 from hybridflow.protocol import DataProto
-from hybridflow.runtime.boxes import Box
+from hybridflow.runtime.boxes import Box, local, with_local
 from hybridflow.runtime.device import can_compile_for_gpu, own_device, preferred_dtype, require_dtype
 from hybridflow.runtime.fault_points import fault_point
 from hybridflow.runtime.progress import note_progress
@@ -267,9 +267,11 @@ class TorchEngine:
             parameter: Any = parameters[name].detach()
             dtype = parameter.dtype if is_adapter(name) else self.compute_dtype
             if isinstance(parameter, DTensor):
-                shard: Any = parameter.to(dtype)  # before it is sent
-                parameter = shard.full_tensor()
-                self.bytes_received += parameter.nbytes - shard.to_local().nbytes
+                # A shard of the host is gathered on the device, by NCCL; cast before it is sent.
+                shard = local(parameter).to(self.device).to(dtype)
+                gathered: Any = with_local(parameter, shard)
+                parameter = gathered.full_tensor()
+                self.bytes_received += parameter.nbytes - shard.nbytes
             return parameter.to(self.device, dtype, copy=must_copy)
 
         with self.on_device(with_optimizer=False):

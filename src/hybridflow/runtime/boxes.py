@@ -18,7 +18,7 @@ def with_local(like: Tensor, shard: Tensor) -> Tensor:
     """Return `shard` as the shard of a DTensor that is sharded as `like`; unchanged if `like` is not a DTensor.
 
     Without communication or a copy: a shard on the host stays there, whatever the device of the mesh. The result can be
-    read, as by `torch.distributed.checkpoint`, but not computed with.
+    read, as by `torch.distributed.checkpoint`, and gathered by `full_tensor`, but not computed with.
     """
     return DTensor(shard, like._spec, requires_grad=False) if isinstance(like, DTensor) else shard
 
