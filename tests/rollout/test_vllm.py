@@ -294,6 +294,27 @@ def test_graphs_are_captured_up_to_the_running_sequences():
     assert sizes(600)[-3:] == [512, 576, 600]
 
 
+def test_ranks_that_see_their_own_gpu_only_can_share_an_engine(tiny_model, monkeypatch):
+    from hybridflow.rollout.vllm.versions import EngineOptions, engine_arguments
+
+    build(tiny_model())  # sets the environment of vLLM
+    from vllm import EngineArgs, envs
+    from vllm.distributed.device_communicators.custom_all_reduce import _can_p2p
+    from vllm.platforms.cpu import CpuPlatform
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setattr(CpuPlatform, "device_control_env_var", "CUDA_VISIBLE_DEVICES")
+    for answer in ("use_custom_allreduce", "is_sleep_mode_available"):  # as on a GPU
+        monkeypatch.setattr(CpuPlatform, answer, lambda *_: True)
+    with pytest.raises(IndexError):  # what vLLM's own all-reduce asks when it is built
+        _can_p2p(0, 2)
+    options = EngineOptions(str(tiny_model()), "float32", 64, 8, 2, True, 0.5, 2**26, False)
+    config = EngineArgs(**engine_arguments(options, on_gpu=True)).create_engine_config()
+    assert config.parallel_config.disable_custom_all_reduce
+    assert not config.compilation_config.pass_config.fuse_allreduce_rms
+    assert (envs.VLLM_ALLREDUCE_USE_SYMM_MEM, envs.VLLM_ALLREDUCE_USE_FLASHINFER) == (False, False)
+
+
 # ------------------------------------------------------------------------------------------ without seeds
 
 

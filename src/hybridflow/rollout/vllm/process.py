@@ -31,6 +31,8 @@ SHARED_MEMORY = Path("/dev/shm")
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # generate in this process, which has the weights
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # training uses the same threads
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # it must see the GPUs of all ranks
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",  # the same, and its sums differ from run to run
 }
 DEFAULT_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 

@@ -86,41 +86,17 @@ class VLLMEngine:
     def __init__(self, options: EngineOptions) -> None:
         require_vllm()
         on_gpu = torch.cuda.is_available()
-        kv_cache_bytes = options.kv_cache_bytes or (None if on_gpu else KV_CACHE_BYTES_ON_CPU)
         with restored_process_state(), paused_collector():  # a quarter of the time is import
             join_own_group_if_none(on_gpu)
             from vllm import EngineArgs
             from vllm.usage.usage_lib import UsageContext
             from vllm.v1.engine.llm_engine import LLMEngine
 
-            arguments = EngineArgs(
-                model=options.path,
-                dtype=options.dtype,
-                load_format="dummy",  # weights come from the trainer
-                skip_tokenizer_init=True,
-                max_model_len=options.max_model_len,
-                max_num_seqs=options.max_running_sequences,
-                tensor_parallel_size=options.tensor_parallel,
-                distributed_executor_backend="external_launcher" if options.in_group else "uni",
-                gpu_memory_utilization=options.gpu_memory_utilization,
-                kv_cache_memory_bytes=kv_cache_bytes,
-                enforce_eager=options.enforce_eager,
-                cudagraph_capture_sizes=capture_sizes(options) if on_gpu else None,
-                enable_sleep_mode=on_gpu,
-                logprobs_mode="processed_logprobs",  # under the sampling distribution
-                # A chunked prompt would return a random number that it drew, which CPU generators do not support.
-                enable_chunked_prefill=None if on_gpu else False,
-                max_num_batched_tokens=None
-                if on_gpu
-                else max(TOKENS_IN_A_STEP_ON_CPU, options.max_model_len, options.max_running_sequences),
-                async_scheduling=on_gpu,  # vLLM's configuration of a CPU does not allow it
-                disable_log_stats=True,
-                seed=0,
-            )
             # The context sets the tokens of a step on a GPU: 16,384 of prompts on one of 70 GB, where the default of an
             # engine is 2,048.
             context = UsageContext.LLM_CLASS if on_gpu else UsageContext.ENGINE_CONTEXT
             with unique_shared_memory() if options.in_group and not on_gpu else nullcontext():
+                arguments = EngineArgs(**engine_arguments(options, on_gpu))
                 self._engine: Any = LLMEngine.from_engine_args(arguments, usage_context=context)
         # When it is garbage-collected, an engine would destroy all process groups of the process, also training's.
         self._engine.engine_core._finalizer.detach()
@@ -376,6 +352,40 @@ class VLLMEngine:
                 function(worker.model_runner.get_model(), worker.model_config)
 
         self._engine.model_executor.collective_rpc(lambda wrapper: call(wrapper.worker))
+
+
+def engine_arguments(options: EngineOptions, on_gpu: bool) -> dict[str, Any]:
+    """Return the arguments of vLLM's engine.
+
+    Ranks that share an engine sum by NCCL. vLLM's own all-reduce must see the GPUs of all ranks, where a worker of Ray
+    sees its own, and the sums of FlashInfer's differ from run to run (`process.ENVIRONMENT` turns off the others).
+    """
+    return {
+        "model": options.path,
+        "dtype": options.dtype,
+        "load_format": "dummy",  # weights come from the trainer
+        "skip_tokenizer_init": True,
+        "max_model_len": options.max_model_len,
+        "max_num_seqs": options.max_running_sequences,
+        "tensor_parallel_size": options.tensor_parallel,
+        "distributed_executor_backend": "external_launcher" if options.in_group else "uni",
+        "disable_custom_all_reduce": True,
+        "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "kv_cache_memory_bytes": options.kv_cache_bytes or (None if on_gpu else KV_CACHE_BYTES_ON_CPU),
+        "enforce_eager": options.enforce_eager,
+        "cudagraph_capture_sizes": capture_sizes(options) if on_gpu else None,
+        "enable_sleep_mode": on_gpu,
+        "logprobs_mode": "processed_logprobs",  # under the sampling distribution
+        # A chunked prompt would return a random number that it drew, which CPU generators do not support.
+        "enable_chunked_prefill": None if on_gpu else False,
+        "max_num_batched_tokens": None
+        if on_gpu
+        else max(TOKENS_IN_A_STEP_ON_CPU, options.max_model_len, options.max_running_sequences),
+        "async_scheduling": on_gpu,  # vLLM's configuration of a CPU does not allow it
+        "disable_log_stats": True,
+        "seed": 0,
+    }
 
 
 def capture_sizes(options: EngineOptions) -> list[int] | None:
