@@ -21,6 +21,13 @@ LAYOUTS = {
     "tensor 2, engine 4": {"tensor": 2, "engine_ranks": 4},
     "tensor 4": {"tensor": 4},
     "host": {"offload": "host"},
+    "buckets": {"at_once": 20000},
+}
+TO_SENDER = {"engine_ranks": 0, "at_once": 5000}
+SENDERS = {
+    "sender": TO_SENDER,
+    "sender, tensor 2": {**TO_SENDER, "tensor": 2, "dtype": "bfloat16"},
+    "sender, adapters": {**TO_SENDER, "lora": 2, "dtype": "bfloat16"},
 }
 PLANTED = ("whole on one rank", "overlap", "gap", "bit", "rows")
 
@@ -83,7 +90,7 @@ def test_rank_of_a_7b_model_receives_a_quarter_of_the_bytes(tmp_path):
 def ranks(tiny_model, run_world, tmp_path_factory):
     """Return by layout and planted bug the names of weights with wrong elements, bytes and error of each rank."""
     model = tiny_model("qwen2", num_key_value_heads=4, intermediate_size=52, vocab_size=41)
-    options = LAYOUTS | {"adapters": {"lora": 2}} | {plant: {"plant": plant} for plant in PLANTED}
+    options = LAYOUTS | SENDERS | {"adapters": {"lora": 2}} | {plant: {"plant": plant} for plant in PLANTED}
     job = {"do": "reshard", "model": model, "dtype": "float32"}
     jobs = [(4, {"name": name, **job, **more}) for name, more in options.items()]
     done = run_jobs(run_world, tmp_path_factory.mktemp("resharding"), jobs)
@@ -116,6 +123,25 @@ def test_shards_of_the_host_are_gathered_on_the_device(ranks):
     for result in ranks["host"]:
         assert set(result["devices"]) == {"meta"}
         assert len(result["devices"]) >= len(result["sliced_names"])
+
+
+@on_four_ranks
+def test_parameters_of_a_bucket_are_one_exchange(ranks):
+    """Of at most 20,000 bytes: embedding, q, v and o; gate, up and down; q, v, o and gate; up, down and head."""
+    for alone, together in zip(ranks["data 4, 2"], ranks["buckets"], strict=True):
+        assert (alone["exchanges"], together["exchanges"]) == (14, 4)
+        assert together["sliced"] == alone["sliced"]
+
+
+@on_four_ranks
+@pytest.mark.parametrize("layout", SENDERS)
+def test_only_the_sending_rank_receives_whole_weights(ranks, layout):
+    sender, *others = ranks[layout]
+    assert (sender["wrong"], sender["sliced_names"], sender["error"]) == ([], [], "")
+    assert sender["sliced"] == sender["whole"]
+    for other in others:
+        assert (other["wrong"], other["error"], other["sliced"]) == ([], "", 0)
+        assert len(other["sliced_names"]) == 27
 
 
 @on_four_ranks

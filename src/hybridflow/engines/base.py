@@ -173,12 +173,14 @@ class TrainEngine(Protocol):
         """Return the values of all data-parallel ranks, in rank order."""
         ...
 
-    def weights(self, boxes: Mapping[str, Box] | None = None) -> Iterable[tuple[str, Tensor]]:
+    def weights(self, boxes: Mapping[str, Box] | None = None, at_once: int = 2**28) -> Iterable[tuple[str, Tensor]]:
         """Yield parameter names and whole tensors in the compute dtype, each tied tensor once.
 
-        For a weight with a box in `boxes`, on a sharded engine without adapters, a PartialTensor with this box. Only
-        its elements are sent to this rank. All ranks give boxes for the same weights, each its own; otherwise the
-        weight is whole. Raises WeightSyncError before the last tensor if checksums of shards and boxes differ.
+        For a weight with a box in `boxes`, on a sharded engine, a PartialTensor with this box, or the tensor if the box
+        is all of it. Only these elements are sent to this rank, those of several weights together, up to `at_once`
+        bytes. All ranks give boxes for the same weights, each its own, maybe an empty one; otherwise the weight is
+        whole, and so are slices with adapters. Raises WeightSyncError before the last tensor if checksums of shards and
+        boxes differ.
 
         A tensor may be the engine's own. With memory.offload = "idle" it is one only inside `with on_device():`.
         """

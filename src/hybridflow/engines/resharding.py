@@ -1,15 +1,16 @@
-"""Resharding: from the shards of training to the slices of generation, without gathering whole tensors.
+"""Resharding: from the shards of training to what each rank loads or sends, without whole tensors on the others.
 
     rank        0        1        2        3           a weight of 8 rows, trained on 4 ranks
     holds     0 1      2 3      4 5      6 7           shards of FSDP2
     wants  0 1 2 3   4 5 6 7  0 1 2 3  4 5 6 7         two engines with tensor parallel size 2
     receives  2 3   4 5 6 7   0 1 2 3  4 5             only the elements that it wants and does not hold
 
-What a rank holds and wants are boxes, so that rows, columns and trainers with tensor parallel are one case.
+What a rank holds and wants are boxes, so that rows, columns and trainers with tensor parallel are one case. So is a
+rank that sends weights to another pool: it wants all elements, and the other ranks want none.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,65 +18,77 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.errors import WeightSyncError
-from hybridflow.runtime.boxes import Box, box_of_shard, box_shape, intersection, local, num_elements, part_of
-from hybridflow.runtime.partial_tensor import PartialTensor
+from hybridflow.runtime.boxes import (
+    Box,
+    box_of_shard,
+    box_shape,
+    empty_box,
+    intersection,
+    local,
+    num_elements,
+    part_of,
+    whole_box,
+)
 
 
 class Resharding:
-    """One transfer of weights in which each rank receives the box of each parameter that its engine loads.
+    """One transfer of weights in which each rank receives the box of each parameter that it loads.
 
     All ranks of the default group make the same calls in the same order. `parameters` are the trainer's, `wanted` has
-    the boxes of this rank by name. A parameter without a box on one of the ranks is not in the resharding.
+    the boxes of this rank by name, `dtype_of` returns the dtype in which a parameter is sent. A parameter without a box
+    on one of the ranks is not in the resharding, nor is one that all ranks want whole, for which an all-gather is
+    better. One all-to-all sends as many parameters of one dtype as have together at most `at_once` bytes, or one
+    larger parameter.
 
     Raises WeightSyncError, on all ranks, if the boxes of the ranks together are not the whole parameter.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], wanted: Mapping[str, Box]) -> None:
-        self._rank = dist.get_rank()
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        wanted: Mapping[str, Box],
+        device: torch.device,
+        dtype_of: Callable[[str], torch.dtype],
+        at_once: int,
+    ) -> None:
+        self._rank, self._parameters, self._device, self._dtype_of = dist.get_rank(), parameters, device, dtype_of
         mine = {name: (box_of_shard(p), wanted[name]) for name, p in parameters.items() if name in wanted}
         of_ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, mine)
         self._boxes: dict[str, list[tuple[Box, Box]]] = {
             name: [boxes[name] for boxes in of_ranks] for name in mine if all(name in boxes for boxes in of_ranks)
         }
-        for name, boxes in self._boxes.items():
-            covered = sum(num_elements(wanted) for wanted in {wanted for _, wanted in boxes})
-            if covered != (numel := parameters[name].numel()):
+        self._sliced: set[str] = set()  # parameters of which a rank wants a part
+        for name, boxes in list(self._boxes.items()):
+            distinct, whole = {wanted for _, wanted in boxes}, whole_box(parameters[name].shape)
+            if distinct - {whole, empty_box(whole)}:
+                self._sliced.add(name)
+            if distinct == {whole}:
+                del self._boxes[name]
+            elif (covered := sum(map(num_elements, distinct))) != (numel := parameters[name].numel()):
                 raise WeightSyncError(
                     f"weight '{name}': the ranks of the rollout engines load {covered} elements in different slices, "
                     f"but the weight has {numel}."
                 )
-        self._sent: dict[str, Tensor] = {}  # for each rank the sum of what it was sent; the sum of this rank's shard
-        self._received: dict[str, Tensor] = {}
+        self._bucket_of = self._plan(at_once)
+        self._received: dict[str, tuple[Tensor, int]] = {}
+        self._sums_sent: dict[str, Tensor] = {}  # for each rank the sum of what it was sent; that of this rank's shard
+        self._sums_received: dict[str, Tensor] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._boxes
 
-    def receive(
-        self, name: str, parameter: Tensor, device: torch.device, dtype: torch.dtype
-    ) -> tuple[PartialTensor, int]:
+    def receive(self, name: str) -> tuple[Tensor, int]:
         """Return the part of a parameter that this rank wants, and the number of bytes that other ranks sent for it.
 
-        The part is in new memory on `device`; `verify` checks it.
+        The part is in new memory on the device, and is forgotten here; `verify` checks slices. The first call for a
+        parameter of a bucket receives all of them.
 
         Raises WeightSyncError if the shards of the ranks do not have each of its elements once.
         """
-        held, wanted = zip(*self._boxes[name], strict=True)
-        me, shard = self._rank, local(parameter).detach().to(device, dtype)
-        pieces, parts = plan_exchange(held, wanted, me)
-        if sum(num_elements(box) for box in parts if box) != num_elements(wanted[me]):
-            raise WeightSyncError(
-                f"weight '{name}': this rank's engine loads the box {wanted[me]}, but the trainer's ranks have "
-                f"{', '.join(map(str, dict.fromkeys(held)))}: not each element once."
-            )
-        outgoing = [part_of(shard, held[me], box).reshape(-1) if box else shard.new_empty(0) for box in pieces]
-        result = torch.empty(box_shape(wanted[me]), dtype=dtype, device=device)
-        received, num_bytes = self._exchange(outgoing, parts)
-        for box, elements in zip(parts, received, strict=True):
-            if box:
-                part_of(result, wanted[me], box).copy_(elements.view(box_shape(box)))
-        self._add_sums(name, shard, pieces, result)
-        return PartialTensor(parameter.shape, dtype, name, wanted[me], result), num_bytes
+        if name not in self._received:
+            self._exchange(self._bucket_of[name])
+        return self._received.pop(name)
 
     def verify(self) -> None:
         """Compare the checksums of the trainer's shards with those of the slices received since the last call.
@@ -83,10 +96,10 @@ class Resharding:
         Raises WeightSyncError, on all ranks, if a slice differs from the trainer's elements at these positions, or if
         the slices of the ranks together are not the whole tensor.
         """
-        if not self._sent:
+        if not self._sums_sent:
             return
-        names = list(self._sent)
-        sent, received = torch.stack(list(self._sent.values())).cpu(), torch.stack(list(self._received.values())).cpu()
+        names = list(self._sums_sent)
+        sent, received = (torch.stack(list(sums.values())).cpu() for sums in (self._sums_sent, self._sums_received))
         dist.all_reduce(sent)
         wrong = sent[:, self._rank] != received
         for row, name in enumerate(names):
@@ -100,27 +113,57 @@ class Resharding:
                 f"{len(found)} weight(s), the first is '{found[0]}', differ between the trainer and the slices for the "
                 "rollout engines: the checksums do not add up."
             )
-        self._sent, self._received = {}, {}
+        self._sums_sent, self._sums_received = {}, {}
 
-    def _exchange(self, outgoing: Sequence[Tensor], parts: Sequence[Box | None]) -> tuple[list[Tensor], int]:
-        """Send a tensor to each rank; return the elements of each part, and the bytes received for them.
+    def _plan(self, at_once: int) -> dict[str, list[str]]:
+        """Return the names that are exchanged together with each parameter, in the order of the parameters."""
+        buckets: dict[torch.dtype, tuple[list[str], int]] = {}
+        bucket_of: dict[str, list[str]] = {}
+        for name in self._boxes:
+            dtype = self._dtype_of(name)
+            num_bytes = self._parameters[name].numel() * dtype.itemsize
+            names, used = buckets.get(dtype, ([], 0))
+            if used + num_bytes > at_once:
+                names, used = [], 0
+            names.append(name)
+            buckets[dtype], bucket_of[name] = (names, used + num_bytes), names
+        return bucket_of
 
-        This rank's own elements are not sent.
-        """
-        own = outgoing[self._rank]
-        to_others = [own[:0] if rank == self._rank else tensor for rank, tensor in enumerate(outgoing)]
-        sizes = [
-            num_elements(box) * own.element_size() if box and rank != self._rank else 0
-            for rank, box in enumerate(parts)
-        ]
-        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=own.device)
-        packed = torch.cat(to_others).view(torch.uint8)
-        dist.all_to_all_single(buffer, packed, sizes, [tensor.nbytes for tensor in to_others])
-        received = [elements.view(own.dtype) for elements in buffer.split(sizes)]
-        received[self._rank] = own
-        return received, len(buffer)
+    def _exchange(self, names: Sequence[str]) -> None:
+        """Receive this rank's parts of some parameters of one dtype. Its own elements are not sent."""
+        me, dtype, num_ranks = self._rank, self._dtype_of(names[0]), dist.get_world_size()
+        outgoing: list[list[Tensor]] = [[] for _ in range(num_ranks)]
+        incoming: list[list[Tensor]] = [[] for _ in range(num_ranks)]  # where elements of each rank belong
+        for name in names:
+            held, wanted = zip(*self._boxes[name], strict=True)
+            shard = local(self._parameters[name]).detach().to(self._device, dtype)
+            pieces, parts = plan_exchange(held, wanted, me)
+            if sum(num_elements(box) for box in parts if box) != num_elements(wanted[me]):
+                raise WeightSyncError(
+                    f"weight '{name}': this rank's engine loads the box {wanted[me]}, but the trainer's ranks have "
+                    f"{', '.join(map(str, dict.fromkeys(held)))}: not each element once."
+                )
+            result = torch.empty(box_shape(wanted[me]), dtype=dtype, device=self._device)
+            num_bytes = 0
+            for rank, (piece, part) in enumerate(zip(pieces, parts, strict=True)):
+                if rank == me and part:
+                    part_of(result, wanted[me], part).copy_(part_of(shard, held[me], part))
+                elif rank != me and part:
+                    incoming[rank].append(part_of(result, wanted[me], part))
+                    num_bytes += num_elements(part) * dtype.itemsize
+                if rank != me and piece:
+                    outgoing[rank].append(part_of(shard, held[me], piece).reshape(-1))
+            self._received[name] = result, num_bytes
+            if name in self._sliced:
+                self._sums_sent[name] = self._sums_of(name, shard, pieces)
+        _all_to_all(outgoing, incoming, dtype, self._device)
+        for name in filter(self._sliced.__contains__, names):
+            boxes, wanted = self._boxes[name], self._boxes[name][me][1]
+            words = word_bytes([box for pair in boxes for box in pair], dtype.itemsize)
+            self._sums_received[name] = checksum_of_box(self._received[name][0], wanted, words)
 
-    def _add_sums(self, name: str, shard: Tensor, pieces: Sequence[Box | None], result: Tensor) -> None:
+    def _sums_of(self, name: str, shard: Tensor, pieces: Sequence[Box | None]) -> Tensor:
+        """Return the checksum of each piece of this rank's shard, and of the shard if no rank before has it too."""
         held, wanted = zip(*self._boxes[name], strict=True)
         me = self._rank
         num_bytes = word_bytes([*held, *wanted], shard.element_size())
@@ -128,8 +171,22 @@ class Resharding:
         boxes = [*pieces, whole]
         sums = {box: checksum_of_box(part_of(shard, held[me], box), box, num_bytes) for box in {*boxes} - {None} if box}
         nothing = torch.zeros((), dtype=torch.int64, device=shard.device)
-        self._sent[name] = torch.stack([sums[box] if box else nothing for box in boxes])
-        self._received[name] = checksum_of_box(result, wanted[me], num_bytes)
+        return torch.stack([sums[box] if box else nothing for box in boxes])
+
+
+def _all_to_all(
+    outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[Tensor]], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Send the elements of some tensors to each rank, and copy those of each rank into other tensors."""
+    sizes = [dtype.itemsize * sum(tensor.numel() for tensor in of_rank) for of_rank in incoming]
+    packed = torch.cat([torch.empty(0, dtype=dtype, device=device), *(x for of_rank in outgoing for x in of_rank)])
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    sent = [sum(tensor.nbytes for tensor in of_rank) for of_rank in outgoing]
+    dist.all_to_all_single(buffer, packed.view(torch.uint8), sizes, sent)
+    targets = [target for of_rank in incoming for target in of_rank]
+    elements = buffer.view(dtype).split([target.numel() for target in targets])
+    for target, received in zip(targets, elements, strict=True):
+        target.copy_(received.view(target.shape))
 
 
 def plan_exchange(held: Sequence[Box], wanted: Sequence[Box], me: int) -> tuple[list[Box | None], list[Box | None]]:

@@ -28,12 +28,20 @@ from hybridflow.engines.token_budget import find_token_budget
 from hybridflow.errors import ModelConfigError, ModelError
 from hybridflow.models.fused_forward import FusedForward
 from hybridflow.models.loading import DTYPES
-from hybridflow.models.lora import fill_adapters, is_adapter, merged_weights, plain_name, without_adapters
+from hybridflow.models.lora import (
+    boxes_before_merging,
+    fill_adapters,
+    is_adapter,
+    merged_weights,
+    plain_name,
+    without_adapters,
+)
 from hybridflow.models.sharded_loading import build_with_placeholders
 from hybridflow.protocol import DataProto
 from hybridflow.runtime.boxes import Box, local, with_local
 from hybridflow.runtime.device import can_compile_for_gpu, own_device, preferred_dtype, require_dtype
 from hybridflow.runtime.fault_points import fault_point
+from hybridflow.runtime.partial_tensor import PartialTensor
 from hybridflow.runtime.progress import note_progress
 
 
@@ -257,15 +265,21 @@ class TorchEngine:
         with self._step_guard():
             return self.ranks.gather(value)
 
-    def weights(self, boxes: Mapping[str, Box] | None = None) -> Iterable[tuple[str, Tensor]]:
+    def weights(self, boxes: Mapping[str, Box] | None = None, at_once: int = 2**28) -> Iterable[tuple[str, Tensor]]:
         """Yield parameter names and tensors in the compute dtype, with adapters merged; see `TrainEngine`."""
-        parameters = dict(self.model.named_parameters())
+        parameters, shapes = dict(self.model.named_parameters()), self.weight_shapes()
         must_copy = self._offload is not None and not self._offload.is_in_use
-        self.bytes_received = 0
+        self.bytes_received, sharing = 0, None
 
-        def whole(name: str) -> Tensor:
-            parameter: Any = parameters[name].detach()
-            dtype = parameter.dtype if is_adapter(name) else self.compute_dtype
+        def dtype_of(name: str) -> torch.dtype:
+            return parameters[name].dtype if is_adapter(name) else self.compute_dtype
+
+        def tensor_of(name: str) -> Tensor:
+            if sharing and name in sharing:
+                received, num_bytes = sharing.receive(name)
+                self.bytes_received += num_bytes
+                return received
+            parameter, dtype = parameters[name].detach(), dtype_of(name)
             if isinstance(parameter, DTensor):
                 # A shard of the host is gathered on the device, by NCCL; cast before it is sent.
                 shard = local(parameter).to(self.device).to(dtype)
@@ -275,18 +289,17 @@ class TorchEngine:
             return parameter.to(self.device, dtype, copy=must_copy)
 
         with self.on_device(with_optimizer=False):
+            if boxes is not None and self.is_sharded:
+                wanted = boxes_before_merging(parameters, boxes) if self.lora else boxes
+                sharing = Resharding(parameters, wanted, self.device, dtype_of, at_once)
+            source = ((name, tensor_of(name)) for name in parameters)
             if self.lora:
-                yield from merged_weights(parameters, whole, self.lora.scaling)
-                return
-            slices = Resharding(parameters, boxes) if boxes is not None and self.is_sharded else None
-            for place, (name, parameter) in enumerate(parameters.items(), 1):
-                if slices and name in slices:
-                    weight, num_bytes = slices.receive(name, parameter, self.device, self.compute_dtype)
-                    self.bytes_received += num_bytes
-                else:
-                    weight = whole(name)
-                if slices and place == len(parameters):
-                    slices.verify()
+                source = merged_weights(parameters, tensor_of, self.lora.scaling)
+            for place, (name, weight) in enumerate(source, 1):
+                if sharing and place == len(shapes):
+                    sharing.verify()
+                if boxes is not None and weight.shape != shapes[name]:
+                    weight = PartialTensor(shapes[name], weight.dtype, name, boxes[name], weight)
                 yield name, weight
 
     def weight_shapes(self) -> dict[str, torch.Size]:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from hybridflow.config import LoRAConfig
 from hybridflow.errors import ModelConfigError
 from hybridflow.models.parameters import part_like
+from hybridflow.runtime.boxes import Box, empty_box, whole_box
 from hybridflow.runtime.random_streams import derive_seed
 
 ADAPTER, BASE = ".lora_", ".base_layer"
@@ -136,6 +137,21 @@ def is_adapter(name: str) -> bool:
 def plain_name(name: str) -> str:
     """Return the name of a parameter in the model without adapters."""
     return name.replace(BASE, "")
+
+
+def boxes_before_merging(parameters: Mapping[str, Tensor], boxes: Mapping[str, Box]) -> dict[str, Box]:
+    """Return the boxes of parameters from which the `boxes` of merged weights are computed.
+
+    Only those of weights that a rank wants whole, or not at all; a slice of a weight is merged whole.
+    """
+    before: dict[str, Box] = {}
+    shapes = {plain_name(name): parameter.shape for name, parameter in parameters.items()}
+    for name, parameter in parameters.items():
+        merged = name.partition(ADAPTER)[0] + ".weight" if is_adapter(name) else plain_name(name)
+        for box_of in (whole_box, empty_box):
+            if boxes.get(merged) == box_of(shapes[merged]):
+                before[name] = box_of(parameter.shape)
+    return before
 
 
 def merged_weights(

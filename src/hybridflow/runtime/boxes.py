@@ -32,6 +32,11 @@ def whole_box(shape: Sequence[int]) -> Box:
     return tuple((0, size) for size in shape)
 
 
+def empty_box(shape: Sequence[int]) -> Box:
+    """Return the box of no elements of a tensor."""
+    return tuple((0, 0) for _ in shape)
+
+
 def box_shape(box: Box) -> tuple[int, ...]:
     """Return the shape of a box."""
     return tuple(end - first for first, end in box)

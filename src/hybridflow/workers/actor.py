@@ -12,7 +12,7 @@ from hybridflow.controller import Dispatch, register
 from hybridflow.data.tokenizer import stop_token_ids, tokenizer_of
 from hybridflow.engines import TrainEngine
 from hybridflow.protocol import DataProto
-from hybridflow.rollout.weight_sync.sender import SendsWeights, WeightSender
+from hybridflow.rollout.weight_sync.sender import SendsWeights, WeightSender, boxes_of_sender
 from hybridflow.rollout.weight_sync.transports import build_sending_transport
 from hybridflow.runtime.random_streams import derive_seed
 from hybridflow.workers.algorithm_functions import reads_column, token_selection
@@ -74,8 +74,10 @@ class ActorWorker(SendsWeights, ModelWorker):
         self.stop_ids = stop_token_ids(self.tokenizer, config.model.path, config.data.chat_template)
         self.prepare()
         self.engine = self.build_engine(config, config.model.path, "policy", config.actor.optimizer, total_updates)
-        transport = partial(build_sending_transport, config) if self.rank == 0 else None
-        self.weight_sender = WeightSender(self.engine, config, transport)
+        sends = self.rank == 0
+        transport = partial(build_sending_transport, config) if sends else None
+        boxes = boxes_of_sender(self.engine.weight_shapes(), sends=sends)
+        self.weight_sender = WeightSender(self.engine, config, transport, boxes)
 
     def prepare(self) -> None:
         """Build what needs no weights, before they are loaded; nothing here."""

@@ -27,7 +27,7 @@ class Engine:
     def weight_shapes(self):
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
-    def weights(self, boxes=None):
+    def weights(self, boxes=None, at_once=0):
         for name, tensor in self.tensors.items():
             self.gathered.append(name)
             box = (boxes or {}).get(name)

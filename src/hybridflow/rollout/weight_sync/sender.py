@@ -13,7 +13,7 @@ from hybridflow.protocol import DataProto
 from hybridflow.rollout.weight_sync.base import Announcement, Sent, WeightTransport
 from hybridflow.rollout.weight_sync.buckets import Bucket, WeightSpec, fill_buckets, plan_buckets
 from hybridflow.rollout.weight_sync.probe import Probe, probe_sequences
-from hybridflow.runtime.boxes import Box
+from hybridflow.runtime.boxes import Box, empty_box, whole_box
 from hybridflow.runtime.device import own_device, preferred_dtype
 from hybridflow.runtime.fault_points import fault_point
 from hybridflow.runtime.memory import naming_out_of_memory
@@ -21,6 +21,11 @@ from hybridflow.runtime.progress import note_progress
 
 SMALLER_BUCKETS = "set a smaller rollout.sync_bucket_bytes, or memory.offload for roles that can wait"
 """What to change if there is no memory for the gathered weights."""
+
+
+def boxes_of_sender(shapes: Mapping[str, Size], *, sends: bool) -> dict[str, Box]:
+    """Return the boxes of weights of a rank that sends all of them, or of one that only has shards of them."""
+    return {name: whole_box(shape) if sends else empty_box(shape) for name, shape in shapes.items()}
 
 
 class HasWeights(Protocol):
@@ -40,8 +45,8 @@ class HasWeights(Protocol):
         """Return the names and shapes of the weights, in the order of `weights`."""
         ...
 
-    def weights(self, boxes: Mapping[str, Box] | None = None) -> Iterable[tuple[str, Tensor]]:
-        """Yield the weights by name, gathered one at a time; those with a box in part, as a PartialTensor."""
+    def weights(self, boxes: Mapping[str, Box] | None = None, at_once: int = 2**28) -> Iterable[tuple[str, Tensor]]:
+        """Yield the weights by name, gathered `at_once` bytes at a time; those with a box in part, as PartialTensor."""
         ...
 
     def forward(self, rows: DataProto) -> Mapping[str, Tensor]:
@@ -52,9 +57,9 @@ class HasWeights(Protocol):
 class WeightSender:
     """The sending end of one rank that learns. For each sync: announce, join, send each bucket, compute_probe, finish.
 
-    The first announcement calls `build_transport`. It is None on a rank that gathers weights with the others but does
-    not send them. `boxes`: the parts of weights that the receiver in this process loads; all ranks give theirs, or None
-    for whole weights.
+    The first announcement calls `build_transport`. It is None on a rank that has shards of the weights but does not
+    send them. `boxes`: the parts of weights that this rank sends, or that the receiver in this process loads; all ranks
+    give theirs, or None for whole weights.
     """
 
     def __init__(
@@ -80,7 +85,8 @@ class WeightSender:
         specs = [WeightSpec(name, tuple(shape), dtype) for name, shape in self._engine.weight_shapes().items()]
         plan = plan_buckets(specs, self._config.rollout.sync_bucket_bytes)
         sends = self._transport is not None
-        weights = self._engine.weights() if self._boxes is None else self._engine.weights(self._boxes)
+        at_once = self._config.rollout.sync_bucket_bytes
+        weights = self._engine.weights() if self._boxes is None else self._engine.weights(self._boxes, at_once)
         self._buckets = fill_buckets(plan, weights, version, with_fingerprints=sends)
         return Announcement(specs, len(plan), version, self._store)
 
@@ -119,7 +125,7 @@ class WeightSender:
 class SendsWeights:
     """The calls of a worker group whose ranks send their weights to another pool; a mixin of workers.
 
-    They are the steps of `WeightSender`, in this order; each rank gathers weights, rank 0 sends them.
+    They are the steps of `WeightSender`, in this order. Rank 0 gathers the shards of the ranks and sends them.
     """
 
     weight_sender: WeightSender
