@@ -62,6 +62,7 @@ def cases(
     lengths = {"4 x 4,096": [4096] * 4, "log-normal": training.log_normal_lengths(16384, 700, 4096)}
     if tiny:
         lengths = {"2 x 32": [32, 32], "log-normal": [5, 30]}
+    settings = ["recomputed"] if tiny else [name for name in training.SETTINGS if name not in ("compiled", "lora")]
     generating = {"root": root, "tiny": tiny}
     shapes = sizes["shapes"]
 
@@ -101,10 +102,7 @@ def cases(
         suite("ranks", ranks, 90),
         Case("nccl", "group of one", 40, machine.nccl),
         *(update(name, "compiled") for name in models if name != "7B"),
-        *(
-            update(models[0], setting)
-            for setting in ("eager", "recomputed", "cudnn", "FA3", "idle_offload", "host_offload")
-        ),
+        *(update(models[0], setting) for setting in settings),
         *(update(name, "lora", "lora", 120) for name in models[-1:]),
         varied("top_p", models[0], ("graphs", "top_p")),
         suite("tests", changed, 240),
