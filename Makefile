@@ -125,7 +125,7 @@ test-gpu: $(INSTALLED) ## the tests that need a GPU; PART=engines: those of one 
 smoke: $(STAMP) ## every benchmark at tiny size without peers, two at a time; one alone: make bench-NAME ARGS=--smoke
 	$(BIN)/python -m pytest -n 2 --dist load -m 'exhaustive or runs' tests/benchmarks $(ARGS)
 
-bench-gpu: $(INSTALLED) ## one GPU: updates, generation, a GRPO step, memory; ARGS="--part mfu": one part
+bench-gpu: $(INSTALLED) ## one GPU in a quarter of an hour: generation, attention, updates, tests; ARGS="--part mfu": one part
 	$(PROGRAM) benchmarks/gpu.py $(ARGS)
 
 bench-trace_share: $(STAMP) ## share of the trace in the step time of a run: ARGS=runs/NAME

@@ -11,7 +11,7 @@ from types import MethodType
 
 import pytest
 
-from fixtures.gpu_settings import sizes_of_models, tables
+from fixtures.gpu_settings import sizes_of_models, step_table, tables
 from hybridflow.checkpoint import CheckpointStore
 from hybridflow.cli.exit_codes import exit_codes_markdown
 from hybridflow.cli.main import COMMANDS, main
@@ -171,7 +171,9 @@ def test_tables_equal_the_generated_ones(name, generate):
 
 
 def test_table_of_gpu_settings_equals_the_generated_one(tmp_path):
-    assert tables(sizes_of_models(tmp_path)) in page("gpu.md")
+    models = sizes_of_models(tmp_path)
+    assert tables(models) in page("gpu.md")
+    assert step_table(models) in page("gpu.md"), step_table(models)
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda text: str(text.relative_to(ROOT)))

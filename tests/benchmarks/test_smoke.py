@@ -50,7 +50,7 @@ def test_a_smoke_run_ends_with_one_json_object(command, tmp_path, name):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     if name == "gpu":  # a figure is there as soon as it is measured
         assert "mfu of 0.5B, " in done.stderr
-        assert "generation of 0.5B, " in done.stderr
+        assert "generation of 0.5B: " in done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert list(result) == ["benchmark", "commit", "smoke", "rows"]
     assert (result["benchmark"], result["smoke"]) == (name, True)

@@ -5,6 +5,8 @@ import pytest
 SHARDED = ("controller.backend=ray", "controller.num_workers=4")
 POOLS = ("controller.backend=ray", "placement.pools={learn=[2],generate=[1]}", "placement.roles.rollout=generate")
 
+OF_A_STEP = ["estimate of a step of the policy, not measured", "assumed"]
+
 
 @pytest.fixture
 def lines_of(tiny_model, shown):
@@ -30,7 +32,7 @@ def pool(lines, name):
 
 def test_memory_lists_roles_and_the_need_of_the_pool(lines_of):
     lines = lines_of("algorithm.advantage=gae")
-    assert list(lines) == ["", "actor_rollout", "generation", "critic", "pool main"]
+    assert list(lines) == ["", "actor_rollout", "generation", "critic", "pool main", *OF_A_STEP]
     assert lines[""][0] == "ranks"
     totals = [float(cells[-1]) for name, cells in lines.items() if name in ("actor_rollout", "generation", "critic")]
     assert pool(lines, "main") >= max(totals) > 0
@@ -50,11 +52,11 @@ def test_generation_needs_what_its_process_does_not_have(lines_of, caplog):
     assert cell(one_gpu, "generation", "weights") == 0
     assert cell(idle, "generation", "weights") == cell(idle, "actor_rollout", "weights") > 0
     lines = lines_of(*POOLS)
-    assert list(lines) == ["", "actor_rollout", "generation", "pool learn", "pool generate"]
+    assert list(lines) == ["", "actor_rollout", "generation", "pool learn", "pool generate", *OF_A_STEP]
     assert lines["generation"][0] == "1"
     assert pool(lines, "generate") == pytest.approx(float(lines["generation"][-1]), abs=0.01)
     assert cell(lines, "generation", "weights") > 0
-    assert list(lines_of("rollout.backend=vllm")) == ["", "actor_rollout", "pool main"]
+    assert list(lines_of("rollout.backend=vllm")) == ["", "actor_rollout", "pool main", *OF_A_STEP]
     assert "generation: left out; vLLM takes rollout.gpu_memory_utilization=0.5" in caplog.text
 
 

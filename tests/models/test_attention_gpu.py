@@ -12,9 +12,11 @@ from torch._dynamo.utils import counters
 from fixtures.dense_attention import dense_results, errors, random_layer, results
 from hybridflow.config import MemoryConfig, ModelConfig, OptimizerConfig
 from hybridflow.engines import TorchEngine
+from hybridflow.errors import ModelConfigError
 from hybridflow.models.attention import PackedPlan
 from hybridflow.models.attention_backend import AttentionCase, attention_for
 from hybridflow.models.shared_prompts import SharedPromptPlan
+from hybridflow.models.varlen import KERNEL_VARIABLE, KERNELS, packed_kernel
 from hybridflow.runtime.threads import set_deterministic
 
 pytestmark = [
@@ -60,6 +62,25 @@ def test_varlen_equals_dense_attention(gpu, dtype, heads, kv_heads, dim):
     layer = random_layer(sum(LENGTHS), heads, kv_heads, dim, dtype)
     plan, families = PackedPlan.from_lengths(LENGTHS), [[n] for n in LENGTHS]
     require_dense(gpu, plan, families, layer, expected="varlen", limit=LIMIT[dtype])
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 64), (14, 2, 64), (4, 1, 128)])
+def test_other_kernels_of_packed_rows_equal_dense_attention(gpu, monkeypatch, name, heads, kv_heads, dim):
+    monkeypatch.setenv(KERNEL_VARIABLE, name)
+    packed_kernel.cache_clear()
+    try:
+        if gpu.type == "cuda":
+            packed_kernel()
+        layer = random_layer(sum(LENGTHS), heads, kv_heads, dim, BF16)
+        plan, families = PackedPlan.from_lengths(LENGTHS), [[n] for n in LENGTHS]
+        require_dense(gpu, plan, families, layer, expected="varlen", limit=LIMIT[BF16])
+    except ModelConfigError as error:
+        pytest.skip(str(error))
+    finally:
+        monkeypatch.undo()
+        packed_kernel.cache_clear()
+        packed_kernel()
 
 
 @pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [2000]])

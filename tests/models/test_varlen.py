@@ -1,4 +1,5 @@
 import inspect
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -8,8 +9,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fixtures.dense_attention import dense_results, errors, random_layer, results
+from hybridflow.errors import ModelConfigError
 from hybridflow.models.attention import PackedPlan, pytorch_attention
-from hybridflow.models.varlen import TAKES_GROUPS, PackedLayout, padded_attention, padding_pays
+from hybridflow.models.varlen import (
+    KERNEL_VARIABLE,
+    TAKES_GROUPS,
+    PackedLayout,
+    packed_kernel,
+    padded_attention,
+    padding_pays,
+)
 
 CPU = torch.device("cpu")
 LENGTHS = [3, 5, 1, 5]
@@ -163,3 +172,67 @@ def test_padding_pays_if_at_most_half_is_padding():
     assert padding_pays([1, 3, 2])  # 9 tokens for 6
     assert not padding_pays([1, 1, 9])  # 27 for 11
     assert not padding_pays([5, 5])  # one run of equal lengths
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """`kernel("cudnn")` names the kernel of packed rows, as a process that starts with it does."""
+
+    def choose(name):
+        monkeypatch.setenv(KERNEL_VARIABLE, name)
+        packed_kernel.cache_clear()
+        return packed_kernel()
+
+    yield choose
+    choose("")
+    packed_kernel.cache_clear()
+
+
+def test_a_kernel_that_is_unknown_or_absent_is_an_error_of_one_line(monkeypatch, kernel):
+    with pytest.raises(ModelConfigError, match="HYBRIDFLOW_PACKED_ATTENTION='FA2' is invalid: expected cudnn, FA3, FA"):
+        kernel("FA2")
+    with pytest.raises(ModelConfigError, match=r"=FA3 cannot be used: .* install flash_attn_interface, or unset it"):
+        kernel("FA3")
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    with pytest.raises(ModelConfigError, match=r"=cudnn is not supported with trainer\.deterministic"):
+        kernel("cudnn")
+
+
+@pytest.fixture
+def cudnn():
+    """Give the operation of cuDNN's attention a CPU kernel with the meaning of its arguments."""
+
+    def attend(query, key, value, starts, longest, scale):
+        options = {"scale": scale, "window_size": (-1, 0)}
+        return documented_varlen(query, key, value, starts, starts, longest, longest, **options)
+
+    def forward(query, key, value, bias, starts, starts_k, longest, longest_k, *flags, scale):
+        assert (bias, flags) == (None, (True, 0.0, True))  # log-normalizers for the backward pass, no dropout, causal
+        assert (starts.data_ptr(), longest) == (starts_k.data_ptr(), longest_k)
+        out, zero = attend(query, key, value, starts, longest, scale), torch.zeros(1)
+        return out, zero, starts, starts, longest, longest, zero, zero, zero
+
+    def backward(grad, query, key, value, *rest, scale):
+        starts, longest = rest[5], rest[7]
+        inputs = [x.detach().requires_grad_() for x in (query, key, value)]
+        with ThreadPoolExecutor(1) as other:  # this thread is below autograd
+            return other.submit(
+                lambda: torch.autograd.grad(attend(*inputs, starts, longest, scale), inputs, grad)
+            ).result()
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_cudnn_attention_forward", forward, "CPU")
+    library.impl("_cudnn_attention_backward", backward, "CPU")
+    yield
+    library._destroy()
+
+
+@pytest.mark.usefixtures("cudnn")
+def test_what_the_operation_of_cudnn_means_equals_dense_attention(monkeypatch, kernel):
+    """Run the forward and backward pass of PyTorch's own operation; the kernel itself needs a GPU."""
+    monkeypatch.setattr("hybridflow.models.attention.attention_for", lambda case, shares_prompts: "varlen")
+    assert kernel("cudnn") == "cudnn"
+    layer = random_layer(16, 6, 2, 8, torch.float64)
+    plan = PackedPlan.from_lengths([3, 5, 1, 5]).with_filling(2)
+    ours = results(lambda *tensors: plan.attend(0, *tensors, 0.3), layer, CPU)
+    assert max(errors(ours, dense_results([[n] for n in (3, 5, 1, 5, 2)], layer, 0.3))) < 1e-13

@@ -1,9 +1,10 @@
-"""Estimate the memory of a run of `hybridflow train` on each rank, without its weights and without a device.
+"""Estimate memory and time of a run of `hybridflow train` on each rank, without its weights and without a device.
 
 One line per role, in GiB, while it works, and the largest need of each pool, in which one role works and the others
 keep what is resident. The estimate is for GPUs unless --device cpu, and for the GPU of this machine, or one of 16 GiB
 without it, unless --gpu-memory. With memory.max_tokens_per_micro_batch = "auto" it is the least: a micro-batch of one
-sequence. docs/gpu.md describes the formula.
+sequence. For GPUs, the last lines estimate the seconds of a step under assumptions that they name. docs/gpu.md
+describes the formulas.
 """
 
 import argparse
@@ -45,7 +46,7 @@ def _gib(text: str) -> float:
 def run(args: argparse.Namespace) -> int:
     """Print the estimate."""
     from hybridflow.models.hub import with_local_files
-    from hybridflow.trainers import estimate_memory, need_of_pools
+    from hybridflow.trainers import estimate_memory, need_of_pools, step_estimate
 
     config = with_local_files(config_of(args), weights=False)
     estimates = estimate_memory(config, args.device, int(args.gpu_memory * GIB))
@@ -58,4 +59,6 @@ def run(args: argparse.Namespace) -> int:
     print("\n".join(aligned(lines)))
     for pool, need in need_of_pools(estimates).items():
         print(f"pool {pool}: {need / GIB:.2f} GiB on each rank")
+    if args.device == "gpu":
+        print("\n".join(step_estimate(config)))
     return 0

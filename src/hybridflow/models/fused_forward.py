@@ -27,6 +27,7 @@ from hybridflow.models.kv_cache import DecodePlan
 from hybridflow.models.paged_kv_cache import PagedDecodePlan
 from hybridflow.models.support import FUSED_FAMILIES, has_angles_of_length
 from hybridflow.models.tensor_parallel import TensorRanks, VocabularyRanks
+from hybridflow.models.varlen import packed_kernel
 from hybridflow.runtime.boxes import local
 
 COMPILATIONS = 64
@@ -39,6 +40,8 @@ def forward_of(model: PreTrainedModel, *, is_sharded: bool = False, tensor: Tens
     `is_sharded`: FSDP2 gathers the weights in hooks of the modules, so these are called as modules. `tensor`: the
     tensor parallel ranks. Raises ModelError if `tensor` is given for a family without a fused pass.
     """
+    if model.device.type == "cuda":
+        packed_kernel()  # an error before the first step
     if _is_fusable(model):
         return FusedForward(model, is_sharded=is_sharded, tensor=tensor)
     if tensor is not None:

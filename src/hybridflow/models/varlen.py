@@ -1,14 +1,22 @@
-"""Causal attention of packed sequences as a single call: flash attention, or a padded batch where that is missing."""
+"""Causal attention of packed sequences as a single call: flash attention, or a padded batch where that is missing.
+
+HYBRIDFLOW_PACKED_ATTENTION names another kernel for it; none of them was run by this project.
+"""
 
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import attention
 from torch.nn.attention.varlen import varlen_attn
+
+from hybridflow.errors import ModelConfigError
 
 MAX_PADDED = 2
 """Largest ratio of computed to real tokens for which sequences are padded to one batch; not measured."""
@@ -16,6 +24,37 @@ MAX_PADDED = 2
 TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """Whether varlen_attn asks for a flag if key-value heads are shared. Without the flag (torch 2.11) its kernel, which is
 the same, takes them as they are."""
+
+KERNEL_VARIABLE = "HYBRIDFLOW_PACKED_ATTENTION"
+KERNELS = {"cudnn": "cuDNN 9", "FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}
+"""Kernels of packed rows beside PyTorch's flash attention, and what has them."""
+
+CUDNN_HEAD_DIM = 128
+"""Largest head dimension of cuDNN's kernel, forward and backward, on every GPU that has it."""
+
+
+@cache
+def packed_kernel() -> str:
+    """Return the kernel that HYBRIDFLOW_PACKED_ATTENTION names, after loading it; "" is PyTorch's flash attention.
+
+    Raises ModelConfigError if the name is unknown or the kernel is not installed.
+    """
+    name = os.environ.get(KERNEL_VARIABLE, "")
+    if name and name not in KERNELS:
+        raise ModelConfigError(f"{KERNEL_VARIABLE}={name!r} is invalid: expected {', '.join(KERNELS)}, or unset it.")
+    if name == "cudnn" and torch.are_deterministic_algorithms_enabled():
+        raise ModelConfigError(
+            f"{KERNEL_VARIABLE}=cudnn is not supported with trainer.deterministic; unset the variable, or use FA3."
+        )
+    attention.restore_flash_attention_impl(_raise_warn=False)
+    if name.startswith("FA"):
+        try:
+            attention.activate_flash_attention_impl(name)
+        except (ImportError, RuntimeError, ValueError) as error:  # ValueError: unknown to this version of torch
+            raise ModelConfigError(
+                f"{KERNEL_VARIABLE}={name} cannot be used: {error}; install {KERNELS[name]}, or unset it."
+            ) from error
+    return name
 
 
 @dataclass(frozen=True)
@@ -61,10 +100,15 @@ def varlen_attention(
 
     `keys`: the layout of the keys and values, if the queries are only the last tokens of each sequence.
     """
-    arguments: dict[str, Any] = {"enable_gqa": True} if TAKES_GROUPS else {}
+    if packed_kernel() == "cudnn" and keys is None and query.shape[-1] <= CUDNN_HEAD_DIM:
+        bias, needs_normalizers, dropout, is_causal = None, True, 0.0, True
+        places = (layout.starts, layout.starts, layout.longest, layout.longest)
+        arguments = (query, key, value, bias, *places, needs_normalizers, dropout, is_causal)
+        return torch.ops.aten._cudnn_attention_forward(*arguments, scale=scaling)[0]
+    options: dict[str, Any] = {"enable_gqa": True} if TAKES_GROUPS else {}
     keys, causal = keys or layout, (-1, 0)  # keys left and right of the query: all, none
     places = (layout.starts, keys.starts, layout.longest, keys.longest)
-    out = varlen_attn(query, key, value, *places, scale=scaling, window_size=causal, **arguments)
+    out = varlen_attn(query, key, value, *places, scale=scaling, window_size=causal, **options)
     assert isinstance(out, Tensor)  # without auxiliary outputs
     return out
 

@@ -8,6 +8,7 @@ with paused_collector():
     from hybridflow.trainers.build.build_offline import build_dpo_trainer, build_reward_model_trainer, build_sft_trainer
     from hybridflow.trainers.build.memory_estimate import estimate_memory, need_of_pools
     from hybridflow.trainers.build.program import placement_notes, run_on_placeholders
+    from hybridflow.trainers.build.step_estimate import step_estimate
     from hybridflow.trainers.offline.objectives import DPO, SFT, Objective, RewardModeling
     from hybridflow.trainers.offline.offline_trainer import OfflineTrainer
     from hybridflow.trainers.ppo import PPO
@@ -46,4 +47,5 @@ __all__ = [
     "placement_notes",
     "replay_step",
     "run_on_placeholders",
+    "step_estimate",
 ]

@@ -1,0 +1,222 @@
+"""Generation by the embedded engine: its fixed cost and its steady step, the shapes it visits, and its attention.
+
+The bound of a step is the time in which the device reads all weights, and all keys and values, at the bandwidth of a
+copy.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from gpu_session.models import heads_of, model_directory, sizes_of
+from gpu_session.record import Teller
+from gpu_session.timing import best_seconds, copy_bandwidth, is_gpu, seconds_of
+from hybridflow.models.fused_forward import FusedForward
+from hybridflow.models.kernels.paged_attention import paged_attention
+from hybridflow.models.loading import load_causal_lm
+from hybridflow.models.model_sizes import ModelSizes
+from hybridflow.models.paged_kv_cache import PAGE_SIZE, pages_of
+from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate
+from hybridflow.rollout.step_graphs import StepGraphs
+from hybridflow.runtime.device import own_device
+
+VARIANTS: dict[str, Callable[[], Any]] = {
+    "graphs": nullcontext,
+    "no_graphs": lambda: patch.object(FusedForward, "is_capturable", False),
+    "no_Triton": lambda: patch("hybridflow.models.kernels.triton_support.has_triton", lambda: False),
+    "top_p": nullcontext,
+}
+"""What is replaced while a variant is measured."""
+
+
+def steady(teller: Teller, root: str, model: str, sizes: dict[str, Any], tiny: bool) -> None:
+    """Measure prompts, pages and captures apart from the step: two generations that differ in their length only."""
+    engine, held, bandwidth = build(root, model, tiny)
+    for rows, context in sizes["rows_and_contexts"]:
+        run = generation_of(engine, held.shape.vocab_size, rows, context)
+        name, few, many = f"{rows} rows at {context:,} tokens", *sizes["steps"]
+        run(few)  # compiles kernels
+        first_s = seconds_of(partial(run, 1))
+        with counted_graphs() as graphs:
+            short_s = seconds_of(partial(run, few))
+        for _ in range(sizes["repeats"] - 1):
+            short_s = min(short_s, seconds_of(partial(run, few)))
+        long_s = best_seconds(partial(run, many), sizes["repeats"], warm_ups=0)
+        step_s = (long_s - short_s) / (many - few)
+        bound_s = step_bytes(held, rows * (context + (few + many) / 2)) / bandwidth
+        told = {"model": model, "limit": 1e3 * bound_s, "against": "bound of bandwidth"}
+        teller.figure(f"steady step, {name}", 1e3 * step_s, "ms", **told)
+        told = {"model": model, "limit": rows / bound_s, "against": "bound of bandwidth"}
+        teller.figure(f"steady generation, {name}", rows / step_s, "tokens/s", **told)
+        teller.figure(f"fixed cost of a generation, {name}", short_s - few * step_s, "s", model=model)
+        teller.figure(f"of it prompts, pages and one step, {name}", first_s, "s", model=model)
+        teller.figure(f"of it captures, {name}", graphs["seconds"], "s", model=model)
+        teller.note("graphs of a generation", **graphs)
+
+
+def variants(teller: Teller, root: str, model: str, sizes: dict[str, Any], tiny: bool, variants: Sequence[str]) -> None:
+    """Measure the steady step with and without what makes it fast, and with top-p."""
+    engine, held, bandwidth = build(root, model, tiny)
+    few, many = sizes["steps"]
+    rows, context = sizes["rows_and_contexts"][0]
+    bound_s = step_bytes(held, rows * (context + (few + many) / 2)) / bandwidth
+    told = {"model": model, "limit": 1e3 * bound_s, "against": "bound of bandwidth"}
+    for variant in variants:
+        sampling = {"top_p": 0.95} if variant == "top_p" else {}
+        with VARIANTS[variant]():
+            run = generation_of(engine, held.shape.vocab_size, rows, context, **sampling)
+            run(few)  # compiles kernels
+            times = (best_seconds(partial(run, count), sizes["repeats"], warm_ups=0) for count in (few, many))
+            short_s, long_s = times
+        step_s = (long_s - short_s) / (many - few)
+        teller.figure(f"step with {variant}, {rows} rows at {context:,} tokens", 1e3 * step_s, "ms", **told)
+
+
+def lengths(teller: Teller, root: str, model: str, sizes: dict[str, Any], tiny: bool) -> None:
+    """Measure one generation of log-normal lengths, and count the shapes of its steps and the captures.
+
+    The lengths are limits of the requests: random weights have no stop token.
+    """
+    engine, held, bandwidth = build(root, model, tiny)
+    rows, prompt, longest = sizes["rows"], sizes["prompt_len"], sizes["longest"]
+    drawn = np.random.RandomState(0).lognormal(math.log(sizes["median"]), 0.9, rows)
+    counts = np.clip(drawn.round().astype(int), 1, longest)
+    prompts = random_prompts(held.shape.vocab_size, rows, prompt)
+
+    def run(limits: np.ndarray) -> None:
+        pairs = enumerate(zip(prompts, limits.tolist(), strict=True))
+        generate(engine, [Request(i, ids, SamplingParams(limit), 1, (0, i)) for i, (ids, limit) in pairs])
+
+    run(np.minimum(counts, 16))  # compiles kernels
+    with counted_graphs() as graphs:
+        seconds = seconds_of(lambda: run(counts))
+    tokens = int(counts.sum())
+    keys_and_values = step_bytes(held, 1) - step_bytes(held, 0)
+    read = step_bytes(held, 0) * counts.max() + keys_and_values * (counts * (prompt + counts / 2)).sum()
+    name = f"{rows} rows of {prompt} + {longest:,} tokens, log-normal"
+    told = {"model": model, "limit": tokens / (read / bandwidth), "against": "bound of bandwidth"}
+    teller.figure(f"generation, {name}", tokens / seconds, "tokens/s", **told)
+    teller.figure(f"shapes of steps, {name}", graphs["shapes"], "1", model=model)
+    teller.figure(f"captures, {name}", graphs["captures"], "1", model=model)
+    teller.figure(f"seconds of captures, {name}", graphs["seconds"], "s", model=model)
+    teller.note("lengths", mean=float(counts.mean()), longest=int(counts.max()), seconds=seconds)
+
+
+def attention(teller: Teller, models: Sequence[str], sizes: dict[str, Any]) -> None:
+    """Measure the bytes per second of decoding attention alone: keys and values of a layer, read once."""
+    device, bandwidth = own_device(), copy_bandwidth()
+    dtype = torch.bfloat16 if is_gpu() else torch.float32
+    for model in models:
+        query_heads, kv_heads, dim = heads_of(model)
+        for rows in sizes["rows"]:
+            for length in sizes["lengths"]:
+                pages = pages_of(length)
+                keys, values = (
+                    torch.randn(rows * pages, PAGE_SIZE, kv_heads, dim, dtype=dtype, device=device) for _ in range(2)
+                )
+                tables = torch.randperm(rows * pages, device=device).to(torch.int32).view(rows, pages)
+                counts = torch.full((rows,), length, device=device)
+                query = torch.randn(rows, query_heads, dim, dtype=dtype, device=device)
+                inputs = (query, keys, values, tables, counts, dim**-0.5)
+                with torch.no_grad():
+                    seconds = best_seconds(partial(paged_attention, *inputs), 3, calls=sizes["calls"])
+                num_bytes = 2 * rows * length * kv_heads * dim * query.element_size()
+                told = {"model": model, "limit": bandwidth / 1e9, "against": "copy"}
+                teller.figure(f"attention, {rows} rows of {length:,} tokens", num_bytes / seconds / 1e9, "GB/s", **told)
+
+
+def peer(teller: Teller, root: str, model: str, sizes: dict[str, Any], tiny: bool) -> None:
+    """Measure whole generations against `generate` of transformers, whose sequences have equal lengths."""
+    rows, prompt, new = sizes["rows"], sizes["prompt_len"], sizes["new_tokens"]
+    engine, held, bandwidth = build(root, model, tiny)
+    ours = rows * new / best_seconds(partial(generation_of(engine, held.shape.vocab_size, rows, prompt), new), 2)
+    bound = rows * bandwidth / step_bytes(held, rows * (prompt + new / 2))
+    told: dict[str, Any] = {"model": model, "limit": bound, "against": "bound; `generate` of transformers"}
+    what = f"generation, {rows} rows of {prompt} + {new} tokens"
+    teller.figure(what, ours, "tokens/s", **told)
+    if tiny:
+        return
+    del engine
+    from transformers import AutoModelForCausalLM
+
+    theirs: Any = AutoModelForCausalLM.from_pretrained(model_directory(root, model, tiny=tiny), dtype=torch.bfloat16)
+    theirs = theirs.to(own_device()).eval()
+    ids = torch.tensor(random_prompts(held.shape.vocab_size, rows, prompt), device=own_device())
+    options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": True, "top_k": 0, "pad_token_id": 0}
+    with torch.inference_mode():
+        mask = torch.ones_like(ids)
+        seconds = best_seconds(lambda: theirs.generate(ids, attention_mask=mask, **options), 1)
+    teller.figure(what, ours, "tokens/s", **told, peer=rows * new / seconds)
+
+
+# ------------------------------------------------------------------------------------ helpers
+
+
+def build(root: str, model: str, tiny: bool) -> tuple[EmbeddedRollout, ModelSizes, float]:
+    """Return an engine, the sizes of its model, and the bandwidth of a copy."""
+    bandwidth, path = copy_bandwidth(), model_directory(root, model, tiny=tiny)
+    loaded = load_causal_lm(path, torch.bfloat16)
+    torch.nn.Module.to(loaded, own_device())
+    return EmbeddedRollout(loaded, paged=True), sizes_of(path), bandwidth
+
+
+def generation_of(
+    engine: EmbeddedRollout, vocabulary: int, rows: int, context: int, **sampling: Any
+) -> Callable[[int], object]:
+    """Return a function that generates this many tokens in each of `rows` rows, after prompts of `context` tokens."""
+    prompts = random_prompts(vocabulary, rows, context)
+
+    def run(new_tokens: int) -> object:
+        params = SamplingParams(new_tokens, **sampling)
+        return generate(engine, [Request(i, ids, params, 1, (0, i)) for i, ids in enumerate(prompts)])
+
+    return run
+
+
+def random_prompts(vocabulary: int, rows: int, length: int) -> list[list[int]]:
+    """Return prompts that share nothing: rows that do would read the same pages, which stay in the GPU's cache."""
+    return torch.randint(1, vocabulary, (rows, length), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def step_bytes(held: ModelSizes, tokens: float) -> float:
+    """Return the bytes that a step reads: the weights once, without an embedding that is no head, and the cache."""
+    weights = held.parameters - (held.embedding if held.head else 0)
+    return 2 * weights + 2 * 2 * held.shape.num_layers * held.kv_size * tokens
+
+
+@contextmanager
+def counted_graphs() -> Iterator[dict[str, float]]:
+    """Count the shapes of steps, and the CUDA graphs that are captured with the seconds that this takes."""
+    counts: dict[str, float] = {"shapes": 0, "captures": 0, "seconds": 0.0}
+    shapes: set[Any] = set()
+    run, begin, end = StepGraphs.run, torch.cuda.graph.__enter__, torch.cuda.graph.__exit__
+    started = [0.0]
+
+    def counted_run(self: StepGraphs, shape: Any, step: Any) -> Any:
+        shapes.add(shape)
+        counts["shapes"] = len(shapes)
+        return run(self, shape, step)
+
+    def counted_begin(self: Any) -> Any:
+        started[0] = time.perf_counter()
+        return begin(self)
+
+    def counted_end(self: Any, *error: Any) -> Any:
+        result = end(self, *error)
+        counts["captures"] += 1
+        counts["seconds"] += time.perf_counter() - started[0]
+        return result
+
+    with (
+        patch.object(StepGraphs, "run", counted_run),
+        patch.object(torch.cuda.graph, "__enter__", counted_begin),
+        patch.object(torch.cuda.graph, "__exit__", counted_end),
+    ):
+        yield counts

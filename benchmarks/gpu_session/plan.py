@@ -1,0 +1,122 @@
+"""The parts of a session in the order of their importance, their sizes, and the limit of each process.
+
+With the limits of a first call of 8 minutes, what it does not reach is left for a second one (`--after`).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from gpu_session import decoding, machine, step, suites, training
+from gpu_session.models import MODELS
+from gpu_session.runner import Case
+
+PARTS = (
+    *("probe", "decode", "shapes", "kernels", "variants", "attention", "ranks", "nccl", "mfu", "lora", "top_p"),
+    *("tests", "generation", "step"),
+)
+LIMITS_S = {"0.5B": 40, "1.5B": 60, "7B": 100}
+"""Of a process that generates with a model, which also writes it, and compiles its kernels."""
+
+SIZES = {
+    # pages stay below a power of two while a row grows, so that steps keep their shape
+    "decode": {
+        "rows_and_contexts": [(256, 520), (64, 520), (64, 2560), (256, 2560)],
+        "steps": (16, 144),
+        "repeats": 2,
+    },
+    "shapes": {"rows": 256, "prompt_len": 512, "median": 700, "longest": 4096},
+    "kernels": {"rows": (16, 64, 256), "lengths": (512, 2048, 8192), "calls": 20},
+    "generation": {"rows": 256, "prompt_len": 128, "new_tokens": 256},
+    "mfu": {"sequences": 8, "length": 4096, "prompt_len": 256, "micro_batch": 16384, "repeats": 3},
+    "lora": {"sequences": 4, "length": 4096, "prompt_len": 256, "micro_batch": 8192, "repeats": 3},
+    "step": {
+        "prompts_per_step": 8,
+        "group_size": 8,
+        "prompt_len": 128,
+        "new_tokens": 512,
+        "accumulation": 8,
+        "repeats": 3,
+    },
+}
+OF_7B = {"rows_and_contexts": [(256, 520), (64, 520), (64, 2560)], "steps": (16, 144), "repeats": 1}
+"""256 prompts of 2,560 tokens take 20 seconds, three times."""
+
+TINY_SIZES = {
+    "decode": {"rows_and_contexts": [(4, 40), (2, 70)], "steps": (2, 6), "repeats": 1},
+    "shapes": {"rows": 4, "prompt_len": 8, "median": 8, "longest": 24},
+    "kernels": {"rows": (2,), "lengths": (40, 64), "calls": 1},
+    "generation": {"rows": 4, "prompt_len": 8, "new_tokens": 4},
+    "mfu": {"sequences": 2, "length": 32, "prompt_len": 8, "micro_batch": 32, "repeats": 1},
+    "lora": {"sequences": 2, "length": 32, "prompt_len": 8, "micro_batch": 32, "repeats": 1},
+    "step": {"prompts_per_step": 2, "group_size": 2, "prompt_len": 8, "new_tokens": 4, "accumulation": 1, "repeats": 1},
+}
+TINY_TESTS = ["tests/runtime/test_threads_gpu.py"]
+
+
+def cases(
+    parts: Sequence[str], models: Sequence[str], *, tiny: bool, root: str, out: Path, since: str, threads: int | None
+) -> list[Case]:
+    """Return the processes of these parts and models, in order."""
+    sizes = TINY_SIZES if tiny else SIZES
+    of_tests = {"rehearse": tiny}
+    lengths = {"4 x 4,096": [4096] * 4, "log-normal": training.log_normal_lengths(16384, 700, 4096)}
+    if tiny:
+        lengths = {"2 x 32": [32, 32], "log-normal": [5, 30]}
+    settings = ["recomputed"] if tiny else [name for name in training.SETTINGS if name not in ("compiled", "lora")]
+    generating = {"root": root, "tiny": tiny}
+    shapes = sizes["shapes"]
+
+    def decode(name: str) -> Case:
+        chosen = OF_7B if name == "7B" and not tiny else sizes["decode"]
+        return Case("decode", name, LIMITS_S[name], decoding.steady, generating | {"model": name, "sizes": chosen})
+
+    def visited(name: str) -> Case:
+        return Case("shapes", name, LIMITS_S[name], decoding.lengths, generating | {"model": name, "sizes": shapes})
+
+    def update(name: str, setting: str, part: str = "mfu", limit_s: float = 100) -> Case:
+        options = {"root": root, "tiny": tiny, "model": name, "setting": setting, "sizes": sizes[part]}
+        return Case(part, f"{name}, {setting}", limit_s, training.update, options)
+
+    def varied(part: str, name: str, variants: Sequence[str]) -> Case:
+        options = generating | {"model": name, "sizes": sizes["decode"], "variants": variants}
+        return Case(part, name, 60, decoding.variants, options)
+
+    def suite(part: str, files: list[str], limit_s: float) -> Case:
+        return Case(part, "pytest", limit_s, suites.tests, of_tests | {"files": files, "log": str(out / f"{part}.txt")})
+
+    ranks = TINY_TESTS if tiny else suites.gpu_test_files(suites.TWO_RANKS)
+    changed = [] if tiny else suites.changed_test_files(since)
+    everything = [
+        Case("probe", "machine", 30, machine.probe),
+        *(decode(name) for name in models),
+        *(visited(name) for name in models[:1]),
+        Case("kernels", "decoding", 40, decoding.attention, {"models": models, "sizes": sizes["kernels"]}),
+        varied("variants", models[0], ("graphs", "no_graphs", "no_Triton")),
+        Case(
+            "attention",
+            "training",
+            60,
+            training.attention,
+            {"models": models, "sizes": {"lengths": lengths, "calls": 3}},
+        ),
+        suite("ranks", ranks, 90),
+        Case("nccl", "group of one", 40, machine.nccl),
+        *(update(name, "compiled") for name in models if name != "7B"),
+        *(update(models[0], setting) for setting in settings),
+        *(update(name, "lora", "lora", 120) for name in models[-1:]),
+        varied("top_p", models[0], ("graphs", "top_p")),
+        suite("tests", changed, 240),
+        *(visited(name) for name in models[1:]),
+        *(
+            Case("generation", name, 90, decoding.peer, generating | {"model": name, "sizes": sizes["generation"]})
+            for name in models
+            if name != "7B"
+        ),
+        Case(
+            "step", "0.5B", 240, step.step, {"model": "0.5B", "sizes": sizes["step"], "tiny": tiny, "threads": threads}
+        ),
+    ]
+    return [case for case in everything if case.part in parts]
+
+
+ALL_MODELS = tuple(MODELS)

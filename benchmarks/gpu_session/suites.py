@@ -1,0 +1,58 @@
+"""The tests that need a GPU, as parts of a session: pytest in a process of its own, whose lines are kept."""
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from support.environments import ROOT
+
+from gpu_session.record import Teller
+
+TWO_RANKS = re.compile(r"two_ranks|layouts|resharding|offload|weight_sync/")
+"""In the names of test files that may run two ranks on one GPU."""
+
+
+def gpu_test_files(pattern: re.Pattern[str] | None = None) -> list[str]:
+    """Return the test files that need a GPU, those that `pattern` finds."""
+    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("**/test_*_gpu.py"))
+    return [file for file in files if pattern is None or pattern.search(file)]
+
+
+def changed_test_files(commit: str) -> list[str]:
+    """Return the test files of packages that differ from a commit; all if git or the commit is not there."""
+    command = ["git", "diff", "--name-only", commit, "--"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if not commit or done.returncode:
+        return gpu_test_files()
+    paths = [Path(line) for line in done.stdout.splitlines()]
+    packages = {path.parts[2] for path in paths if path.parts[:2] == ("src", "hybridflow") and len(path.parts) > 3}
+    packages |= {path.parts[1] for path in paths if path.parts[0] == "tests" and len(path.parts) > 2}
+    return [file for file in gpu_test_files() if Path(file).parts[1] in packages]
+
+
+def tests(teller: Teller, files: Sequence[str], log: str, rehearse: bool) -> None:
+    """Run the tests of files; each failed one is told at once, and all lines of pytest are in `log`."""
+    if not files:
+        teller.note("no GPU test is concerned")
+        return
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "--tb=short", "--timeout", "120"]
+    command += ["-p", "no:cacheprovider", *["--rehearse"] * rehearse, *files]
+    counts: Counter[str] = Counter()
+    with (
+        open(log, "w", buffering=1) as kept,
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            kept.write(line)
+            if found := re.match(r"(\S+::.+) (PASSED|FAILED|SKIPPED|ERROR)", line):
+                counts[found[2]] += 1
+                if found[2] in ("FAILED", "ERROR"):
+                    teller.note(f"{found[2].lower()}: {found[1]}")
+    teller.figure("tests that passed", counts["PASSED"], "1", limit=counts.total(), against="all")
+    teller.note("tests", **counts, files=len(files))
+    if process.returncode:
+        raise RuntimeError(f"pytest ended with status {process.returncode}; see {Path(log).name}")

@@ -1,0 +1,132 @@
+"""The session on one GPU: its processes cannot take each other down, and what it keeps and says."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+from gpu_session.models import MODELS
+from gpu_session.plan import OF_7B, PARTS, SIZES, cases
+from gpu_session.record import Figure, Record, done_cases, figures_of, read_lines
+from gpu_session.runner import Case, run_cases
+from gpu_session.suites import changed_test_files, gpu_test_files
+from gpu_session.summary import rows_of, tables_of
+
+from hybridflow.models.paged_kv_cache import pages_of
+from hybridflow.rollout.paged_decoding import READ_EVERY, _power_of_two
+
+HOUR_S = 3600
+
+
+def measures(teller):
+    teller.figure("step", 2.0, "ms", model="7B", limit=1.0, against="bound")
+
+
+def runs_out_of_memory(teller):
+    measures(teller)
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def dies(teller):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hangs(teller, found):
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True) as child:
+        found.write_text(str(child.pid))
+        time.sleep(HOUR_S)
+
+
+@pytest.mark.runs
+@pytest.mark.own_run("grpo: its processes measure, hang and die")
+def test_a_process_that_hangs_dies_or_fails_is_named_and_the_next_runs(tmp_path):
+    record = Record(tmp_path / "figures.jsonl")
+    found = tmp_path / "pid"
+    run_cases(
+        [
+            Case("memory", "a", HOUR_S, runs_out_of_memory),
+            Case("killed", "b", HOUR_S, dies),
+            Case("endless", "c", 3, hangs, {"found": found}),
+            Case("decode", "7B", HOUR_S, measures),
+        ],
+        record,
+    )
+    states = {line["part"]: line["state"] for line in record.lines() if "state" in line}
+    assert states == {
+        "memory": "failed: its error is in the line before",
+        "killed": "ended by SIGKILL",
+        "endless": "stopped after 3 s",
+        "decode": "done",
+    }
+    assert [line["error"] for line in record.lines() if "error" in line] == ["OutOfMemoryError: CUDA out of memory"]
+    assert [line["part"] for line in record.lines() if "what" in line] == ["memory", "decode"]
+    if found.exists():  # it was started within the three seconds
+        pid = int(found.read_text())
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_without_time_a_process_is_named_as_not_run(tmp_path):
+    record = Record(tmp_path / "figures.jsonl")
+    run_cases([Case("decode", "7B", 40, measures)], record, budget_s=0)
+    assert [line["state"] for line in record.lines()] == ["not run: no time is left"]
+
+
+def test_a_later_call_runs_what_did_not_end_well(tmp_path):
+    path = tmp_path / "figures.jsonl"
+    record = Record(path)
+    record.write("decode", "7B", state="stopped after 40 s", seconds=40)
+    record.write("probe", "machine", state="done", seconds=4)
+    path.write_text(path.read_text() + '{"part": "mfu", "case"')  # killed while it was writing
+    assert done_cases(read_lines(path)) == {("probe", "machine")}
+
+
+def test_tables_have_figures_by_model_and_say_what_was_not_run():
+    figures = [
+        Figure("step", 2.0, "ms", model="0.5B", limit=0.5, against="bound"),
+        Figure("step", 4.0, "ms", model="7B", limit=3.0, against="bound"),
+        Figure("update", 100.0, "tokens/s", model="7B"),
+        Figure("generation", 30.0, "tokens/s", model="7B", limit=60.0, peer=10.0, against="bound; peer"),
+        Figure("copy", 2.9, "TB/s"),
+    ]
+    lines = [{"part": "decode", "case": "7B", **vars(figure)} for figure in figures]
+    lines.append({"part": "decode", "case": "7B", "state": "done", "seconds": 12.5})
+    assert figures_of(json.loads(json.dumps(lines))) == figures
+    assert tables_of(lines, [("decode", "7B"), ("mfu", "7B")]).splitlines() == [
+        "| what | compared with | 0.5B | 7B | the machine |",
+        "|---|---|---|---|---|",
+        "| step | bound | 2 ms; 0.5, 25% | 4 ms; 3, 75% |  |",
+        "| update |  | not run | 100 tokens/s |  |",
+        "| generation | bound; peer | not run | 30 tokens/s; 60; 10, 300% |  |",
+        "| copy |  |  |  | 2.9 TB/s |",
+        "",
+        "| process | how it ended | seconds |",
+        "|---|---|---|",
+        "| decode of 7B | done | 12.5 |",
+        "| mfu of 7B | not run | - |",
+    ]
+    assert [(row.name, row.ratio) for row in rows_of(lines)][:2] == [("step_0.5B", 0.25), ("step_7B", 0.75)]
+
+
+def test_every_part_has_processes_in_the_order_of_the_parts(tmp_path):
+    planned = cases(PARTS, tuple(MODELS), tiny=False, root="", out=tmp_path, since="", threads=None)
+    keys = [case.key for case in planned]
+    assert list(dict.fromkeys(part for part, _ in keys)) == list(PARTS)
+    assert len(set(keys)) == len(keys)
+
+
+def test_rows_of_the_steady_step_keep_the_shape_of_their_step():
+    for sizes in (SIZES["decode"], OF_7B):
+        few, many = sizes["steps"]
+        for _, context in sizes["rows_and_contexts"]:
+            tables = {_power_of_two(pages_of(context + steps + READ_EVERY)) for steps in range(few, many)}
+            assert len(tables) == 1, context
+
+
+def test_tests_of_changed_packages_are_chosen_and_all_without_a_commit():
+    assert changed_test_files("") == changed_test_files("no such commit") == gpu_test_files()
+    assert set(changed_test_files("HEAD")) <= set(gpu_test_files())
