@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -199,22 +200,44 @@ def run_world(fork_server: "ForkServer", tmp_path_factory: pytest.TempPathFactor
     `run_world(program, 2, *arguments)` starts `program RANK WORLD_SIZE STORE *arguments` for 2 ranks and waits for
     both. STORE is the path of a FileStore. Each must exit with one of `returncodes`.
     """
+    return partial(_run_world, fork_server.start, tmp_path_factory)
 
-    def run(program: Path, world_size: int, *arguments: Any, returncodes: Sequence[int] = (0,)) -> None:
-        store = tmp_path_factory.mktemp("world") / "store"
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        ranks = [
-            fork_server.start([program, rank, world_size, store, *arguments], environment=environment)
-            for rank in range(world_size)
-        ]
-        try:
-            errors = [process.communicate()[1] for process in ranks]
-        finally:
-            for process in ranks:
-                process.discard()
-        assert all(process.returncode in returncodes for process in ranks), "\n".join(errors)[-3000:]
 
-    return run
+def _run_world(
+    start: Callable[..., Any],
+    directories: pytest.TempPathFactory,
+    program: Path,
+    world_size: int,
+    *arguments: Any,
+    returncodes: Sequence[int] = (0,),
+) -> None:
+    store = directories.mktemp("world") / "store"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ranks = [
+        start([program, rank, world_size, store, *arguments], environment=environment) for rank in range(world_size)
+    ]
+    try:
+        errors = [process.communicate()[1] for process in ranks]
+    finally:
+        for process in ranks:
+            process.discard()
+    assert all(process.returncode in returncodes for process in ranks), "\n".join(errors)[-3000:]
+
+
+@pytest.fixture(scope="session")
+def run_jobs_on_gpu(
+    gpu: "torch.device", request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Any]:
+    """Return `run_jobs(directory, jobs)` of `fixtures.layout_program` for ranks that share one GPU.
+
+    Collectives go through the host (`fixtures.staged_collectives`). In a rehearsal the device is a simulated one.
+    """
+    from fixtures.forked import Program
+    from fixtures.layout_program import run_jobs
+
+    if gpu.type == "cpu":
+        return partial(run_jobs, request.getfixturevalue("run_world"), device="simulated")
+    return partial(run_jobs, partial(_run_world, Program, tmp_path_factory), device="cuda")
 
 
 @pytest.fixture(scope="session")
@@ -243,25 +266,12 @@ def gpu_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> "torch.device":
 
 
 @pytest.fixture
-def simulated_device(monkeypatch: pytest.MonkeyPatch) -> "Iterator[SimulatedDevice]":
+def simulated_device() -> "Iterator[SimulatedDevice]":
     """Yield a simulated device, which the engines of the test compute on."""
-    import importlib
+    from fixtures.simulated_device import simulated_engines
 
-    import torch
-
-    from fixtures.simulated_device import META, SimulatedDevice
-    from hybridflow.engines import torch_engine
-
-    simulated = SimulatedDevice()
-    monkeypatch.setattr(torch_engine, "own_device", lambda: META if simulated.is_on else torch.device("cpu"))
-    for module, operations in (("torch.optim.optimizer", "fused"), ("torch.utils._foreach_utils", "foreach")):
-        name = f"_get_{operations}_kernels_supported_devices"
-        monkeypatch.setattr(importlib.import_module(module), name, lambda: ["cpu", "meta"])
-    tables = importlib.import_module("hybridflow.rollout.weight_sync.fingerprint")._table_on
-    tables.cache_clear()
-    with simulated:
+    with simulated_engines() as simulated:
         yield simulated
-    tables.cache_clear()
 
 
 @pytest.fixture
