@@ -30,6 +30,7 @@ ACTIONS = {
     "two_offloaded_again": (2, {"load": "by_two_offloaded", "offload": "idle"}),
     "two_again": (2, {"load": "by_two"}),
     "two_in_other_axes": (2, {"tensor": 2, "load": "by_two"}),
+    "two_copies": (2, {"replicas": 2, "load": "by_two", "save": "by_copies"}),
 }
 """Name -> number of ranks and action, with shared directories, in order."""
 MORE_ACTIONS = {
@@ -37,6 +38,12 @@ MORE_ACTIONS = {
     "four_again": (4, {"tensor": 2, "load": "by_four"}),
     "two_from_four": (2, {"load": "by_four"}),
     "one_from_two": (1, {"load": "by_two"}),
+    "replicas": (4, {"replicas": 2, "save": "by_replicas"}),
+    "replicas_again": (4, {"replicas": 2, "load": "by_replicas"}),
+    "replicas_from_two": (4, {"replicas": 2, "load": "by_two"}),
+    "replicas_from_four": (4, {"replicas": 2, "tensor": 2, "load": "by_four"}),
+    "two_from_replicas": (2, {"load": "by_replicas"}),
+    "one_from_replicas": (1, {"load": "by_replicas"}),
 }
 
 
@@ -62,7 +69,10 @@ def largest_error(weights, reference):
 
 
 @sharded
-@pytest.mark.parametrize("ranks", ["two", "two_offloaded", pytest.param("four", marks=EXHAUSTIVE)])
+@pytest.mark.parametrize(
+    "ranks",
+    ["two", "two_offloaded", pytest.param("four", marks=EXHAUSTIVE), pytest.param("replicas", marks=EXHAUSTIVE)],
+)
 def test_same_layout_resumes_bit_identically(results, ranks):
     whole, resumed = getattr(results, ranks), getattr(results, f"{ranks}_again")
     assert whole.keys() == resumed.keys()
@@ -74,8 +84,13 @@ def test_same_layout_resumes_bit_identically(results, ranks):
     ("resumed", "saved_by"),
     [
         ("two_in_other_axes", "two"),
+        ("two_copies", "two"),
         pytest.param("one_from_two", "two", marks=EXHAUSTIVE),
         pytest.param("two_from_four", "four", marks=EXHAUSTIVE),
+        pytest.param("replicas_from_two", "two", marks=EXHAUSTIVE),
+        pytest.param("replicas_from_four", "four", marks=EXHAUSTIVE),
+        pytest.param("two_from_replicas", "replicas", marks=EXHAUSTIVE),
+        pytest.param("one_from_replicas", "replicas", marks=EXHAUSTIVE),
     ],
 )
 def test_other_layouts_resume_with_equal_numbers(results, resumed, saved_by):
@@ -116,6 +131,12 @@ def test_each_rank_writes_its_shards_without_duplicates(results):
     shapes = [{name: tensor.shape for name, tensor in state["model"].items()} for state in (described, whole)]
     assert shapes[0] == shapes[1]
     assert all(tensor.is_meta for tensor in described["model"].values())
+
+
+@sharded
+def test_copies_of_the_weights_are_saved_once(results):
+    files = sorted(file.name for file in (results.directory / "by_copies" / "actor").iterdir())
+    assert files == ["shard-00001.safetensors"]
 
 
 def test_reading_fills_tensors_that_would_be_copied_to_be_saved(tmp_path):

@@ -80,7 +80,7 @@ def test_old_and_removed_names_are_errors_that_say_what_to_use(tmp_path):
     ]
     assert problems(write(tmp_path, "[faults]\nplan = ['x']\nplans = 1\n"))[1:] == [
         f"faults.plan: no such key; it was removed: {REMOVED['faults.plan'].advice}",
-        "faults.plans: no such key; did you mean placement.pools?",
+        "faults.plans: no such key; did you mean parallel.replicas?",
     ]
     recipe = write(
         tmp_path, "[advice]\nwarmup = 0.5\nkl = 0.2\n[rollout]\norder = 'sampled'\n[placement]\nlend = false\n"

@@ -46,6 +46,10 @@ LAYOUTS = {
     "sequence 2 x data 2": (4, {"sequence": 2}),
     "sequence 4 (2 key-value heads)": (4, {"sequence": 4, "max_tokens": 6}),
     "sequence 2 x tensor 2": (4, {"sequence": 2, "tensor": 2}),
+    "replicas 2": (2, {"replicas": 2}),
+    "data 4, replicas 2": (4, {"replicas": 2}),
+    "tensor 2 x data 2, replicas 2": (4, {"tensor": 2, "replicas": 2}),
+    "sequence 2 x data 2, replicas 2": (4, {"sequence": 2, "replicas": 2}),
 }
 """Row of the table of the documentation -> number of ranks, and options of the layout."""
 
@@ -113,6 +117,10 @@ OTHERS = {
     "parts, sequence 2": (2, {"sequence": 2, "parts": 3}),
     "parts, once, data 2": (2, {"max_tokens": 10, "once_per_update": True, "parts": 3}),
     "parts, data 4": (4, {"parts": 3}),
+    "once, data 4, replicas 2": (4, {"once_per_update": True, "replicas": 2}),
+    "replicas 2, lora": (2, {"lora": 3, "replicas": 2}),
+    "replicas 2, host": (2, {"offload": "host", "replicas": 2}),
+    "replicas 2, idle": (2, {"offload": "idle", "parts": 3, "replicas": 2}),
 }  # fmt: skip
 """Further layouts: families, aggregations, adapters, gradients summed once per update or added in parts."""
 
@@ -120,7 +128,11 @@ CASES = {f"pairs {number}": (2, options) for number, options in enumerate(PAIRS)
 CASES |= {name: (ranks, options) for name, (ranks, options) in LAYOUTS.items() if name != REFERENCE}
 CASES |= {f"{name} value": (ranks, options | {"head": "value"}) for name, (ranks, options) in LAYOUTS.items()}
 CASES |= OTHERS
-NAMES = [name if name.startswith("pairs") else pytest.param(name, marks=pytest.mark.exhaustive) for name in CASES]
+IN_CI = "data 4, replicas 2"
+NAMES = [
+    name if name.startswith("pairs") or name == IN_CI else pytest.param(name, marks=pytest.mark.exhaustive)
+    for name in CASES
+]
 PLANTED = [f"pairs {n}; {BUGS['aggregation' in options or n % 2]}" for n, options in enumerate(PAIRS)]
 PLANTED += [
     pytest.param(f"{name}; {bug}", marks=pytest.mark.exhaustive)

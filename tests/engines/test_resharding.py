@@ -21,12 +21,14 @@ LAYOUTS = {
     "tensor 2, engine 4": {"tensor": 2, "engine_ranks": 4},
     "tensor 4": {"tensor": 4},
     "host": {"offload": "host"},
+    "replicas 2": {"replicas": 2},
     "buckets": {"at_once": 20000},
 }
 TO_SENDER = {"engine_ranks": 0, "at_once": 5000}
 SENDERS = {
     "sender": TO_SENDER,
     "sender, tensor 2": {**TO_SENDER, "tensor": 2, "dtype": "bfloat16"},
+    "sender, replicas 2": {**TO_SENDER, "replicas": 2},
     "sender, adapters": {**TO_SENDER, "lora": 2, "dtype": "bfloat16"},
 }
 PLANTED = ("whole on one rank", "overlap", "gap", "bit", "rows")

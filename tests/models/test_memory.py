@@ -232,6 +232,9 @@ def test_shards_divide_weights_and_optimizer_and_drop_masters():
     assert rank.masters == 0
     assert rank.weights == whole.masters / 8
     assert (rank.gradients, rank.moments) == (whole.gradients / 8, whole.moments / 8)
+    group = training_memory(HAND, MemoryLayout(data=8, sequence=2, replicas=4), 10)
+    assert group.moments == training_memory(HAND, MemoryLayout(data=2, sequence=2), 10).moments
+    assert training_memory(HAND, MemoryLayout(data=2, replicas=2), 10).masters == 0  # FSDP2 with shards of one rank
 
 
 def test_host_offload_leaves_activations_and_gathered_layers():

@@ -3,7 +3,8 @@
     axes: data x sequence x tensor, the last one fastest, as in the worker group's mesh
 
 All ranks of a replica get the same rows, so sums over `data` count each row once. Parameters are sharded over data and
-sequence together, because ranks along both compute on different tokens.
+sequence together, because ranks along both compute on different tokens. With `parallel.replicas` above 1 (HSDP; Zhao et
+al., 2023) they are sharded within as many groups of adjacent ranks, so that only sums of gradients cross groups.
 """
 
 from collections.abc import Sequence
@@ -18,29 +19,30 @@ from hybridflow.config import ParallelConfig
 from hybridflow.engines.process_group import num_ranks, require_backends
 from hybridflow.errors import ModelConfigError
 
-DATA, SEQUENCE, TENSOR, SHARD = "data", "sequence", "tensor", "shard"
+DATA, SEQUENCE, TENSOR, SHARD, REPLICA = "data", "sequence", "tensor", "shard", "replica"
 
 
 class Ranks:
     """The place of this process in its default group; alone without a group, or in a group of one (vLLM's).
 
-    `needs_mesh`: a group of one gets a device mesh too, as FSDP2 requires.
+    `mesh` is that of FSDP2: SHARD, after REPLICA if there are several groups of shards. `needs_mesh`: a group of one gets
+    it too.
     """
 
     def __init__(self, parallel: ParallelConfig, device: torch.device, *, needs_mesh: bool = False) -> None:
         self.sequence, self.tensor = parallel.sequence, parallel.tensor
         self.world_size = num_ranks()
-        self.data, rest = divmod(self.world_size, self.sequence * self.tensor)
-        if rest:
+        self.data = self.world_size // (self.sequence * self.tensor)
+        size, product = parallel.divisor
+        if self.world_size % size:
             raise ModelConfigError(
-                f"parallel.sequence={self.sequence} times parallel.tensor={self.tensor} does not divide the "
-                f"{self.world_size} ranks; change one of them, or the number of ranks."
+                f"{product} does not divide the {self.world_size} ranks; change one of them, or the number of ranks."
             )
-        self.mesh = None
+        self.mesh: DeviceMesh | None = None
         if needs_mesh or self.world_size > 1:
             require_backends(device.type)
             grid = (self.data, self.sequence, self.tensor)
-            self.mesh, self._shard = _meshes_of(dist.group.WORLD, device.type, grid)
+            self._axes, self.mesh = _meshes_of(dist.group.WORLD, device.type, grid, parallel.replicas)
 
     @property
     def place_in_world(self) -> int:
@@ -53,9 +55,9 @@ class Ranks:
         return self.mesh is None
 
     def axis(self, name: str) -> DeviceMesh:
-        """Return the mesh of one axis; SHARD is data and sequence together."""
+        """Return the mesh of one axis; SHARD is data and sequence together, within one of `parallel.replicas`."""
         assert self.mesh is not None, "a single rank has no mesh"
-        return self._shard if name == SHARD else self.mesh[name]
+        return self._axes[name]
 
     def group(self, name: str) -> dist.ProcessGroup:
         """Return the process group of one axis."""
@@ -100,7 +102,17 @@ class Ranks:
 
 
 @cache
-def _meshes_of(world: dist.ProcessGroup, device_type: str, grid: tuple[int, int, int]) -> tuple[DeviceMesh, DeviceMesh]:
-    """Return the grid, and its axes of shards as one; cached by default group, since each mesh creates groups."""
+def _meshes_of(
+    world: dist.ProcessGroup, device_type: str, grid: tuple[int, int, int], replicas: int
+) -> tuple[dict[str, DeviceMesh], DeviceMesh]:
+    """Return the meshes of the axes by name, and that of FSDP2; cached by default group, as each mesh creates groups."""
     mesh = init_device_mesh(device_type, grid, mesh_dim_names=(DATA, SEQUENCE, TENSOR))
-    return mesh, mesh[DATA, SEQUENCE]._flatten(SHARD)
+    axes = {name: mesh[name] for name in (DATA, SEQUENCE, TENSOR)}
+    if replicas == 1:
+        shard = mesh[DATA, SEQUENCE]._flatten(SHARD)
+        return {**axes, SHARD: shard}, shard
+    # A parameter's axes must be those of one mesh.
+    data, sequence, tensor = grid
+    sizes = replicas, data * sequence // replicas, tensor
+    groups = init_device_mesh(device_type, sizes, mesh_dim_names=(REPLICA, SHARD, TENSOR))
+    return {**axes, SHARD: groups[SHARD], TENSOR: groups[TENSOR]}, groups[REPLICA, SHARD]

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import (
 )
 from transformers import PreTrainedModel
 
-from hybridflow.engines.ranks import SHARD, TENSOR, Ranks
+from hybridflow.engines.ranks import TENSOR, Ranks
 from hybridflow.models.tensor_parallel import distribute_parameters
 
 # It warns that weights under both FSDP and tensor parallel are gathered along one axis after the other.
@@ -34,7 +34,7 @@ def shard_model(
         distribute_parameters(model, ranks.axis(TENSOR))
     in_bfloat16 = compute_dtype == torch.bfloat16
     options: dict[str, Any] = {
-        "mesh": ranks.axis(SHARD),
+        "mesh": ranks.mesh,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=compute_dtype if in_bfloat16 else None,
             reduce_dtype=torch.float32 if in_bfloat16 else None,

@@ -29,7 +29,8 @@ SLICE = 8192
 class MemoryLayout:
     """How ranks hold and compute a model; names as in the configuration.
 
-    `data`: data-parallel ranks, over which, with the sequence parallel ranks, parameters are sharded (FSDP2).
+    `data`: data-parallel ranks, over which, with the sequence parallel ranks, parameters are sharded (FSDP2), each in
+    one of `replicas` groups of ranks.
     `longest`: tokens of the longest sequence, on which the attention of a CPU depends. `max_logits`: logits in memory
     at once, which depend on the memory of a GPU (`max_logits_on`). Raises ModelConfigError for adapters of other layers
     than `LINEAR_LAYERS`.
@@ -39,6 +40,7 @@ class MemoryLayout:
     data: int = 1
     tensor: int = 1
     sequence: int = 1
+    replicas: int = 1
     gradient_checkpointing: bool = False
     offload: Literal["none", "idle", "host"] = "none"
     lora_rank: int = 0
@@ -62,7 +64,12 @@ class MemoryLayout:
     @property
     def shards(self) -> int:
         """Ranks over which each parameter is sharded by FSDP2."""
-        return self.data * self.sequence
+        return self.data * self.sequence // self.replicas
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether one rank has the whole model, without FSDP2."""
+        return self.data * self.sequence * self.tensor == 1
 
 
 @dataclass(frozen=True)
@@ -178,7 +185,7 @@ def _held(sizes: ModelSizes, layout: MemoryLayout, *, learns: bool) -> RankMemor
         return replace(held, gradients=4 * adapters, moments=8 * adapters) if learns else held
     if not learns:
         return RankMemory(weights=parameters * b)
-    has_masters = layout.dtype == "bfloat16" and layout.shards * layout.tensor == 1
+    has_masters = layout.dtype == "bfloat16" and layout.is_alone
     return RankMemory(
         weights=parameters * (b if has_masters else 4),
         masters=4 * parameters if has_masters else 0,
@@ -250,7 +257,7 @@ def _adapter_bytes(sizes: ModelSizes, layout: MemoryLayout) -> int:
     Adapters compute in float32, each with a copy of its input, unless FSDP2 casts them to the compute dtype.
     """
     widths, b = _target_widths(sizes), layout.width
-    is_cast = b < 4 and layout.shards * layout.tensor == 1
+    is_cast = b < 4 and layout.is_alone
     inputs = {name: widths[name][0] for name in layout.lora_targets}
     if not is_cast:  # shared between the projections, and by the attention that made it
         same = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
@@ -273,7 +280,7 @@ def _gathered(sizes: ModelSizes, layout: MemoryLayout) -> _Gathered:
     """
     layer, b = sizes.layer // layout.tensor, layout.width
     largest = sizes.shape.hidden_size * sizes.shape.intermediate_size // layout.tensor * b
-    if layout.shards * layout.tensor == 1 and layout.offload != "host":
+    if layout.is_alone and layout.offload != "host":
         return _Gathered(0, largest)
     outer = (sizes.embedding + sizes.head) // layout.tensor * b
     return _Gathered(outer + 2 * layer * b, outer + 2 * layer * b + layer * (b + 4))

@@ -15,13 +15,11 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def _parallel(config: Config) -> Iterator[str]:
-    parallel, controller = config.parallel, config.controller
-    size = parallel.tensor * parallel.sequence
+    (size, product), controller = config.parallel.divisor, config.controller
     if size == 1:
         return
-    both = f"parallel.tensor={parallel.tensor} times parallel.sequence={parallel.sequence}"
     if controller.backend == "local":
-        yield f"{both} needs {size} processes, but controller.backend='local' has one; use backend = 'ray'"
+        yield f"{product} needs {size} processes, but controller.backend='local' has one; use backend = 'ray'"
         return
     placement = config.placement
     sharded: list[RoleName] = [role for role, traits in ROLES.items() if traits.has_sharded_model(config)]
@@ -31,7 +29,7 @@ def _parallel(config: Config) -> Iterator[str]:
     pools = {f"placement.pools.{n}": sum(ranks) for n, ranks in placement.pools.items() if n not in elsewhere}
     for key, ranks in (pools or {"controller.num_workers": controller.num_workers}).items():
         if ranks % size:
-            yield f"{both} does not divide {key}={ranks}; change one of them"
+            yield f"{product} does not divide {key}={ranks}; change one of them"
 
 
 def _tokens(config: Config) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Keys of the models and of their layout in memory and on ranks."""
 
+from math import prod
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -124,3 +125,14 @@ class ParallelConfig(Section):
         description="Sequence parallel size (Ulysses): ranks that split the tokens of each micro-batch. Llama, Qwen2 "
         "and Qwen3 only.",
     )
+    replicas: Positive = Field(
+        default=1,
+        description="Copies of the weights and the optimizer state (HSDP): groups of data and sequence parallel ranks, "
+        "which shard within a group and sum gradients between groups.",
+    )
+
+    @property
+    def divisor(self) -> tuple[int, str]:
+        """The number that must divide that of the ranks, and the keys of which it is the product."""
+        sizes = [(name, size) for name, size in reversed(list(self)) if size > 1]
+        return prod(size for _, size in sizes), " times ".join(f"parallel.{name}={size}" for name, size in sizes)

@@ -188,7 +188,7 @@ def meshes_of(config: Config, names: Iterable[str]) -> dict[str, dict[str, dict[
         ranks = sum(pools_of(config)[pool_of(config, Role(name))])
         data = max(ranks // (parallel.sequence * parallel.tensor), 1)
         meshes[name] = {}
-        fits = data * parallel.sequence * parallel.tensor == ranks
+        fits = ranks % parallel.divisor[0] == 0
         if fits and traits_of(Role(name)).has_sharded_model(config):
             meshes[name]["default"] = {"data": data, "sequence": parallel.sequence, "tensor": parallel.tensor}
         tensor = config.rollout.tensor

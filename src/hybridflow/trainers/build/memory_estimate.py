@@ -98,10 +98,8 @@ def _estimates_of(config: Config, role: Role, sizes: ModelSizes, device: str, ma
     ranks = sum(pools_of(config)[pool])
     mesh = meshes_of(config, [role.value])[role.value].get("default")
     if mesh is None:
-        raise ConfigError(
-            f"parallel.tensor={config.parallel.tensor} times parallel.sequence={config.parallel.sequence} does not "
-            f"divide the {ranks} ranks of pool '{pool}'; change one of them."
-        )
+        product = config.parallel.divisor[1]
+        raise ConfigError(f"{product} does not divide the {ranks} ranks of pool '{pool}'; change one of them.")
     offload: Any = dict(config.memory.offload).get(role.value, "none")  # pyright: ignore
     settled = config.with_dtype("float32" if device == "cpu" else "bfloat16")
     layout = MemoryLayout(
@@ -113,6 +111,7 @@ def _estimates_of(config: Config, role: Role, sizes: ModelSizes, device: str, ma
         kernels="cpu" if device == "cpu" else "compiled" if config.model.compile else "eager",
         longest=longest,
         max_logits=max_logits,
+        replicas=config.parallel.replicas,
         **mesh,
     )
     budget = config.memory.max_tokens_per_micro_batch
