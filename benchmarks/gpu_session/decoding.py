@@ -51,10 +51,10 @@ def steady(teller: Teller, root: str, model: str, sizes: dict[str, Any], tiny: b
         long_s = best_seconds(partial(run, many), sizes["repeats"], warm_ups=0)
         step_s = (long_s - short_s) / (many - few)
         bound_s = step_bytes(held, rows * (context + (few + many) / 2)) / bandwidth
-        told = {"model": model, "limit": 1e3 * bound_s, "against": "bound of bandwidth"}
-        teller.figure(f"steady step, {name}", 1e3 * step_s, "ms", **told)
-        told = {"model": model, "limit": rows / bound_s, "against": "bound of bandwidth"}
-        teller.figure(f"steady generation, {name}", rows / step_s, "tokens/s", **told)
+        compared = {"model": model, "limit": 1e3 * bound_s, "against": "bound of bandwidth"}
+        teller.figure(f"steady step, {name}", 1e3 * step_s, "ms", **compared)
+        compared = {"model": model, "limit": rows / bound_s, "against": "bound of bandwidth"}
+        teller.figure(f"steady generation, {name}", rows / step_s, "tokens/s", **compared)
         teller.figure(f"fixed cost of a generation, {name}", short_s - few * step_s, "s", model=model)
         teller.figure(f"of it prompts, pages and one step, {name}", first_s, "s", model=model)
         teller.figure(f"of it captures, {name}", graphs["seconds"], "s", model=model)
@@ -67,7 +67,7 @@ def variants(teller: Teller, root: str, model: str, sizes: dict[str, Any], tiny:
     few, many = sizes["steps"]
     rows, context = sizes["rows_and_contexts"][0]
     bound_s = step_bytes(held, rows * (context + (few + many) / 2)) / bandwidth
-    told = {"model": model, "limit": 1e3 * bound_s, "against": "bound of bandwidth"}
+    compared = {"model": model, "limit": 1e3 * bound_s, "against": "bound of bandwidth"}
     for variant in variants:
         sampling = {"top_p": 0.95} if variant == "top_p" else {}
         with VARIANTS[variant]():
@@ -76,7 +76,7 @@ def variants(teller: Teller, root: str, model: str, sizes: dict[str, Any], tiny:
             times = (best_seconds(partial(run, count), sizes["repeats"], warm_ups=0) for count in (few, many))
             short_s, long_s = times
         step_s = (long_s - short_s) / (many - few)
-        teller.figure(f"step with {variant}, {rows} rows at {context:,} tokens", 1e3 * step_s, "ms", **told)
+        teller.figure(f"step with {variant}, {rows} rows at {context:,} tokens", 1e3 * step_s, "ms", **compared)
 
 
 def lengths(teller: Teller, root: str, model: str, sizes: dict[str, Any], tiny: bool) -> None:
@@ -101,8 +101,8 @@ def lengths(teller: Teller, root: str, model: str, sizes: dict[str, Any], tiny: 
     keys_and_values = step_bytes(held, 1) - step_bytes(held, 0)
     read = step_bytes(held, 0) * counts.max() + keys_and_values * (counts * (prompt + counts / 2)).sum()
     name = f"{rows} rows of {prompt} + {longest:,} tokens, log-normal"
-    told = {"model": model, "limit": tokens / (read / bandwidth), "against": "bound of bandwidth"}
-    teller.figure(f"generation, {name}", tokens / seconds, "tokens/s", **told)
+    compared = {"model": model, "limit": tokens / (read / bandwidth), "against": "bound of bandwidth"}
+    teller.figure(f"generation, {name}", tokens / seconds, "tokens/s", **compared)
     teller.figure(f"shapes of steps, {name}", graphs["shapes"], "1", model=model)
     teller.figure(f"captures, {name}", graphs["captures"], "1", model=model)
     teller.figure(f"seconds of captures, {name}", graphs["seconds"], "s", model=model)
@@ -128,8 +128,10 @@ def attention(teller: Teller, models: Sequence[str], sizes: dict[str, Any]) -> N
                 with torch.no_grad():
                     seconds = best_seconds(partial(paged_attention, *inputs), 3, calls=sizes["calls"])
                 num_bytes = 2 * rows * length * kv_heads * dim * query.element_size()
-                told = {"model": model, "limit": bandwidth / 1e9, "against": "copy"}
-                teller.figure(f"attention, {rows} rows of {length:,} tokens", num_bytes / seconds / 1e9, "GB/s", **told)
+                compared = {"model": model, "limit": bandwidth / 1e9, "against": "copy"}
+                teller.figure(
+                    f"attention, {rows} rows of {length:,} tokens", num_bytes / seconds / 1e9, "GB/s", **compared
+                )
 
 
 def peer(teller: Teller, root: str, model: str, sizes: dict[str, Any], tiny: bool) -> None:
@@ -138,9 +140,9 @@ def peer(teller: Teller, root: str, model: str, sizes: dict[str, Any], tiny: boo
     engine, held, bandwidth = build(root, model, tiny)
     ours = rows * new / best_seconds(partial(generation_of(engine, held.shape.vocab_size, rows, prompt), new), 2)
     bound = rows * bandwidth / step_bytes(held, rows * (prompt + new / 2))
-    told: dict[str, Any] = {"model": model, "limit": bound, "against": "bound; `generate` of transformers"}
+    compared: dict[str, Any] = {"model": model, "limit": bound, "against": "bound; `generate` of transformers"}
     what = f"generation, {rows} rows of {prompt} + {new} tokens"
-    teller.figure(what, ours, "tokens/s", **told)
+    teller.figure(what, ours, "tokens/s", **compared)
     if tiny:
         return
     del engine
@@ -153,7 +155,7 @@ def peer(teller: Teller, root: str, model: str, sizes: dict[str, Any], tiny: boo
     with torch.inference_mode():
         mask = torch.ones_like(ids)
         seconds = best_seconds(lambda: theirs.generate(ids, attention_mask=mask, **options), 1)
-    teller.figure(what, ours, "tokens/s", **told, peer=rows * new / seconds)
+    teller.figure(what, ours, "tokens/s", **compared, peer=rows * new / seconds)
 
 
 # ------------------------------------------------------------------------------------ helpers
@@ -186,7 +188,7 @@ def random_prompts(vocabulary: int, rows: int, length: int) -> list[list[int]]:
 
 
 def step_bytes(held: ModelSizes, tokens: float) -> float:
-    """Return the bytes that a step reads: the weights once, without an embedding that is no head, and the cache."""
+    """Return the bytes that a step reads: the weights (an embedding only as the head), and the cache."""
     weights = held.parameters - (held.embedding if held.head else 0)
     return 2 * weights + 2 * 2 * held.shape.num_layers * held.kv_size * tokens
 

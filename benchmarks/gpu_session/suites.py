@@ -34,7 +34,7 @@ def changed_test_files(commit: str) -> list[str]:
 
 
 def tests(teller: Teller, files: Sequence[str], log: str, rehearse: bool) -> None:
-    """Run the tests of files; each failed one is told at once, and all lines of pytest are in `log`."""
+    """Run the tests of files; each failed one is written at once, and all lines of pytest are in `log`."""
     if not files:
         teller.note("no GPU test is concerned")
         return
