@@ -23,17 +23,15 @@ well there is not run again. A smoke run has a tiny model, and needs no GPU.
 """
 
 import argparse
-import multiprocessing
 import os
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
 import torch
 from gpu_session.plan import ALL_MODELS, PARTS, cases
 from gpu_session.record import Record, done_cases, read_lines
-from gpu_session.runner import run_cases
+from gpu_session.runner import run_cases, start_method
 from gpu_session.summary import draw, rows_of, tables_of
 from support.arguments import names_in, parser_of, positive
 from support.errors import BenchmarkError
@@ -48,7 +46,8 @@ def main() -> None:
     if args.threads:
         os.environ["OMP_NUM_THREADS"] = str(args.threads)
         torch.set_num_threads(args.threads)
-    if not args.smoke and not _has_gpu():
+    start_by = "fork" if args.smoke else start_method()
+    if start_by is None:
         raise BenchmarkError(
             "this benchmark needs a CUDA device, and torch finds none (see nvidia-smi); on a CPU, "
             "`make bench-gpu ARGS=--smoke` checks with a tiny model that it runs."
@@ -65,7 +64,7 @@ def main() -> None:
             options = {"tiny": args.smoke, "root": root, "out": out, "since": args.since, "threads": args.threads}
             planned = cases(args.part, args.models, **options)
             left = [case for case in planned if case.key not in done_cases(earlier)]
-            run_cases(left, record, budget_s=args.budget or float("inf"))
+            run_cases(left, record, budget_s=args.budget or float("inf"), start_by=start_by)
         lines = earlier + record.lines()
         print(summary := tables_of(lines, [case.key for case in planned]))
         (out / "summary.md").write_text(summary + "\n")
@@ -91,14 +90,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--after", type=Path, metavar="FILE", help="the figures.jsonl of an earlier call to continue")
     parser.add_argument("--since", default="", metavar="COMMIT", help="run the tests of packages that differ from it")
     return parser.parse_args()
-
-
-def _has_gpu() -> bool:
-    """Ask in another process: processes that are forked from one that has touched the GPU cannot use it."""
-    process = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(not torch.cuda.is_available()))
-    process.start()
-    process.join()
-    return process.exitcode == 0
 
 
 if __name__ == "__main__":

@@ -38,11 +38,13 @@ VARIANTS: dict[str, Callable[[], Any]] = {
 
 def steady(teller: Teller, root: str, model: str, sizes: dict[str, Any], tiny: bool) -> None:
     """Measure prompts, pages and captures apart from the step: two generations that differ in their length only."""
-    engine, held, bandwidth = build(root, model, tiny)
+    loaded, held, bandwidth = build(root, model, tiny)
+    engine = EmbeddedRollout(loaded, paged=True)
     for rows, context in sizes["rows_and_contexts"]:
         run = generation_of(engine, held.shape.vocab_size, rows, context)
         name, few, many = f"{rows} rows at {context:,} tokens", *sizes["steps"]
-        run(few)  # compiles kernels
+        with counted_graphs() as first_graphs:  # and compiles kernels
+            run(few)
         first_s = seconds_of(partial(run, 1))
         with counted_graphs() as graphs:
             short_s = seconds_of(partial(run, few))
@@ -51,40 +53,42 @@ def steady(teller: Teller, root: str, model: str, sizes: dict[str, Any], tiny: b
         long_s = best_seconds(partial(run, many), sizes["repeats"], warm_ups=0)
         step_s = (long_s - short_s) / (many - few)
         bound_s = step_bytes(held, rows * (context + (few + many) / 2)) / bandwidth
-        told = {"model": model, "limit": 1e3 * bound_s, "against": "bound of bandwidth"}
-        teller.figure(f"steady step, {name}", 1e3 * step_s, "ms", **told)
-        told = {"model": model, "limit": rows / bound_s, "against": "bound of bandwidth"}
-        teller.figure(f"steady generation, {name}", rows / step_s, "tokens/s", **told)
+        compared = {"model": model, "limit": 1e3 * bound_s, "against": "bound of bandwidth"}
+        teller.figure(f"steady step, {name}", 1e3 * step_s, "ms", **compared)
+        compared = {"model": model, "limit": rows / bound_s, "against": "bound of bandwidth"}
+        teller.figure(f"steady generation, {name}", rows / step_s, "tokens/s", **compared)
         teller.figure(f"fixed cost of a generation, {name}", short_s - few * step_s, "s", model=model)
         teller.figure(f"of it prompts, pages and one step, {name}", first_s, "s", model=model)
         teller.figure(f"of it captures, {name}", graphs["seconds"], "s", model=model)
-        teller.note("graphs of a generation", **graphs)
+        teller.figure(f"captures in the first generation, {name}", first_graphs["seconds"], "s", model=model)
 
 
 def variants(teller: Teller, root: str, model: str, sizes: dict[str, Any], tiny: bool, variants: Sequence[str]) -> None:
     """Measure the steady step with and without what makes it fast, and with top-p."""
-    engine, held, bandwidth = build(root, model, tiny)
+    loaded, held, bandwidth = build(root, model, tiny)
     few, many = sizes["steps"]
     rows, context = sizes["rows_and_contexts"][0]
     bound_s = step_bytes(held, rows * (context + (few + many) / 2)) / bandwidth
-    told = {"model": model, "limit": 1e3 * bound_s, "against": "bound of bandwidth"}
+    compared = {"model": model, "limit": 1e3 * bound_s, "against": "bound of bandwidth"}
     for variant in variants:
         sampling = {"top_p": 0.95} if variant == "top_p" else {}
         with VARIANTS[variant]():
+            engine = EmbeddedRollout(loaded, paged=True)  # without graphs of another variant
             run = generation_of(engine, held.shape.vocab_size, rows, context, **sampling)
             run(few)  # compiles kernels
             times = (best_seconds(partial(run, count), sizes["repeats"], warm_ups=0) for count in (few, many))
             short_s, long_s = times
         step_s = (long_s - short_s) / (many - few)
-        teller.figure(f"step with {variant}, {rows} rows at {context:,} tokens", 1e3 * step_s, "ms", **told)
+        teller.figure(f"step with {variant}, {rows} rows at {context:,} tokens", 1e3 * step_s, "ms", **compared)
 
 
 def lengths(teller: Teller, root: str, model: str, sizes: dict[str, Any], tiny: bool) -> None:
-    """Measure one generation of log-normal lengths, and count the shapes of its steps and the captures.
+    """Measure two generations of log-normal lengths, and count the shapes of their steps and the captures.
 
     The lengths are limits of the requests: random weights have no stop token.
     """
-    engine, held, bandwidth = build(root, model, tiny)
+    loaded, held, bandwidth = build(root, model, tiny)
+    engine = EmbeddedRollout(loaded, paged=True)
     rows, prompt, longest = sizes["rows"], sizes["prompt_len"], sizes["longest"]
     drawn = np.random.RandomState(0).lognormal(math.log(sizes["median"]), 0.9, rows)
     counts = np.clip(drawn.round().astype(int), 1, longest)
@@ -95,18 +99,19 @@ def lengths(teller: Teller, root: str, model: str, sizes: dict[str, Any], tiny: 
         generate(engine, [Request(i, ids, SamplingParams(limit), 1, (0, i)) for i, (ids, limit) in pairs])
 
     run(np.minimum(counts, 16))  # compiles kernels
-    with counted_graphs() as graphs:
-        seconds = seconds_of(lambda: run(counts))
     tokens = int(counts.sum())
     keys_and_values = step_bytes(held, 1) - step_bytes(held, 0)
     read = step_bytes(held, 0) * counts.max() + keys_and_values * (counts * (prompt + counts / 2)).sum()
     name = f"{rows} rows of {prompt} + {longest:,} tokens, log-normal"
-    told = {"model": model, "limit": tokens / (read / bandwidth), "against": "bound of bandwidth"}
-    teller.figure(f"generation, {name}", tokens / seconds, "tokens/s", **told)
+    compared = {"model": model, "limit": tokens / (read / bandwidth), "against": "bound of bandwidth"}
+    teller.note("lengths", mean=float(counts.mean()), longest=int(counts.max()))
+    for which in ("first", "second"):
+        with counted_graphs() as graphs:
+            seconds = seconds_of(lambda: run(counts))
+        teller.figure(f"{which} generation, {name}", tokens / seconds, "tokens/s", **compared)
+        teller.figure(f"captures in the {which}, {name}", graphs["captures"], "1", model=model)
+        teller.figure(f"seconds of captures in the {which}, {name}", graphs["seconds"], "s", model=model)
     teller.figure(f"shapes of steps, {name}", graphs["shapes"], "1", model=model)
-    teller.figure(f"captures, {name}", graphs["captures"], "1", model=model)
-    teller.figure(f"seconds of captures, {name}", graphs["seconds"], "s", model=model)
-    teller.note("lengths", mean=float(counts.mean()), longest=int(counts.max()), seconds=seconds)
 
 
 def attention(teller: Teller, models: Sequence[str], sizes: dict[str, Any]) -> None:
@@ -128,22 +133,25 @@ def attention(teller: Teller, models: Sequence[str], sizes: dict[str, Any]) -> N
                 with torch.no_grad():
                     seconds = best_seconds(partial(paged_attention, *inputs), 3, calls=sizes["calls"])
                 num_bytes = 2 * rows * length * kv_heads * dim * query.element_size()
-                told = {"model": model, "limit": bandwidth / 1e9, "against": "copy"}
-                teller.figure(f"attention, {rows} rows of {length:,} tokens", num_bytes / seconds / 1e9, "GB/s", **told)
+                compared = {"model": model, "limit": bandwidth / 1e9, "against": "copy"}
+                teller.figure(
+                    f"attention, {rows} rows of {length:,} tokens", num_bytes / seconds / 1e9, "GB/s", **compared
+                )
 
 
 def peer(teller: Teller, root: str, model: str, sizes: dict[str, Any], tiny: bool) -> None:
     """Measure whole generations against `generate` of transformers, whose sequences have equal lengths."""
     rows, prompt, new = sizes["rows"], sizes["prompt_len"], sizes["new_tokens"]
-    engine, held, bandwidth = build(root, model, tiny)
+    loaded, held, bandwidth = build(root, model, tiny)
+    engine = EmbeddedRollout(loaded, paged=True)
     ours = rows * new / best_seconds(partial(generation_of(engine, held.shape.vocab_size, rows, prompt), new), 2)
     bound = rows * bandwidth / step_bytes(held, rows * (prompt + new / 2))
-    told: dict[str, Any] = {"model": model, "limit": bound, "against": "bound; `generate` of transformers"}
+    compared: dict[str, Any] = {"model": model, "limit": bound, "against": "bound; `generate` of transformers"}
     what = f"generation, {rows} rows of {prompt} + {new} tokens"
-    teller.figure(what, ours, "tokens/s", **told)
+    teller.figure(what, ours, "tokens/s", **compared)
     if tiny:
         return
-    del engine
+    del engine, loaded
     from transformers import AutoModelForCausalLM
 
     theirs: Any = AutoModelForCausalLM.from_pretrained(model_directory(root, model, tiny=tiny), dtype=torch.bfloat16)
@@ -153,18 +161,18 @@ def peer(teller: Teller, root: str, model: str, sizes: dict[str, Any], tiny: boo
     with torch.inference_mode():
         mask = torch.ones_like(ids)
         seconds = best_seconds(lambda: theirs.generate(ids, attention_mask=mask, **options), 1)
-    teller.figure(what, ours, "tokens/s", **told, peer=rows * new / seconds)
+    teller.figure(what, ours, "tokens/s", **compared, peer=rows * new / seconds)
 
 
 # ------------------------------------------------------------------------------------ helpers
 
 
-def build(root: str, model: str, tiny: bool) -> tuple[EmbeddedRollout, ModelSizes, float]:
-    """Return an engine, the sizes of its model, and the bandwidth of a copy."""
+def build(root: str, model: str, tiny: bool) -> tuple[Any, ModelSizes, float]:
+    """Return a model on the device, its sizes, and the bandwidth of a copy."""
     bandwidth, path = copy_bandwidth(), model_directory(root, model, tiny=tiny)
     loaded = load_causal_lm(path, torch.bfloat16)
     torch.nn.Module.to(loaded, own_device())
-    return EmbeddedRollout(loaded, paged=True), sizes_of(path), bandwidth
+    return loaded, sizes_of(path), bandwidth
 
 
 def generation_of(
@@ -186,7 +194,7 @@ def random_prompts(vocabulary: int, rows: int, length: int) -> list[list[int]]:
 
 
 def step_bytes(held: ModelSizes, tokens: float) -> float:
-    """Return the bytes that a step reads: the weights once, without an embedding that is no head, and the cache."""
+    """Return the bytes that a step reads: the weights (an embedding only as the head), and the cache."""
     weights = held.parameters - (held.embedding if held.head else 0)
     return 2 * weights + 2 * 2 * held.shape.num_layers * held.kv_size * tokens
 
@@ -199,10 +207,10 @@ def counted_graphs() -> Iterator[dict[str, float]]:
     run, begin, end = StepGraphs.run, torch.cuda.graph.__enter__, torch.cuda.graph.__exit__
     started = [0.0]
 
-    def counted_run(self: StepGraphs, shape: Any, step: Any) -> Any:
+    def counted_run(self: StepGraphs, shape: Any, *rest: Any) -> Any:
         shapes.add(shape)
         counts["shapes"] = len(shapes)
-        return run(self, shape, step)
+        return run(self, shape, *rest)
 
     def counted_begin(self: Any) -> Any:
         started[0] = time.perf_counter()

@@ -76,8 +76,8 @@ def probe(teller: Teller) -> None:
         }
     teller.note("versions", python=sys.version.split()[0], **versions)
     teller.figure("copy, read and written", copy_bandwidth() / 1e12, "TB/s")
-    told = {"limit": NOMINAL_FLOPS / 1e12, "against": "nominal"}
-    teller.figure("product of bfloat16 matrices of 8,192", product_flops() / 1e12, "TFLOP/s", **told)
+    compared = {"limit": NOMINAL_FLOPS / 1e12, "against": "nominal"}
+    teller.figure("product of bfloat16 matrices of 8,192", product_flops() / 1e12, "TFLOP/s", **compared)
     group = dist.ProcessGroupGloo(PythonStore(), 0, 1, timedelta(seconds=10))
     for name in ("allreduce", "broadcast", "allgather"):
         tensor = torch.ones(4, device=device)

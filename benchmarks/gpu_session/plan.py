@@ -58,7 +58,6 @@ def cases(
 ) -> list[Case]:
     """Return the processes of these parts and models, in order."""
     sizes = TINY_SIZES if tiny else SIZES
-    of_tests = {"rehearse": tiny}
     lengths = {"4 x 4,096": [4096] * 4, "log-normal": training.log_normal_lengths(16384, 700, 4096)}
     if tiny:
         lengths = {"2 x 32": [32, 32], "log-normal": [5, 30]}
@@ -71,7 +70,9 @@ def cases(
         return Case("decode", name, LIMITS_S[name], decoding.steady, generating | {"model": name, "sizes": chosen})
 
     def visited(name: str) -> Case:
-        return Case("shapes", name, LIMITS_S[name], decoding.lengths, generating | {"model": name, "sizes": shapes})
+        return Case(
+            "shapes", name, 1.5 * LIMITS_S[name], decoding.lengths, generating | {"model": name, "sizes": shapes}
+        )
 
     def update(name: str, setting: str, part: str = "mfu", limit_s: float = 100) -> Case:
         options = {"root": root, "tiny": tiny, "model": name, "setting": setting, "sizes": sizes[part]}
@@ -81,8 +82,9 @@ def cases(
         options = generating | {"model": name, "sizes": sizes["decode"], "variants": variants}
         return Case(part, name, 60, decoding.variants, options)
 
-    def suite(part: str, files: list[str], limit_s: float) -> Case:
-        return Case(part, "pytest", limit_s, suites.tests, of_tests | {"files": files, "log": str(out / f"{part}.txt")})
+    def suite(part: str, files: list[str], limit_s: float, processes: int = 0) -> Case:
+        options = {"rehearse": tiny, "files": files, "log": str(out / f"{part}.txt"), "processes": processes}
+        return Case(part, "pytest", limit_s, suites.tests, options)
 
     ranks = TINY_TESTS if tiny else suites.gpu_test_files(suites.TWO_RANKS)
     changed = [] if tiny else suites.changed_test_files(since)
@@ -105,7 +107,7 @@ def cases(
         *(update(models[0], setting) for setting in settings),
         *(update(name, "lora", "lora", 120) for name in models[-1:]),
         varied("top_p", models[0], ("graphs", "top_p")),
-        suite("tests", changed, 240),
+        suite("tests", changed, 240, processes=6),
         *(visited(name) for name in models[1:]),
         *(
             Case("generation", name, 90, decoding.peer, generating | {"model": name, "sizes": sizes["generation"]})

@@ -1,7 +1,7 @@
 """Runs the processes of a session one after another; none can take the others down.
 
 A process is forked from this one, which has imported torch and has not touched the GPU: milliseconds in place of the
-seconds of a start. It has a limit of time. If it hangs, dies or raises, a line says so, and the next one runs.
+seconds of a start (`start_method`). It has a limit of time. If it hangs, dies or raises, a line says so, and the next one runs.
 """
 
 import multiprocessing
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
+import torch
 
 from gpu_session.record import Record, Teller
 
@@ -40,7 +41,29 @@ class Case:
         return self.part, self.name
 
 
-def run_cases(cases: Sequence[Case], record: Record, *, budget_s: float = float("inf")) -> None:
+def start_method() -> str | None:
+    """Return how a process can start that uses the GPU: by "fork", or "spawn" if CUDA has started here; None without one.
+
+    This process does not ask itself: one that is forked from it afterwards could not use the GPU.
+    """
+    if torch.version.cuda is None:
+        return None
+    for method in ("fork", "spawn"):
+        process = multiprocessing.get_context(method).Process(target=_touch_gpu)
+        process.start()
+        process.join()
+        if process.exitcode == 0:
+            return method
+    return None
+
+
+def _touch_gpu() -> None:
+    with suppress(Exception):
+        raise SystemExit(not torch.ones(1, device="cuda").item())
+    raise SystemExit(1)
+
+
+def run_cases(cases: Sequence[Case], record: Record, *, budget_s: float = float("inf"), start_by: str = "fork") -> None:
     """Run the cases in order; those for which no time of `budget_s` is left are named in the record."""
     start = time.monotonic()
     for number, case in enumerate(cases, 1):
@@ -51,13 +74,13 @@ def run_cases(cases: Sequence[Case], record: Record, *, budget_s: float = float(
             continue
         print(f"[{number}/{len(cases)}, {passed_s:.0f} s] {case.part} of {case.name}", file=sys.stderr, flush=True)
         before_s = time.monotonic()
-        state = run_case(case, record, min(case.limit_s, left_s))
+        state = run_case(case, record, min(case.limit_s, left_s), start_by)
         record.write(*case.key, state=state, seconds=round(time.monotonic() - before_s, 1))
 
 
-def run_case(case: Case, record: Record, limit_s: float) -> str:
+def run_case(case: Case, record: Record, limit_s: float, start_by: str) -> str:
     """Run one case in a process; return "done", or how it ended otherwise."""
-    process = multiprocessing.get_context("fork").Process(target=_measure, args=(case, record))
+    process = multiprocessing.get_context(start_by).Process(target=_measure, args=(case, record))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # threads of libraries, which wait while no one computes
         process.start()

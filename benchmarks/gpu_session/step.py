@@ -44,8 +44,8 @@ def step(teller: Teller, model: str, sizes: dict[str, int], tiny: bool, threads:
     ours = replies["hybridflow"][-1]
     responses = sizes["prompts_per_step"] * sizes["group_size"]
     what = f"GRPO step, {responses} responses of {sizes['new_tokens']} tokens"
-    told = {"model": model, "peer": seconds.get("trl"), "against": f"TRL; goal: {GOAL:g} times as fast"}
-    teller.figure(what, seconds["hybridflow"], "s", **told)
+    compared = {"model": model, "peer": seconds.get("trl"), "against": f"TRL; goal: {GOAL:g} times as fast"}
+    teller.figure(what, seconds["hybridflow"], "s", **compared)
     tokens = ours["num_tokens"]
     for stage, taken in (("generation", "generation_s"), ("training", "training_s"), ("whole step", "seconds")):
         teller.figure(f"GRPO step, {stage}", tokens / ours[taken], "tokens/s", model=model)

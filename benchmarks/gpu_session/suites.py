@@ -1,5 +1,6 @@
 """The tests that need a GPU, as parts of a session: pytest in a process of its own, whose lines are kept."""
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -13,6 +14,9 @@ from gpu_session.record import Teller
 
 TWO_RANKS = re.compile(r"two_ranks|layouts|resharding|offload|weight_sync/")
 """In the names of test files that may run two ranks on one GPU."""
+
+OUTCOME = re.compile(r"(?:\[gw\d+\] \[ *\d+%\] |(\S+::.+) )(PASSED|FAILED|SKIPPED|ERROR)(?: (\S+::.+))?")
+"""The line of a test that has ended: `path::name PASSED [ 10%]`, or of a process, `[gw0] [ 10%] PASSED path::name`."""
 
 
 def gpu_test_files(pattern: re.Pattern[str] | None = None) -> list[str]:
@@ -33,13 +37,19 @@ def changed_test_files(commit: str) -> list[str]:
     return [file for file in gpu_test_files() if Path(file).parts[1] in packages]
 
 
-def tests(teller: Teller, files: Sequence[str], log: str, rehearse: bool) -> None:
-    """Run the tests of files; each failed one is told at once, and all lines of pytest are in `log`."""
+def tests(teller: Teller, files: Sequence[str], log: str, rehearse: bool, processes: int) -> None:
+    """Run the tests of files; each failed one is written at once, and all lines of pytest are in `log`.
+
+    `processes` share the GPU where pytest-xdist is installed.
+    """
     if not files:
         teller.note("no GPU test is concerned")
         return
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "--tb=short", "--timeout", "120"]
-    command += ["-p", "no:cacheprovider", *["--rehearse"] * rehearse, *files]
+    command += ["-p", "no:cacheprovider", *["--rehearse"] * rehearse]
+    if processes and importlib.util.find_spec("xdist"):
+        command += ["-n", str(processes), "--dist", "loadfile"]
+    command += files
     counts: Counter[str] = Counter()
     with (
         open(log, "w", buffering=1) as kept,
@@ -48,11 +58,14 @@ def tests(teller: Teller, files: Sequence[str], log: str, rehearse: bool) -> Non
         assert process.stdout is not None
         for line in process.stdout:
             kept.write(line)
-            if found := re.match(r"(\S+::.+) (PASSED|FAILED|SKIPPED|ERROR)", line):
+            if found := OUTCOME.match(line):
                 counts[found[2]] += 1
                 if found[2] in ("FAILED", "ERROR"):
-                    teller.note(f"{found[2].lower()}: {found[1]}")
-    teller.figure("tests that passed", counts["PASSED"], "1", limit=counts.total(), against="all")
+                    teller.note(f"{found[2].lower()}: {found[1] or found[3]}")
+    teller.figure(
+        f"tests of the part {teller.part} that passed", counts["PASSED"], "1", limit=counts.total(), against="all"
+    passed, total = counts["PASSED"], counts.total()
+    teller.figure(f"tests of the part {teller.part} that passed", passed, "1", limit=total, against="all")
     teller.note("tests", **counts, files=len(files))
     if process.returncode:
         raise RuntimeError(f"pytest ended with status {process.returncode}; see {Path(log).name}")

@@ -27,7 +27,7 @@ GOALS = {"0.5B": 0.5, "1.5B": 0.62}
 """MFU of the setting `compiled`, as a share of the measured product, that this project aims at."""
 
 LARGEST_DISTANCE = 0.02
-"""Of results of two backends, relative to the norm; the rounding of bfloat16 is 0.004. A rate of others is not told."""
+"""Of results of two backends, relative to the norm (bfloat16 rounds by 0.004); the rate of others is not written."""
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "compiled": {"compile": True},
@@ -87,8 +87,10 @@ def update(teller: Teller, root: str, model: str, setting: str, sizes: dict[str,
         flops *= 2 / 3
     teller.figure(f"update, {setting}", sequences * length / seconds, "tokens/s", model=model)
     goal = GOALS.get(model) if setting == "compiled" else None
-    told = {"model": model, "limit": goal, "against": "goal" if goal else ""}
-    teller.figure(f"MFU of an update, {setting}: share of a measured product", mfu(flops, seconds, peak), "1", **told)
+    compared = {"model": model, "limit": goal, "against": "goal" if goal else ""}
+    teller.figure(
+        f"MFU of an update, {setting}: share of a measured product", mfu(flops, seconds, peak), "1", **compared
+    )
     nominal = mfu(flops, seconds, NOMINAL_FLOPS)
     teller.figure(
         f"MFU of an update, {setting}: share of {NOMINAL_FLOPS / 1e12:.0f} TFLOP/s", nominal, "1", model=model
@@ -102,8 +104,8 @@ def update(teller: Teller, root: str, model: str, setting: str, sizes: dict[str,
             max_logits=max_logits_on(own_device()),
         )
         estimate = training_memory(sizes_of(path), layout, tokens, tokens // length * (length - prompt_len))
-        told = {"model": model, "limit": estimate.total / GIB, "against": "estimate"}
-        teller.figure(f"peak memory of an update, {setting}", used, "GiB", **told)
+        compared = {"model": model, "limit": estimate.total / GIB, "against": "estimate"}
+        teller.figure(f"peak memory of an update, {setting}", used, "GiB", **compared)
 
 
 def attention(teller: Teller, models: list[str], sizes: dict[str, Any]) -> None:
@@ -146,9 +148,9 @@ def attention(teller: Teller, models: list[str], sizes: dict[str, Any]) -> None:
                 teller.note(f"{backend} on {name} of {model}", distance_from_first=apart, is_right=is_right)
                 if not is_right:
                     continue
-                told = {"model": model, "limit": peak / 1e12, "against": "measured product"}
+                compared = {"model": model, "limit": peak / 1e12, "against": "measured product"}
                 for which, rate in (("forward", flops / forward_s), ("backward", 2.5 * flops / backward_s)):
-                    teller.figure(f"training attention, {name}, {backend}, {which}", rate / 1e12, "TFLOP/s", **told)
+                    teller.figure(f"training attention, {name}, {backend}, {which}", rate / 1e12, "TFLOP/s", **compared)
 
 
 def _backend(name: str, lengths: list[int], dim: int) -> Callable[..., torch.Tensor]:

@@ -14,7 +14,7 @@ from gpu_session.models import MODELS
 from gpu_session.plan import OF_7B, PARTS, SIZES, cases
 from gpu_session.record import Figure, Record, done_cases, figures_of, read_lines
 from gpu_session.runner import Case, run_cases
-from gpu_session.suites import changed_test_files, gpu_test_files
+from gpu_session.suites import OUTCOME, changed_test_files, gpu_test_files
 from gpu_session.summary import rows_of, tables_of
 
 from hybridflow.models.paged_kv_cache import pages_of
@@ -112,7 +112,9 @@ def test_tables_have_figures_by_model_and_say_what_was_not_run():
     assert [(row.name, row.ratio) for row in rows_of(lines)][:2] == [("step_0.5B", 0.25), ("step_7B", 0.75)]
 
 
-def test_every_part_has_processes_in_the_order_of_the_parts(tmp_path):
+def test_every_part_has_processes_in_order_and_planning_touches_no_gpu(monkeypatch, tmp_path):
+    for name in ("is_available", "device_count", "init", "_lazy_init"):
+        monkeypatch.setattr(torch.cuda, name, lambda: pytest.fail("a process that is forked later could not use it"))
     planned = cases(PARTS, tuple(MODELS), tiny=False, root="", out=tmp_path, since="", threads=None)
     keys = [case.key for case in planned]
     assert list(dict.fromkeys(part for part, _ in keys)) == list(PARTS)
@@ -125,6 +127,23 @@ def test_rows_of_the_steady_step_keep_the_shape_of_their_step():
         for _, context in sizes["rows_and_contexts"]:
             tables = {_power_of_two(pages_of(context + steps + READ_EVERY)) for steps in range(few, many)}
             assert len(tables) == 1, context
+
+
+@pytest.mark.parametrize(
+    ("line", "outcome"),
+    [
+        (
+            "tests/a/test_b_gpu.py::test_c[1-x y] PASSED              [ 10%]",
+            ("tests/a/test_b_gpu.py::test_c[1-x y]", "PASSED"),
+        ),
+        ("[gw3] [  7%] FAILED tests/a/test_b_gpu.py::test_c[1] ", ("tests/a/test_b_gpu.py::test_c[1]", "FAILED")),
+        ("FAILED tests/a/test_b_gpu.py::test_c - AssertionError", None),
+        ("tests/a/test_b_gpu.py::test_c ", None),
+    ],
+)
+def test_outcomes_are_read_from_lines_of_pytest(line, outcome):
+    found = OUTCOME.match(line)
+    assert (found and ((found[1] or found[3]).strip(), found[2])) == outcome
 
 
 def test_tests_of_changed_packages_are_chosen_and_all_without_a_commit():
