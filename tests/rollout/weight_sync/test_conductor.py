@@ -13,6 +13,7 @@ from hybridflow.errors import RolloutError, WeightSyncError, WorkerDiedError
 from hybridflow.protocol import DataProto
 from hybridflow.rollout.weight_sync.conductor import BetweenPools
 from hybridflow.rollout.weight_sync.disk import Disk
+from hybridflow.rollout.weight_sync.ipc import Ipc
 from hybridflow.rollout.weight_sync.receiver import RECEIVING, ReceivesWeights
 from hybridflow.rollout.weight_sync.sender import SENDING, SendsWeights
 from hybridflow.workers import ActorWorker, InFlightRolloutWorker, RolloutWorker
@@ -55,18 +56,20 @@ def test_a_version_is_sent_once_and_log_probs_agree(pools, transport, tmp_path):
     torch.testing.assert_close(computed, rollouts.batch["rollout_log_probs"], atol=1e-5, rtol=0)
 
 
-def test_a_failed_sync_is_repeated(pools, monkeypatch):
+@pytest.mark.parametrize("transport", [Disk, Ipc])
+def test_a_failed_sync_is_repeated(pools, monkeypatch, transport):
     def failing(self, sent):
         raise WeightSyncError("the disk is gone")
 
-    learn, generate = pools("disk")
+    learn, generate = pools(transport.__name__.lower())
     with pytest.raises(RolloutError, match="the rollout engine has no weights yet; sync weights before generating"):
         generate.generate_greedy_sequences(prompts())
     sync = BetweenPools(learn, generate)
     with monkeypatch.context() as patch:
-        patch.setattr(Disk, "receive", failing)
+        patch.setattr(transport, "receive", failing)
         with pytest.raises(WeightSyncError, match="the disk is gone"):
             sync()
+    learn.abandon_step()
     assert sync()["weight_sync/bytes"] > 0
 
 

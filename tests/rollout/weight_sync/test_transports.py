@@ -3,6 +3,7 @@
 Each test runs on each transport; sender and receivers run in threads if they have to connect.
 """
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from torch._C._distributed_c10d import FileStore
 
 from hybridflow.config import Config, RolloutConfig, load_config
 from hybridflow.errors import LostWeightSyncError, WeightSyncError
@@ -140,10 +142,62 @@ def test_a_broadcast_has_two_buckets_in_flight_and_waits_for_all_at_the_end(tmp_
     def fail():
         raise RuntimeError("no connection")
 
-    transport._group = SimpleNamespace(broadcast=lambda *_: SimpleNamespace(wait=fail))
+    aborted = []
+    transport._group = SimpleNamespace(
+        broadcast=lambda *_: SimpleNamespace(wait=fail), abort=lambda: aborted.append("the kernels")
+    )
     transport.send(Bucket({"w": torch.zeros(1)}, {"w": 0}, 1))
     with pytest.raises(LostWeightSyncError, match="the broadcast of a weight bucket failed: no connection"):
         transport.finish()
+    assert aborted == ["the kernels"]
+    with pytest.raises(LostWeightSyncError, match="not connected, because an earlier sync failed"):
+        transport.send(Bucket({"w": torch.zeros(1)}, {"w": 0}, 1))
+
+
+LARGE = {"w": torch.arange(8e6)}
+"""More bytes than the kernel buffers of a connection."""
+
+
+def test_the_sync_after_an_abandoned_one_connects_anew(tmp_path):
+    config = configured(tmp_path)
+    sender, *receivers = (Broadcast(config) for _ in range(3))
+    for version in range(2):  # the first one is abandoned with two buckets under way
+        store = sender.new_store()
+        ranks = [(sender, 0), *((receiver, rank) for rank, receiver in enumerate(receivers, 1))]
+        in_threads([partial(end.join, store, rank, 3) for end, rank in ranks])
+        messages = [sender.send(Bucket(LARGE, {"w": 0}, version)) for _ in range(2)]
+        if version == 0:
+            sender.close()
+            sender = Broadcast(config)
+    for sent in messages:
+        for arrived in in_threads([partial(receiver.receive, sent) for receiver in receivers]):
+            assert torch.equal(arrived.weights["w"], LARGE["w"])
+    sender.finish()
+
+
+RECEIVER = """
+import os, signal, sys
+from torch.distributed import FileStore
+from hybridflow.config import load_config
+from hybridflow.rollout.weight_sync.broadcast import Broadcast
+from hybridflow.runtime.rendezvous import provide_stores
+
+provide_stores(lambda name: FileStore(name, 2), "")
+Broadcast(load_config(None, [])).join(sys.argv[1], 1, 2)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_receiver_that_is_killed_is_an_error_of_the_sender(fork_server, tmp_path, monkeypatch):
+    receiver = fork_server.start(["-c", RECEIVER, tmp_path / "store"], environment=os.environ)
+    monkeypatch.setattr(broadcast, "open_store", lambda name: FileStore(name, 2))
+    sender = Broadcast(configured(tmp_path))
+    sender.join(str(tmp_path / "store"), 0, 2)
+    receiver.communicate()
+    sender.send(Bucket(LARGE, {"w": 0}, 1))
+    with pytest.raises(LostWeightSyncError, match="the broadcast of a weight bucket failed"):
+        sender.finish()
+    assert receiver.returncode == -9
 
 
 def test_files_are_removed_when_all_are_received_or_a_write_fails(tmp_path, monkeypatch):

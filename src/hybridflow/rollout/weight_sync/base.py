@@ -60,7 +60,10 @@ class WeightTransport(Protocol):
         return ""
 
     def join(self, store: str, rank: int, world_size: int) -> None:
-        """Connect the sender, rank 0, and all receivers, which call this at the same time. Later calls do nothing."""
+        """Connect the sender, rank 0, and all receivers, which call this at the same time.
+
+        Later calls do nothing, unless they name another store: the ranks then connect anew.
+        """
 
     def send(self, bucket: Bucket) -> Sent:
         """Start to send a bucket, and return the message for each receiver's `receive`."""
@@ -72,3 +75,6 @@ class WeightTransport(Protocol):
 
     def finish(self) -> None:
         """Wait until all buckets are received, and release the memory or files used to send them."""
+
+    def close(self) -> None:
+        """Disconnect, whatever is under way; the end is not used again."""

@@ -87,7 +87,8 @@ class BetweenPools:
         self._trainer, self._rollout, self._num_ahead = trainer, rollout, num_ahead
         self._unfinished: deque[_Unfinished] = deque()
         self._version: int | None = None
-        self._has_joined = self._has_finished_one = False
+        self._has_finished_one = False
+        self._store: str | None = None
 
     def __call__(self) -> dict[str, float]:
         """Sync, if the rollout engines have an older version, and return the metrics."""
@@ -95,7 +96,7 @@ class BetweenPools:
         if announced.version == self._version:
             return {}
         self._version = None
-        if not self._has_joined:
+        if announced.store != self._store:  # the first one, or a sender that abandoned a sync
             self._join(announced)
         metrics = {"weight_sync/bytes": float(announced.num_bytes)}
         with timed("weight_sync", metrics):
@@ -150,7 +151,7 @@ class BetweenPools:
         joining = self._send("join_receivers", self._rollout.world_size)
         joining += self._receive("join_sender", announced)
         self._trainer.backend.wait(joining)
-        self._has_joined = True
+        self._store = announced.store
 
     def _sync(self, announced: Announcement) -> dict[str, float]:
         """Send the weights; return the metrics of their check.

@@ -23,6 +23,7 @@ from hybridflow.rollout.weight_sync.shared_memory import (
 from hybridflow.runtime.device import own_device
 from hybridflow.runtime.process_address import ProcessAddress, own_address
 from hybridflow.runtime.process_report import has_exited
+from hybridflow.runtime.rendezvous import new_store_name
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,10 @@ class Ipc(WeightTransport):
         self._device = own_device()
         self._rank, self._num_receivers = 0, 1
         self._sent: deque[SharedHostMemory | Tensor] = deque()
+
+    def new_store(self) -> str:
+        """Return a new name, so that the receivers of a new sender join it."""
+        return new_store_name()
 
     def join(self, store: str, rank: int, world_size: int) -> None:
         """Set the rank of this end, 0 for the sender, and the number of receivers."""

@@ -92,6 +92,8 @@ class WeightSender:
 
     def abandon(self) -> None:
         """Discard an unfinished sync, and connect anew for the next one."""
+        if self._transport is not None:
+            self._transport.close()
         self._buckets, self._transport = iter(()), None
 
     def join(self, num_receivers: int) -> None:
