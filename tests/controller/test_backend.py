@@ -6,6 +6,7 @@ import os
 import pickle
 import time
 import traceback
+from pathlib import Path
 
 import pytest
 import torch
@@ -239,6 +240,24 @@ def test_torch_distributed_initializes_in_a_single_rank():
     backend = LocalBackend()
     (worker,) = backend.spawn({"group": ClassWithInitArgs(Group)}, ResourcePool([1]))["group"]
     assert call(backend, worker, "sum").tolist() == [1, 1]
+
+
+class Closing(Worker):
+    def __init__(self, closed):
+        self.closed = closed
+
+    def close(self):
+        Path(self.closed).write_text(os.environ["RANK"] + Path(self.closed).read_text())
+
+
+def test_a_worker_that_is_stopped_in_this_process_is_closed_once(tmp_path):
+    backend, closed = LocalBackend(), tmp_path / "closed"
+    closed.touch()
+    workers = backend.spawn({"group": ClassWithInitArgs(Closing, str(closed))}, ResourcePool([2]))["group"]
+    backend.shutdown(workers[1:])
+    backend.close()
+    backend.close()
+    assert closed.read_text() == "01"
 
 
 def test_values_without_handles_are_released():

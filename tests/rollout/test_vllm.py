@@ -4,13 +4,13 @@ import gc
 import importlib.metadata
 import logging
 import re
-import subprocess
-import sys
 from pathlib import Path
+from weakref import ref
 
 import pytest
 import torch
 
+from fixtures.families import write_family
 from fixtures.rollouts import PROMPTS, Letters, requests, serve, tokens_of
 from hybridflow.errors import OutOfMemoryError, RolloutError
 from hybridflow.models.loading import load_causal_lm
@@ -32,29 +32,16 @@ def test_bfloat16_log_probs_are_close_to_the_embedded_engine(tiny_model):
     torch.testing.assert_close(theirs, ours, rtol=0, atol=0.3)
 
 
-EXPERTS = """
-import sys
-from pathlib import Path
-import torch
-sys.path.append(sys.argv[1])
-from fixtures.families import write_family
-from hybridflow.models.loading import load_causal_lm
-from hybridflow.rollout import EmbeddedRollout
-from rollout.test_vllm import build
-for kind in ("qwen3_moe", "glm4_moe"):
-    path = Path(sys.argv[2], kind)
-    write_family(path, kind, head_dim=32, moe_intermediate_size=32)
-    engines = (build(path), EmbeddedRollout(load_causal_lm(path)))
+@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe"])
+def test_experts_and_buffers_are_those_of_the_embedded_engine(tmp_path, kind):
+    from fixtures.vllm_engines import close_engines
+
+    close_engines()  # beside an engine without experts vLLM can start none with them
+    write_family(tmp_path, kind, head_dim=32, moe_intermediate_size=32)
+    engines = (build(tmp_path), EmbeddedRollout(load_causal_lm(tmp_path)))
     theirs, ours = (engine.log_probs([[3, 9, 12, 7, 38, 22, 4], [8, 1, 30]]) for engine in engines)
     torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4)
-"""
-
-
-def test_experts_and_buffers_are_those_of_the_embedded_engine(tmp_path):
-    # in a process of its own: after an engine without experts, a process can have none with them
-    program = [sys.executable, "-c", EXPERTS, str(Path(__file__).parents[1]), str(tmp_path)]
-    done = subprocess.run(program, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    close_engines()
 
 
 def test_preempted_sequences_get_equal_tokens(tiny_model):
@@ -200,7 +187,44 @@ def test_process_keeps_its_threads_and_joins_no_training_group(tiny_model):
     generate(engine, requests(SamplingParams(2)))
     del engine
     gc.collect()
-    generate(start(), requests(SamplingParams(2)))  # the first engine must not break the second
+    other = start()
+    generate(other, requests(SamplingParams(2)))  # the first engine must not break the second
+    other.close()
+
+
+def tensors_of(engine):
+    """Return references to the weights, keys and values of an engine."""
+    runner = engine._engine._engine.model_executor.driver_worker.worker.model_runner
+    return [ref(tensor) for tensor in (*runner.model.parameters(), *runner.kv_caches)]
+
+
+def test_closed_engine_frees_its_memory_and_keeps_the_training_group(tiny_model):
+    from vllm.distributed.parallel_state import model_parallel_is_initialized
+
+    from fixtures.vllm_engines import close_engines
+
+    close_engines()
+    engines = [build(tiny_model()) for _ in range(2)]
+    expected = [generate(engine, requests(SamplingParams(2))) for engine in engines]
+    tensors = [tensors_of(engine) for engine in engines]
+    assert gc.get_freeze_count()
+    engines[0].submit(Request(0, [5], SamplingParams(4)))
+    engines[0].close()
+    assert ([tensor() for tensor in tensors[0]], gc.get_freeze_count()) == ([None] * len(tensors[0]), 0)
+    assert generate(engines[1], requests(SamplingParams(2))) == expected[1]
+    for use in (
+        lambda e: e.submit(Request(0, [5], SamplingParams(4))),
+        lambda e: e.log_probs([[5, 6]]),
+        lambda e: e.sleep(),
+    ):
+        with pytest.raises(RolloutError, match="this vLLM engine was closed; build another VLLMRollout"):
+            use(engines[0])
+    assert not engines[0].has_unfinished()
+    close_engines()
+    assert [tensor() for tensor in tensors[1]] == [None] * len(tensors[1])
+    assert not model_parallel_is_initialized()
+    assert torch.distributed.is_initialized()
+    assert generate(build(tiny_model()), requests(SamplingParams(2))) == expected[0]
 
 
 def test_busy_engine_cannot_sleep_and_a_cpu_engine_keeps_its_weights(tiny_model):

@@ -12,15 +12,23 @@ KV_CACHE_BYTES = 2**30
 GRAPHS = pytest.mark.parametrize("enforce_eager", [True, False])
 
 
-def build(path, gpu, *, enforce_eager=True, **options):
-    """Return an engine without weights, and the weights on the device. In a rehearsal all engines are eager."""
+@pytest.fixture
+def build(gpu):
+    """Return a builder of engines without weights, and of the weights on the device. In a rehearsal all are eager."""
     pytest.importorskip("vllm")
     from hybridflow.rollout.vllm import VLLMRollout
 
-    is_eager = enforce_eager or gpu.type == "cpu"
-    settings = {"dtype": "bfloat16", "enforce_eager": is_eager, "kv_cache_bytes": KV_CACHE_BYTES}
-    engine = VLLMRollout(path, **(settings | options))
-    return engine, {name: p.to(gpu) for name, p in load_causal_lm(path, torch.bfloat16).named_parameters()}
+    engines = []
+
+    def started(path, *, enforce_eager=True, **options):
+        is_eager = enforce_eager or gpu.type == "cpu"
+        settings = {"dtype": "bfloat16", "enforce_eager": is_eager, "kv_cache_bytes": KV_CACHE_BYTES}
+        engines.append(VLLMRollout(path, **(settings | options)))
+        return engines[-1], {n: p.to(gpu) for n, p in load_causal_lm(path, torch.bfloat16).named_parameters()}
+
+    yield started
+    for engine in engines:
+        engine.close()
 
 
 def requests(sampling, group_size=2):
@@ -28,8 +36,8 @@ def requests(sampling, group_size=2):
 
 
 @GRAPHS
-def test_sleep_frees_gpu_memory_and_wake_restores_generation(tiny_model, gpu, enforce_eager):
-    engine, weights = build(tiny_model("qwen2"), gpu, enforce_eager=enforce_eager)
+def test_sleep_frees_gpu_memory_and_wake_restores_generation(tiny_model, build, gpu, enforce_eager):
+    engine, weights = build(tiny_model("qwen2"), enforce_eager=enforce_eager, can_sleep=True)
     load_weights(engine, weights.items(), version=0)
     wanted = requests(SamplingParams(8))
     expected = generate(engine, wanted)
@@ -48,8 +56,23 @@ def test_sleep_frees_gpu_memory_and_wake_restores_generation(tiny_model, gpu, en
 
 
 @GRAPHS
-def test_log_probs_of_decoding_equal_those_of_whole_sequences(tiny_model, gpu, enforce_eager):
-    engine, weights = build(tiny_model("qwen2"), gpu, enforce_eager=enforce_eager, max_running_sequences=1024)
+def test_engine_that_is_closed_asleep_leaves_its_memory_to_another(tiny_model, build, gpu, enforce_eager):
+    found = []
+    for _ in range(2):
+        free = torch.cuda.mem_get_info()[0] if gpu.type == "cuda" else 0
+        engine, weights = build(tiny_model("qwen2"), enforce_eager=enforce_eager, can_sleep=True)
+        load_weights(engine, weights.items(), version=0)
+        found.append(generate(engine, requests(SamplingParams(8))))
+        engine.sleep()
+        engine.close()
+        if gpu.type == "cuda":
+            assert free - torch.cuda.mem_get_info()[0] < 0.5 * KV_CACHE_BYTES
+    assert found[0] == found[1]
+
+
+@GRAPHS
+def test_log_probs_of_decoding_equal_those_of_whole_sequences(tiny_model, build, gpu, enforce_eager):
+    engine, weights = build(tiny_model("qwen2"), enforce_eager=enforce_eager, max_running_sequences=1024)
     load_weights(engine, weights.items(), version=0)
     wanted = requests(SamplingParams(24), group_size=200)  # more sequences than vLLM's own largest graph
     completions = generate(engine, wanted)
@@ -68,9 +91,9 @@ def test_log_probs_of_decoding_equal_those_of_whole_sequences(tiny_model, gpu, e
     assert sum(differences) / len(differences) < 0.05
 
 
-def test_sequence_with_a_seed_gets_the_same_tokens_alone_and_among_others(tiny_model, gpu):
+def test_sequence_with_a_seed_gets_the_same_tokens_alone_and_among_others(tiny_model, build, gpu):
     dtype = {"dtype": "float32"}  # in bfloat16 the size of a batch may change which of two tokens is more likely
-    engine, weights = build(tiny_model("qwen2"), gpu, **dtype)
+    engine, weights = build(tiny_model("qwen2"), **dtype)
     load_weights(engine, weights.items(), version=0)
     wanted = requests(SamplingParams(12), group_size=8)
     together = [c.token_ids for c in generate(engine, wanted)]
@@ -79,8 +102,8 @@ def test_sequence_with_a_seed_gets_the_same_tokens_alone_and_among_others(tiny_m
     assert len({tuple(tokens) for tokens in together}) == len(together)
 
 
-def test_calls_without_seeds_are_repeatable_and_keep_the_random_state(tiny_model, gpu):
-    engine, weights = build(tiny_model("qwen2"), gpu, seed_requests=False)
+def test_calls_without_seeds_are_repeatable_and_keep_the_random_state(tiny_model, build, gpu):
+    engine, weights = build(tiny_model("qwen2"), seed_requests=False)
     load_weights(engine, weights.items(), version=0)
     state = torch.cuda.get_rng_state() if gpu.type == "cuda" else torch.get_rng_state()
     wanted = requests(SamplingParams(12), group_size=8)

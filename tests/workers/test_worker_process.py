@@ -57,6 +57,7 @@ def test_vllm_is_built_as_configured(configure, monkeypatch, lengths, longest):
     sizes = [f"data.max_prompt_length={lengths[0]}", f"data.max_response_length={lengths[1]}"]
     for deterministic in (True, False):
         more = f"trainer.deterministic={str(deterministic).lower()}"
-        keys = build_rollout_engine(configure("rollout.backend=vllm", more, *sizes), tokenizer=None)
-        assert keys["seed_requests"] is deterministic
+        recipe = configure("rollout.backend=vllm", more, *sizes)
+        keys = build_rollout_engine(recipe, tokenizer=None, beside_trainer=not deterministic)
+        assert (keys["seed_requests"], keys["can_sleep"]) == (deterministic, not deterministic)
         assert keys["max_model_len"] == longest  # at most the 64 positions of the model

@@ -23,7 +23,7 @@ from hybridflow.controller.backend import CallTerms, PerRank, WorkerRef
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs, threads_of
 from hybridflow.controller.columns import produced_columns, sources_of
 from hybridflow.controller.resource_pool import ResourcePool
-from hybridflow.controller.worker import RANKS_TAKE_TURNS, set_colocated
+from hybridflow.controller.worker import RANKS_TAKE_TURNS, Worker, set_colocated
 from hybridflow.controller.worker_side import NamingErrors, checked_output
 from hybridflow.errors import BatchError, DispatchError, WorkerError
 from hybridflow.protocol import DataProto, DataProtoFuture, Handle
@@ -250,10 +250,13 @@ class LocalBackend:
         return isinstance(worker, LocalWorker) and worker.instance is not None
 
     def shutdown(self, workers: Sequence[WorkerRef]) -> None:
-        """Drop the objects of the workers."""
+        """Close the workers and drop their objects."""
         for worker in workers:
             if isinstance(worker, LocalWorker):
-                worker.instance = None
+                instance, worker.instance = worker.instance, None
+                if isinstance(instance, Worker):
+                    with _active_rank(worker, f"{type(instance).__name__}.close"):
+                        instance.close()
 
     def close(self) -> None:
         """Stop every worker."""

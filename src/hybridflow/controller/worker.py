@@ -61,6 +61,9 @@ class Worker:
         """Whether the group can use collectives; False if ranks take turns in one process or calls are concurrent."""
         return not self._ranks_take_turns and self.concurrent_calls == 1
 
+    def close(self) -> None:
+        """Free what the process would keep of a worker that is stopped; called by a backend whose process goes on."""
+
     def require_collectives(self, reason: str) -> None:
         """Raise WorkerError if collectives are unavailable; call it before the first collective of a method.
 

@@ -36,6 +36,7 @@ class ActorRolloutWorker(GeneratingWorker, ActorWorker):
             self.engine.rollout_model() if is_embedded else None,
             shares_model=self._shares_weights,
             in_group=self.has_collectives and self.world_size > 1,
+            beside_trainer=True,
         )
         boxes = self.rollout.boxes_to_load() if config.rollout.tensor > 1 else None
         self.weight_sender = WeightSender(self.engine, config, InProcess, boxes)

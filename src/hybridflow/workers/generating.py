@@ -136,6 +136,11 @@ class GeneratingWorker(DeviceWorker):
         """Return a context in which the rollout engine has its weights and memory."""
         raise NotImplementedError
 
+    def close(self) -> None:
+        """Close an engine of vLLM, whose memory the process would keep."""
+        if close := getattr(self.rollout, "close", None):
+            close()
+
     @register(
         TO_ENGINES,
         reads=prompt_columns,

@@ -57,11 +57,12 @@ def build_rollout_engine(
     *,
     shares_model: bool = False,
     in_group: bool = False,
+    beside_trainer: bool = False,
 ) -> RolloutEngine:
     """Build the rollout engine; an engine with a separate copy of the weights starts without weights.
 
     `model`: the model of the embedded engine, the trainer's own if `shares_model`. `in_group`: the process has joined
-    the process group of its worker group.
+    the process group of its worker group. `beside_trainer`: the process also trains, while a vLLM engine sleeps.
     """
     rollout = config.rollout
     if rollout.backend == "embedded":
@@ -89,6 +90,7 @@ def build_rollout_engine(
         kv_cache_bytes=rollout.kv_cache_bytes,
         enforce_eager=rollout.enforce_eager,
         seed_requests=config.trainer.deterministic,
+        can_sleep=beside_trainer,
     )
 
 

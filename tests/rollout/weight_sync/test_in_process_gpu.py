@@ -18,7 +18,7 @@ def test_sync_into_vllm_copies_no_weight_to_the_host(tiny_model, gpu, tmp_path):
     pytest.importorskip("vllm")
     from hybridflow.rollout.vllm import VLLMRollout
 
-    path = tiny_model("qwen2", hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
+    path = tiny_model("qwen2", hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
     settings = load_config(None, [f"model.path={path}", "model.dtype=bfloat16", "rollout.sync_bucket_bytes=200000"])
     trainer = TorchEngine(str(path), "policy", model=settings.model, memory=settings.memory)
     sender = WeightSender(trainer, settings, InProcess)
@@ -41,3 +41,4 @@ def test_sync_into_vllm_copies_no_weight_to_the_host(tiny_model, gpu, tmp_path):
     assert num_bytes > 500_000
     assert copied["DtoH"] <= 2 * 8 * num_tensors  # two fingerprints of 8 bytes for each tensor
     assert copied["HtoD"] <= 64 * num_tensors
+    rollout.close()

@@ -66,6 +66,9 @@ class VLLMRollout:
     `tensor_parallel` neighboring ranks share an engine: all of them build it, load weights and make the same calls at
     the same time.
 
+    With `can_sleep`, an engine frees its memory while it sleeps on a GPU, where a process can have one such engine at a
+    time. `close` it at the end: the process would keep its memory.
+
     Without `seed_requests`, the noise is seeded once when an idle engine gets a request, from its noise key and the
     version of the weights. A response then depends on the requests that run beside it, and differs after an error.
     """
@@ -84,6 +87,7 @@ class VLLMRollout:
         kv_cache_bytes: int = 0,
         enforce_eager: bool = False,
         seed_requests: bool = True,
+        can_sleep: bool = False,
     ) -> None:
         if dtype not in DTYPES:
             raise RolloutConfigError(f"vLLM computes in {' or '.join(DTYPES)}, model.dtype is '{dtype}'.")
@@ -123,6 +127,7 @@ class VLLMRollout:
             kv_cache_bytes=kv_cache_bytes,
             enforce_eager=enforce_eager,
             seed_requests=seed_requests,
+            can_sleep=can_sleep,
         )
         if not seed_requests:
             logger.warning(
@@ -130,7 +135,7 @@ class VLLMRollout:
                 "requests that run beside it; set trainer.deterministic = true for samples that do not"
             )
         try:
-            self._engine = VLLMEngine(options)
+            self._open: VLLMEngine | None = VLLMEngine(options)
         except (ValueError, RuntimeError, AssertionError) as error:
             raise RolloutError(
                 f"vLLM could not be started for '{path}': {' '.join(str(error).split())} (vLLM's "
@@ -295,6 +300,22 @@ class VLLMRollout:
         self.forget_kept()
         if self._engine.sleep():
             self.version = None
+
+    def close(self) -> None:
+        """Free the engine's memory and drop its requests; it cannot be used afterwards. Closing twice is allowed.
+
+        Ranks that share an engine close it at the same time.
+        """
+        if self._open is not None:
+            engine, self._open = self._open, None
+            self._sequences.clear(), self._with_stop_strings.clear(), self._num_unfinished.clear()
+            engine.close()
+
+    @property
+    def _engine(self) -> VLLMEngine:
+        if self._open is None:
+            raise RolloutError("this vLLM engine was closed; build another VLLMRollout.")
+        return self._open
 
     def _advance(self, advance: Callable[[], list[Progress]]) -> None:
         """Advance vLLM by a call that returns the sequences that it finished, and end those with a stop string."""

@@ -82,6 +82,18 @@ def join_own_group_if_none(on_gpu: bool) -> None:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 
+def clean_up() -> None:
+    """Destroy vLLM's process groups and collect its garbage; the default process group, training's, stays."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    destroy = dist.destroy_process_group
+    dist.destroy_process_group = lambda group=None: None if group is None else destroy(group)
+    try:
+        cleanup_dist_env_and_memory()
+    finally:
+        dist.destroy_process_group = destroy
+
+
 @contextmanager
 def unique_shared_memory() -> Iterator[None]:
     """Give the shared memory of an engine's ranks, whose name in vLLM is the same for all runs, a unique name.

@@ -5,19 +5,22 @@ Importing this file does not import vLLM; building an engine does.
 
 # pyright: reportMissingImports=false
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.random import fork_rng
 
-from hybridflow.errors import WeightSyncError
+from hybridflow.errors import RolloutError, WeightSyncError
 from hybridflow.rollout import base
 from hybridflow.rollout.vllm.process import (
+    clean_up,
     join_own_group_if_none,
     require_vllm,
     restored_process_state,
@@ -25,6 +28,7 @@ from hybridflow.rollout.vllm.process import (
 )
 from hybridflow.runtime.allocator import paused_collector
 from hybridflow.runtime.boxes import Box, whole_box
+from hybridflow.runtime.device import free_cached_memory
 from hybridflow.runtime.partial_tensor import PartialTensor
 from hybridflow.runtime.random_streams import derive_seed
 
@@ -48,6 +52,7 @@ class EngineOptions:
     """Arguments of an engine. `in_group`: the process is in a process group, all ranks of which build an engine.
 
     `seed_requests`: each sequence has a seed. Otherwise `VLLMEngine.seed` determines the noise of all of them.
+    `can_sleep`: the engine can free its memory on a GPU, where a process can have one such engine at a time.
     """
 
     path: str
@@ -60,6 +65,7 @@ class EngineOptions:
     kv_cache_bytes: int
     enforce_eager: bool
     seed_requests: bool = True
+    can_sleep: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,10 @@ class Progress:
     log_probs: list[float]
     finish_reason: str | None = None
     num_reused: int = 0
+
+
+_open: WeakSet["VLLMEngine"] = WeakSet()
+"""The engines of this process, which share the process groups of vLLM."""
 
 
 class VLLMEngine:
@@ -100,7 +110,8 @@ class VLLMEngine:
                 self._engine: Any = LLMEngine.from_engine_args(arguments, usage_context=context)
         # When it is garbage-collected, an engine would destroy all process groups of the process, also training's.
         self._engine.engine_core._finalizer.detach()
-        self._on_gpu = on_gpu
+        _open.add(self)
+        self._on_gpu, self._can_sleep = on_gpu, options.can_sleep
         self._sequences: dict[str, str] = {}  # name -> vLLM's name
         self._seed_requests = options.seed_requests
         self._seed, self._num_steps = 0, 0
@@ -271,14 +282,36 @@ class VLLMEngine:
 
     def sleep(self) -> bool:
         """Free weights, keys and values on a GPU, nothing on a CPU; return whether the weights were freed."""
+        if not self._can_sleep:
+            raise RolloutError("this vLLM engine was built without can_sleep=True: it cannot sleep; close it instead.")
         if self._on_gpu:
             self._engine.sleep(level=2)
         return self._on_gpu
 
     def wake(self, part: str) -> None:
         """Allocate memory for "weights" or for the "kv_cache" again."""
-        if self._on_gpu:
+        if self._on_gpu and self._can_sleep:
             self._engine.wake_up([part])
+
+    def close(self) -> None:
+        """Free the memory of the engine, and vLLM's process groups with the last engine of the process.
+
+        It cannot be used afterwards. An engine that sleeps wakes first: vLLM cannot free memory that is asleep.
+        """
+        free_cached_memory()
+        if self._engine.is_sleeping():
+            self._engine.wake_up()
+        self._on_model(_forget_layers)
+        executor = self._engine.model_executor
+        del self._engine
+        _open.discard(self)
+        executor.shutdown()  # it also unfreezes the objects that vLLM froze at its start for the garbage collector
+        del executor
+        if not _open:
+            clean_up()
+            return
+        gc.collect()
+        free_cached_memory()
 
     def _done(self, outputs: Iterable[Any]) -> list[Progress]:
         """Return the finished sequences of vLLM's outputs, and forget their names."""
@@ -375,7 +408,7 @@ def engine_arguments(options: EngineOptions, on_gpu: bool) -> dict[str, Any]:
         "kv_cache_memory_bytes": options.kv_cache_bytes or (None if on_gpu else KV_CACHE_BYTES_ON_CPU),
         "enforce_eager": options.enforce_eager,
         "cudagraph_capture_sizes": capture_sizes(options) if on_gpu else None,
-        "enable_sleep_mode": on_gpu,
+        "enable_sleep_mode": on_gpu and options.can_sleep,
         "logprobs_mode": "processed_logprobs",  # under the sampling distribution
         # A chunked prompt would return a random number that it drew, which CPU generators do not support.
         "enable_chunked_prefill": None if on_gpu else False,
@@ -408,6 +441,14 @@ def _restore_layers(model: Any) -> None:
         if info.can_load():
             _place_kernel_tensors(layer, info)
         info.reset()
+
+
+def _forget_layers(model: Any, config: Any) -> None:
+    """Drop what vLLM keeps in the process for reloads of the layers: their loaders, which keep the layers."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for layer in model.modules():
+        get_layerwise_info(layer).restore_metadata = ({}, {})
 
 
 def _renew_tied_head(model: Any, config: Any) -> None:
