@@ -28,7 +28,7 @@ def compiles(tiny_model, monkeypatch):
         (("cpu", "auto"), {}, False),
         (("cuda", "auto"), {"has_triton": False}, False),
         (("cuda", "auto", "mistral"), {}, False),
-        (("cuda", "auto"), {"tensor": 2}, False),
+        (("cuda", "auto"), {"tensor": 2}, True),
         (("cuda", False), {}, False),
         (("cpu", True), {}, True),
     ],

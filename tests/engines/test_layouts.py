@@ -106,6 +106,9 @@ OTHERS = {
     "lora sequence": (2, {"lora": 3, "sequence": 2}),
     "prefetch": (2, {"prefetch": True}),
     "compile": (2, {"compile": True}),
+    "compile, tensor 2": (2, {"compile": True, "tensor": 2, "family": QWEN3}),
+    "compile, sequence 2 x tensor 2, recomputed": (
+        4, {"compile": True, "sequence": 2, "tensor": 2, "checkpointing": True}),
     "once, data 2, recomputed": (2, {"max_tokens": 10, "checkpointing": True, "once_per_update": True}),
     "once, sequence 2": (2, {"sequence": 2, "max_tokens": 10, "once_per_update": True}),
     "once, data 4": (4, {"once_per_update": True}),

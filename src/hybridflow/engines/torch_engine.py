@@ -139,7 +139,7 @@ class TorchEngine:
         """Return whether to compile the layers: as configured, or with "auto" where it is supported and faster."""
         if compile != "auto":
             return compile
-        is_supported = isinstance(self.model_forward, FusedForward) and self.ranks.tensor == 1
+        is_supported = isinstance(self.model_forward, FusedForward)
         return is_supported and self.device.type == "cuda" and can_compile_for_gpu()
 
     def _recompute_activations(self) -> None:

@@ -79,10 +79,11 @@ class TensorRanks:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._rank, self._size = group, group.rank(), group.size()
+        self._name = group.group_name
 
     def copy(self, x: Tensor) -> Tensor:
         """Return x, which is equal on all ranks; the backward pass sums the gradients of the ranks."""
-        return _Copy.apply(x, self._group)
+        return _Copy.apply(x, self._name)
 
     def linear(self, module: nn.Linear, x: Tensor) -> Tensor:
         """Compute this rank's outputs of a module with sharded outputs."""
@@ -90,7 +91,7 @@ class TensorRanks:
 
     def linear_sum(self, module: nn.Linear, x: Tensor) -> Tensor:
         """Compute the whole output, equal on all ranks, of a module with sharded inputs."""
-        out = _Sum.apply(linear(x, local(module.weight)), self._group)
+        out = _Sum.apply(linear(x, local(module.weight)), self._name)
         return out if module.bias is None else out + local(module.bias)
 
     def embed(self, module: nn.Embedding, ids: Tensor) -> Tensor:
@@ -101,7 +102,7 @@ class TensorRanks:
         padding = module.padding_idx
         padding = padding - first if padding is not None and first <= padding < first + len(weight) else None
         found = embedding((ids - first).where(is_here, 0), weight, padding)
-        return _Sum.apply(found * is_here.unsqueeze(-1), self._group)
+        return _Sum.apply(found * is_here.unsqueeze(-1), self._name)
 
     def logits(self, module: nn.Linear, x: Tensor) -> Tensor:
         """Compute logits (tokens, entries) of this rank's entries of the vocabulary."""
@@ -140,6 +141,12 @@ class VocabularyRanks:
         return parts
 
 
+def _summed(x: Tensor, group: str) -> Tensor:
+    """Return the sum of x over the ranks of the group of this name, by operations that torch.compile traces."""
+    collectives = torch.ops._c10d_functional
+    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group))
+
+
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
@@ -149,17 +156,13 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
+        return _summed(grad, ctx.group), None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
-        x = x.contiguous().clone()
-        dist.all_reduce(x, group=group)
-        return x
+        return _summed(x, group)
 
     @staticmethod
     @once_differentiable

@@ -70,12 +70,5 @@ REFUSALS = (
         "use tensor = 1, which also shards weights over all ranks",
         lambda c: c.lora.rank > 0 and c.parallel.tensor > 1,
     ),
-    Refusal(
-        "model.compile",
-        "parallel.tensor above 1",
-        "layers that are split over ranks are not compiled",
-        "use compile = false, or tensor = 1",
-        lambda c: c.model.compile is True and c.parallel.tensor > 1,
-    ),
     REWARD_MODEL_ADAPTERS,
 )

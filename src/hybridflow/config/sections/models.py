@@ -37,7 +37,7 @@ class ModelConfig(Section):
         default="auto",
         description="Train with layers compiled by torch.compile, once for all numbers of tokens, instead of "
         "controller.compiled_kernels (generation keeps those). The first step takes up to a minute longer; rounding "
-        "changes. auto: on a GPU, for Llama, Qwen2 and Qwen3 with parallel.tensor = 1.",
+        "changes. auto: on a GPU, for Llama, Qwen2 and Qwen3.",
     )
 
 
