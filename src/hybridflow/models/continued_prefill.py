@@ -111,7 +111,8 @@ class PagedContinuedPlan:
         """Write the keys and values of one layer, and compute its attention."""
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         keys, values = self._cache.keys[layer], self._cache.values[layer]
-        append_to_pages(key[self._tokens], value[self._tokens], keys, values, self._slots)
+        addresses = self._cache.addresses[layer]
+        append_to_pages(key[self._tokens], value[self._tokens], keys, values, self._slots, addresses)
         self._batches = self._batches or list(self._split(query, key, value))
         queries = query.split([len(batch.new.slots) for batch in self._batches])
         outputs = []

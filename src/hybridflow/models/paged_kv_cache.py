@@ -5,13 +5,16 @@ their prompt.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hybridflow.models.attention import PackedPlan
-from hybridflow.models.kernels.paged_attention import append_to_pages, paged_attention
+from hybridflow.models.kernels.paged_attention import append_to_pages, looks_up_addresses, paged_attention
 from hybridflow.models.kv_cache import PrefillPlan
+from hybridflow.models.varlen import upload
 
 PAGE_SIZE = 32
 """Tokens in a page."""
@@ -60,22 +63,32 @@ class PagedKVCache:
     """Keys and values by layer, (pages, PAGE_SIZE, kv_heads, dim), of the shapes and dtype of `like`.
 
     `like` is a plan that has computed at least one token. The first `num_scratch` pages are written by rows that do
-    not run, and never read by others.
+    not run, and never read by others. `addresses` (layers, 2): where the keys and values of each layer are, in memory
+    of a fixed address if `addresses_in` is given.
     """
 
-    def __init__(self, like: PrefillPlan, num_pages: int, num_scratch: int) -> None:
+    def __init__(self, like: PrefillPlan, num_pages: int, num_scratch: int, addresses_in: Tensor | None = None) -> None:
         def allocated(x: Tensor) -> Tensor:
             return x.new_empty(num_scratch + num_pages, PAGE_SIZE, *x.shape[1:])
 
         layers = range(len(like.keys))
         self.keys = [allocated(like.keys[layer]) for layer in layers]
         self.values = [allocated(like.values[layer]) for layer in layers]
+        pairs = list(zip(self.keys, self.values, strict=True))
+        pages = [[x.data_ptr() for x in pair] for pair in pairs]
+        addresses = torch.tensor(pages, device=self.keys[0].device)
+        self.addresses = addresses if addresses_in is None else addresses_in.copy_(addresses)
         self.table = PageTable(num_scratch, num_pages)
+        # What a CUDA graph of a decoding step expects unchanged: nothing if the kernels look the addresses up.
+        is_fixed = not all(looks_up_addresses(*pair) for pair in pairs)
+        self.fixed_addresses = [len(self.keys[0]), *chain.from_iterable(pages)] if is_fixed else []
 
     def copy_page(self, source: int, targets: Sequence[int]) -> None:
         """Copy the keys and values of a page to other pages."""
-        for x in (*self.keys, *self.values) if targets else ():
-            x[list(targets)] = x[source].clone()
+        if targets:
+            index = upload(np.array(targets), self.keys[0].device)
+            for x in (*self.keys, *self.values):
+                x[index] = x[source].clone()
 
     @staticmethod
     def page_bytes(like: PrefillPlan) -> int:
@@ -97,7 +110,8 @@ class PagedPrefillPlan:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Write the keys and values of one layer, and compute its attention."""
         new_key, new_value = (x[0].transpose(0, 1)[self._tokens] for x in (key, value))
-        append_to_pages(new_key, new_value, self._cache.keys[layer], self._cache.values[layer], self._slots)
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        append_to_pages(new_key, new_value, keys, values, self._slots, self._cache.addresses[layer])
         return self._packed.attend(layer, query, key, value, scaling)
 
 
@@ -120,6 +134,6 @@ class PagedDecodePlan:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Write the new keys and values of one layer, and compute its attention."""
         query, key, value = query[:, :, 0], key[:, :, 0], value[:, :, 0]
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        append_to_pages(key, value, keys, values, self._slots)
-        return paged_attention(query, keys, values, self._tables, self._counts, scaling).unsqueeze(1)
+        keys, values, addresses = self._cache.keys[layer], self._cache.values[layer], self._cache.addresses[layer]
+        append_to_pages(key, value, keys, values, self._slots, addresses)
+        return paged_attention(query, keys, values, self._tables, self._counts, scaling, addresses).unsqueeze(1)

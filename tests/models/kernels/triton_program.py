@@ -11,7 +11,7 @@ from torch import Tensor
 from hybridflow.models.kernels import triton_elementwise, triton_paged_attention, triton_sampling
 from hybridflow.models.kernels.elementwise import rms_norm, rotary, silu_mul
 from hybridflow.models.kernels.library import use_kernels
-from hybridflow.models.kernels.paged_attention import _by_gathering
+from hybridflow.models.kernels.paged_attention import _by_gathering, addresses_of
 from hybridflow.models.kernels.sampling import block_sums
 
 PAGE_SIZE, NUM_PAGES, UNUSED = 32, 60, 7
@@ -48,20 +48,29 @@ def check_attention(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, tol
         keys[page, (count - 1) % PAGE_SIZE + 1 :] = torch.nan
         values[page, (count - 1) % PAGE_SIZE + 1 :] = torch.nan
     expected_keys, expected_values = keys.clone(), values.clone()
-    triton_paged_attention.append(key, value, keys, values, slots)
+    addresses = addresses_of(keys, values)
+    triton_paged_attention.append(key, value, addresses, slots)
     expected_keys.flatten(0, 1).index_copy_(0, slots, key)
     expected_values.flatten(0, 1).index_copy_(0, slots, value)
     torch.testing.assert_close((keys, values), (expected_keys, expected_values), rtol=0, atol=0, equal_nan=True)
     scaling = dim**-0.5
-    out = triton_paged_attention.attend(query, keys, values, tables, counts, scaling)
+
+    def attend(rows: slice, tables: Tensor, counts: Tensor = counts) -> Tensor:
+        sizes = {"page_size": PAGE_SIZE, "kv_heads": kv_heads}
+        return triton_paged_attention.attend(query[rows], addresses, tables[rows], counts[rows], scaling, **sizes)
+
+    out = attend(slice(None), tables)
     exact = _by_gathering(query.double(), keys.double(), values.double(), tables, counts, scaling)
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
     # A row's result depends neither on other rows nor on the width of its table.
-    alone = triton_paged_attention.attend(query[6:7], keys, values, tables[6:7], counts[6:7], scaling)
-    wider = triton_paged_attention.attend(query, keys, values, torch.cat([tables, tables], 1), counts, scaling)
-    assert torch.equal(alone[0], out[6])
-    assert torch.equal(wider, out)
+    assert torch.equal(attend(slice(6, 7), tables)[0], out[6])
+    assert torch.equal(attend(slice(None), torch.cat([tables, tables], 1)), out)
+    assert torch.equal(attend(slice(5), tables[:, :8]), out[:5])  # a single part, which is not merged
+    # The addresses are read when the kernels run.
+    moved = keys.clone(), values + 1
+    addresses.copy_(addresses_of(*moved))
+    torch.testing.assert_close(attend(slice(None), tables), out + 1, rtol=tolerance, atol=4 * tolerance)
 
 
 @torch.no_grad()
@@ -113,7 +122,7 @@ def compile_for_h100() -> None:
 
     sizes = {"NUM_PARTS": 4, "DIM": 64, "PADDED_DIM": 64, "SPLIT": triton_paged_attention.SPLIT}
     for kind in ("*bf16", "*fp32"):
-        heads = {"query": kind, "keys": kind, "values": kind, "tables": "*i32", "counts": "*i64"}
+        heads = {"query": kind, "addresses": "*i64", "tables": "*i32", "counts": "*i64"}
         parts = {"partial": "*fp32", "normalizers": "*fp32"}
         strides = {"query_stride": "i32", "table_stride": "i32", "scaling": "fp32"}
         groups = {"KV_HEADS": 2, "GROUP": 7, "PADDED_GROUP": 16, "PAGE_SIZE": 32, "BLOCK": triton_paged_attention.BLOCK}
@@ -121,8 +130,8 @@ def compile_for_h100() -> None:
         ptx = build(attend, heads | parts | strides, **groups, **sizes)
         assert ("mma.sync" in ptx) == (kind == "*bf16")  # tensor cores
         build(triton_paged_attention._merge_parts, parts | {"counts": "*i64", "out": kind}, HEADS=14, **sizes)
-        new = dict.fromkeys(("key", "value", "keys", "values"), kind)
-        places = {"slots": "*i64", "key_stride": "i32", "value_stride": "i32", "size": "i32"}
+        new = dict.fromkeys(("key", "value"), kind)
+        places = {"addresses": "*i64", "slots": "*i64", "key_stride": "i32", "value_stride": "i32", "size": "i32"}
         build(triton_paged_attention._append, new | places, BLOCK=128)
         norm = {"x": kind, "weight": kind, "out": kind, "width": "i32", "epsilon": "fp32"}
         logits = {"logits": kind, "temperatures": "*fp32", "largest": "*fp32", "sums": "*fp64"}

@@ -13,34 +13,56 @@ LARGEST_HEAD_BYTES = 512
 """Largest size of one head's key in the Triton kernel, whose blocks must fit into shared memory."""
 
 
-def append_to_pages(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+def addresses_of(keys: Tensor, values: Tensor) -> Tensor:
+    """Return the addresses of a layer's pages as the kernels read them, (2,) int64."""
+    return torch.tensor([keys.data_ptr(), values.data_ptr()], device=keys.device)
+
+
+def looks_up_addresses(keys: Tensor, values: Tensor) -> bool:
+    """Whether kernels serve these pages, and read their `addresses_of` from memory each time they run."""
+    is_small = keys.shape == values.shape and keys.shape[-1] * keys.element_size() <= LARGEST_HEAD_BYTES
+    return is_small and runs_triton(keys)
+
+
+def append_to_pages(
+    key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor, addresses: Tensor | None = None
+) -> None:
     """Write keys and values (tokens, kv_heads, dim) into pages (pages, page_size, kv_heads, dim).
 
     slots: (tokens,) int64, distinct; token i goes to place `slots[i] % page_size` of page `slots[i] // page_size`.
+    `addresses`: those of the pages, if they are on the device already.
     """
     if runs_triton(key) and key.shape == value.shape:
         from hybridflow.models.kernels.triton_paged_attention import append
 
-        append(key, value, keys, values, slots)
+        append(key, value, addresses_of(keys, values) if addresses is None else addresses, slots)
         return
     keys.flatten(0, 1).index_copy_(0, slots, key)
     values.flatten(0, 1).index_copy_(0, slots, value)
 
 
 def paged_attention(
-    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, counts: Tensor, scaling: float
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    counts: Tensor,
+    scaling: float,
+    addresses: Tensor | None = None,
 ) -> Tensor:
     """Compute the attention of each row's query to the row's first `counts` tokens, (rows, heads, value_dim).
 
     query (rows, heads, dim); keys and values (pages, page_size, kv_heads, dim or value_dim), where kv_heads divides
     heads; tables (rows, pages per row) int32; counts (rows,) int64, from 1 to the tokens of a whole table. Entries of
-    a table after the row's last page, and places after its last token, are not used. No gradient.
+    a table after the row's last page, and places after its last token, are not used. `addresses`: those of the pages,
+    if they are on the device already. No gradient.
     """
-    is_small = keys.shape == values.shape and query.shape[-1] * query.element_size() <= LARGEST_HEAD_BYTES
-    if is_small and runs_triton(query):
+    if looks_up_addresses(keys, values):
         from hybridflow.models.kernels.triton_paged_attention import attend
 
-        return attend(query, keys, values, tables, counts, scaling)
+        addresses = addresses_of(keys, values) if addresses is None else addresses
+        page_size, kv_heads = keys.shape[1:3]
+        return attend(query, addresses, tables, counts, scaling, page_size=page_size, kv_heads=kv_heads)
     return _by_gathering(query, keys, values, tables, counts, scaling)
 
 

@@ -1,7 +1,8 @@
 """Triton kernels of paged attention with one query per row (Kwon et al., 2023), split over keys as in Flash-Decoding.
 
 A row's keys are split into parts of SPLIT tokens, whatever the other rows are; parts are computed in parallel and then
-merged in order. So the result of a row depends on the row alone. Products accumulate in float32.
+merged in order. So the result of a row depends on the row alone. Products accumulate in float32. Kernels read the
+addresses of the pages from memory, so a CUDA graph of them can be replayed on other pages.
 """
 
 # PyTorch for CUDA brings Triton, PyTorch for CPUs does not.
@@ -19,30 +20,33 @@ SMALLEST_PRODUCT = 16
 """The smallest size of a matrix product; fewer queries or dimensions are padded."""
 
 
-def append(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-    """Write keys and values into pages, see `append_to_pages`; both have one shape."""
+def append(key: Tensor, value: Tensor, addresses: Tensor, slots: Tensor) -> None:
+    """Write keys and values into pages, see `append_to_pages`; both have one shape, and the dtype of the pages."""
     tokens, kv_heads, dim = key.shape
     key, value = (x if x.stride(2) == 1 and x.stride(1) == dim else x.contiguous() for x in (key, value))
     size = kv_heads * dim
     if tokens:
         _append[(tokens,)](
-            *(key, value, keys, values, slots),
+            *(key, value, addresses, slots),
             *(key.stride(0), value.stride(0), size),
             BLOCK=triton.next_power_of_2(size),
         )
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, counts: Tensor, scaling: float) -> Tensor:
-    """Compute attention, see `paged_attention`; keys and values have one shape and are contiguous."""
+def attend(
+    query: Tensor, addresses: Tensor, tables: Tensor, counts: Tensor, scaling: float, *, page_size: int, kv_heads: int
+) -> Tensor:
+    """Compute attention, see `paged_attention`; keys and values have one shape, and are contiguous."""
     rows, heads, dim = query.shape
-    page_size, kv_heads = keys.shape[1:3]
     group, num_parts = heads // kv_heads, -(-tables.shape[1] * page_size // SPLIT)
     query = query if query.stride(2) == 1 and query.stride(1) == dim else query.contiguous()
-    partial = query.new_empty(rows, heads, num_parts, dim, dtype=torch.float32)
+    out = torch.empty(rows, heads, dim, dtype=query.dtype, device=query.device)
+    # A single part is the output.
+    partial = query.new_empty(rows, heads, num_parts, dim, dtype=torch.float32) if num_parts > 1 else out
     normalizers = query.new_empty(rows, heads, num_parts, dtype=torch.float32)
     padded = max(SMALLEST_PRODUCT, triton.next_power_of_2(dim))
     _attend_to_part[(rows, kv_heads, num_parts)](
-        *(query, keys, values, tables, counts, partial, normalizers),
+        *(query, addresses, tables, counts, partial, normalizers),
         *(query.stride(0), tables.stride(0), scaling),
         NUM_PARTS=num_parts,
         KV_HEADS=kv_heads,
@@ -54,21 +58,30 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, counts: 
         SPLIT=SPLIT,
         BLOCK=BLOCK,
     )
-    out = torch.empty(rows, heads, dim, dtype=query.dtype, device=query.device)
-    _merge_parts[(rows, heads)](
-        *(partial, normalizers, counts, out),
-        NUM_PARTS=num_parts,
-        HEADS=heads,
-        DIM=dim,
-        PADDED_DIM=padded,
-        SPLIT=SPLIT,
-    )
+    if num_parts > 1:
+        _merge_parts[(rows, heads)](
+            *(partial, normalizers, counts, out),
+            NUM_PARTS=num_parts,
+            HEADS=heads,
+            DIM=dim,
+            PADDED_DIM=padded,
+            SPLIT=SPLIT,
+        )
     return out
 
 
 @triton.jit
-def _append(key, value, keys, values, slots, key_stride, value_stride, size, BLOCK: tl.constexpr):
+def _pages(addresses, like):
+    """Return the pointers to the pages of a layer's keys and values, of the type that `like` points to."""
+    kind = tl.pointer_type(like.dtype.element_ty)
+    keys, values = tl.load(addresses).to(kind), tl.load(addresses + 1).to(kind)
+    return tl.multiple_of(keys, 16), tl.multiple_of(values, 16)  # so that several numbers are read at once
+
+
+@triton.jit
+def _append(key, value, addresses, slots, key_stride, value_stride, size, BLOCK: tl.constexpr):
     """Copy one token, (kv_heads * dim) contiguous numbers, to its slot."""
+    keys, values = _pages(addresses, key)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     offset = tl.arange(0, BLOCK)
@@ -81,8 +94,7 @@ def _append(key, value, keys, values, slots, key_stride, value_stride, size, BLO
 @triton.jit
 def _attend_to_part(
     query,
-    keys,
-    values,
+    addresses,
     tables,
     counts,
     partial,
@@ -105,6 +117,7 @@ def _attend_to_part(
     count = tl.load(counts + row).to(tl.int32)
     first = part * SPLIT
     if first < count:
+        keys, values = _pages(addresses, query)
         head, dim = tl.arange(0, PADDED_GROUP), tl.arange(0, PADDED_DIM)
         is_query = (head[:, None] < GROUP) & (dim[None, :] < DIM)
         offset = (kv_head * GROUP + head)[:, None] * DIM + dim[None, :]
@@ -130,8 +143,10 @@ def _attend_to_part(
             total = total * shrink + tl.sum(weights, 1)
             largest = new_largest
         entry = (row * KV_HEADS * GROUP + kv_head * GROUP + head) * NUM_PARTS + part
-        tl.store(partial + entry[:, None] * DIM + dim[None, :], out / total[:, None], mask=is_query)
-        tl.store(normalizers + entry, largest + tl.log(total), mask=head < GROUP)
+        where = partial + entry[:, None] * DIM + dim[None, :]
+        tl.store(where, (out / total[:, None]).to(partial.dtype.element_ty), mask=is_query)
+        if NUM_PARTS > 1:
+            tl.store(normalizers + entry, largest + tl.log(total), mask=head < GROUP)
 
 
 @triton.jit
