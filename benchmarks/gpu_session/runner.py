@@ -1,7 +1,8 @@
 """Runs the processes of a session one after another; none can take the others down.
 
 A process is forked from this one, which has imported torch and has not touched the GPU: milliseconds in place of the
-seconds of a start (`start_method`). It has a limit of time. If it hangs, dies or raises, a line says so, and the next one runs.
+seconds of a start (`start_method`). It has a limit of time. If it hangs, dies or raises, a line says so, and the next
+one runs.
 """
 
 import multiprocessing
@@ -42,7 +43,7 @@ class Case:
 
 
 def start_method() -> str | None:
-    """Return how a process can start that uses the GPU: by "fork", or "spawn" if CUDA has started here; None without one.
+    """Return how a process starts that can use the GPU: "fork", or "spawn" if CUDA has started here; None without a GPU.
 
     This process does not ask itself: one that is forked from it afterwards could not use the GPU.
     """
