@@ -47,7 +47,7 @@ def test_a_reward_model_is_counted_with_its_single_output(tiny_model, lines_of):
     assert float(lines["reward"][-1]) > 0
 
 
-def test_generation_needs_what_its_process_does_not_have(lines_of, caplog):
+def test_generation_needs_what_its_process_does_not_have(lines_of):
     one_gpu, idle = lines_of(), lines_of("memory.offload={actor_rollout='idle'}")
     assert cell(one_gpu, "generation", "weights") == 0
     assert cell(idle, "generation", "weights") == cell(idle, "actor_rollout", "weights") > 0
@@ -56,8 +56,39 @@ def test_generation_needs_what_its_process_does_not_have(lines_of, caplog):
     assert lines["generation"][0] == "1"
     assert pool(lines, "generate") == pytest.approx(float(lines["generation"][-1]), abs=0.01)
     assert cell(lines, "generation", "weights") > 0
+
+
+VLLM = ("rollout.backend=vllm", "--gpu-memory", "80", "rollout.gpu_memory_utilization=0.4")
+
+
+def test_vllm_has_its_share_of_the_gpu_while_it_generates(lines_of, caplog):
+    lines, large = lines_of(*VLLM), lines_of("--gpu-memory", "80")
+    assert float(lines["generation"][-1]) == 32
+    held = sum(cell(lines, "actor_rollout", part) for part in ("weights", "masters", "moments"))
+    assert pool(lines, "main") == pytest.approx(max(32 + held, pool(large, "main")), abs=0.02)
+    kept = lines_of(*VLLM, *POOLS)
+    assert pool(kept, "generate") == 32
+    assert pool(kept, "learn") == float(kept["actor_rollout"][-1])
+    cache = ("rollout.backend=vllm", "rollout.kv_cache_bytes=2147483648")
+    whole, halves = lines_of(*cache), lines_of(*cache, *SHARDED, "rollout.tensor=2")
+    assert cell(whole, "generation", "keys_and_values") == cell(halves, "generation", "keys_and_values") == 2
+    weights = [cell(each, "generation", "weights") for each in (whole, halves)]
+    assert weights[1] == pytest.approx(weights[0] / 2, abs=0.01)
+    on_cpu = lines_of("rollout.backend=vllm", "--device", "cpu")
+    assert cell(on_cpu, "generation", "keys_and_values") == 1
     assert list(lines_of("rollout.backend=vllm")) == ["", "actor_rollout", "pool main", *OF_A_STEP]
-    assert "generation: left out; vLLM takes rollout.gpu_memory_utilization=0.5" in caplog.text
+    assert "generation: left out; vLLM takes rollout.gpu_memory_utilization=0.5 of a GPU" in caplog.text
+
+
+def test_the_buffers_of_nccl_are_counted_once_for_a_process(lines_of):
+    lines = lines_of(*SHARDED, "algorithm.advantage=gae")
+    found = [cell(lines, name, "communication") for name in ("actor_rollout", "critic", "generation")]
+    assert found == [0.38, 0.38, 0]
+    held = [sum(cell(lines, name, part) for part in ("weights", "moments")) for name in ("actor_rollout", "critic")]
+    actor, critic, generation = (float(lines[name][-1]) for name in ("actor_rollout", "critic", "generation"))
+    expected = max(actor + held[1], critic + held[0], generation + sum(held) + 0.375)
+    assert pool(lines, "main") == pytest.approx(expected, abs=0.04)
+    assert cell(lines_of("algorithm.advantage=gae"), "actor_rollout", "communication") == 0
 
 
 def test_keys_and_values_are_bounded_by_the_configured_bytes(lines_of):

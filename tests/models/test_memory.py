@@ -237,9 +237,28 @@ def test_shards_divide_weights_and_optimizer_and_drop_masters():
     assert training_memory(HAND, MemoryLayout(data=2, replicas=2), 10).masters == 0  # FSDP2 with shards of one rank
 
 
+@pytest.mark.parametrize(
+    ("mesh", "connections"),
+    [
+        ({}, 0),
+        ({"data": 8}, 1),
+        ({"data": 8, "replicas": 8}, 1),
+        ({"data": 8, "replicas": 2, "tensor": 2}, 3),
+        ({"sequence": 4}, 4),
+        ({"data": 8, "offload": "host"}, 1),
+        ({"data": 8, "lora_rank": 2}, 1),
+        ({"data": 8, "kernels": "cpu"}, 0),
+    ],
+)
+def test_each_group_of_ranks_has_buffers_of_nccl(mesh, connections):
+    for rank in (training_memory(HAND, MemoryLayout(**mesh), 10), forward_memory(HAND, MemoryLayout(**mesh), 10)):
+        assert rank.communication == connections * 384 * 2**20
+        assert rank.total - rank.communication < 2**20
+
+
 def test_host_offload_leaves_activations_and_gathered_layers():
     rank, held = (training_memory(HAND, MemoryLayout(kernels="eager", offload=place), 10) for place in ("host", "none"))
-    assert rank.resident == rank.gradients == 0
+    assert rank.resident == rank.gradients == rank.communication == 0
     assert (rank.activations, rank.working > held.working) == (held.activations, True)
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from hybridflow.engines.ranks import Ranks
+from hybridflow.models.forward import memory_of
 
 SHARE_OF_MEMORY = 8
 """Gradients are summed once per update if, unsharded and in float32, they take at most 1/8 of a GPU's memory."""
@@ -73,9 +74,5 @@ def fits_unsharded(parameters: Iterable[torch.Tensor], ranks: Ranks, device: tor
     All ranks call it. It is False on a CPU, where a sum sends nothing over a network.
     """
     num_bytes = 4 * sum(p.numel() for p in parameters if p.requires_grad) // ranks.tensor
-    fits = device.type == "cuda" and num_bytes <= _memory_bytes(device) // SHARE_OF_MEMORY
+    fits = device.type == "cuda" and num_bytes <= memory_of(device) // SHARE_OF_MEMORY
     return ranks.count_all(not fits) == 0
-
-
-def _memory_bytes(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).total_memory

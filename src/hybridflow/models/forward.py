@@ -92,9 +92,12 @@ class Forward(Protocol):
 
 def max_logits_on(device: torch.device) -> int:
     """Return the largest number of logits that a forward pass holds in the memory of a device at once."""
-    if device.type != "cuda":
-        return MAX_LOGITS
-    return max_logits_of(torch.cuda.get_device_properties(device).total_memory)
+    return max_logits_of(memory_of(device))
+
+
+def memory_of(device: torch.device) -> int:
+    """Return the memory of a GPU in bytes; 0 for a CPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
 def max_logits_of(memory_bytes: int) -> int:

@@ -21,6 +21,11 @@ Kernels = Literal["compiled", "eager", "cpu"]
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Linear layers of a decoder layer: those whose adapters the formula counts."""
 
+NCCL_CONNECTION = 32 * 12 * 2**20
+"""Bytes that NCCL allocates on a rank for the ranks before and after it in a ring: 32 channels, each with 10 MiB to
+receive and 2 MiB to send. So `NCCL_DEBUG_SUBSYS=ALLOC` lists them on GPUs with NVLink (NVIDIA/nccl, issue 1685); slower
+links have fewer channels."""
+
 SLICE = 8192
 """Vocabulary entries of which log-probs are computed in float32 at a time (hybridflow.algorithms)."""
 
@@ -77,6 +82,7 @@ class RankMemory:
     """Bytes of one rank at the moment of its largest need, by what they hold; `total` is their sum.
 
     `working`: weights gathered from other ranks, their gradients, and intermediate results of one layer.
+    `communication`: buffers of NCCL, which all models of a process use, and which are never freed.
     """
 
     weights: int = 0
@@ -87,6 +93,7 @@ class RankMemory:
     logits: int = 0
     keys_and_values: int = 0
     working: int = 0
+    communication: int = 0
 
     @property
     def total(self) -> int:
@@ -177,21 +184,29 @@ def _largest(held: RankMemory, moments: Sequence[RankMemory]) -> RankMemory:
 def _held(sizes: ModelSizes, layout: MemoryLayout, *, learns: bool) -> RankMemory:
     """Return weights, masters, gradients and moments of one rank; with offload="host" the host has all of them."""
     b, parameters = layout.width, -(-_per_tensor_rank(sizes, layout) // layout.shards)
+    nothing = RankMemory(communication=_communication(layout))
     if layout.offload == "host":
-        return RankMemory()
+        return nothing
     if layout.lora_rank:
         adapters = -(-_adapter_parameters(sizes, layout) // (layout.shards * layout.tensor))
-        held = RankMemory(weights=parameters * b + adapters * 4)
+        held = replace(nothing, weights=parameters * b + adapters * 4)
         return replace(held, gradients=4 * adapters, moments=8 * adapters) if learns else held
     if not learns:
-        return RankMemory(weights=parameters * b)
+        return replace(nothing, weights=parameters * b)
     has_masters = layout.dtype == "bfloat16" and layout.is_alone
-    return RankMemory(
+    return replace(
+        nothing,
         weights=parameters * (b if has_masters else 4),
         masters=4 * parameters if has_masters else 0,
         gradients=4 * parameters,
         moments=8 * parameters,
     )
+
+
+def _communication(layout: MemoryLayout) -> int:
+    """Return the bytes of a ring for each group of ranks, and of a connection to each sequence parallel rank."""
+    rings = sum(ranks > 1 for ranks in (layout.shards, layout.replicas, layout.tensor))
+    return 0 if layout.kernels == "cpu" else (rings + layout.sequence - 1) * NCCL_CONNECTION
 
 
 def _per_tensor_rank(sizes: ModelSizes, layout: MemoryLayout) -> int:

@@ -300,7 +300,8 @@ class Rank(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def environment(self):
-        return os.environ["GLOO_SOCKET_IFNAME"], int(os.environ["MASTER_PORT"])
+        interfaces = os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]
+        return interfaces, int(os.environ["MASTER_PORT"])
 
     @register(Dispatch.RANK_ZERO)
     def write(self):
@@ -318,8 +319,8 @@ def test_ranks_share_stores_and_no_port_until_their_backend_closes(ray_backend):
     with RayBackend() as backend:  # on the cluster that this process is connected to
         ranks = WorkerGroup(ResourcePool([2]), ClassWithInitArgs(Rank), backend=backend)
         assert ranks.total() == [6, 6]
-        for interface, port in ranks.environment():
-            assert interface == "lo"
+        for interfaces, port in ranks.environment():
+            assert interfaces == ("lo", "=lo")
             with socket.socket() as sock:
                 assert sock.connect_ex(("127.0.0.1", port)) != 0  # nothing listens there
         name = ranks.write()

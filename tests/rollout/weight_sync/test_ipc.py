@@ -17,7 +17,7 @@ import torch
 from hybridflow.cli.exit_codes import ExitCode, exit_code
 from hybridflow.config import load_config
 from hybridflow.errors import ConfigError, LostWeightSyncError, WeightSyncError
-from hybridflow.rollout.weight_sync import shared_memory
+from hybridflow.rollout.weight_sync import ipc, shared_memory
 from hybridflow.rollout.weight_sync.base import IN_FLIGHT, Sent
 from hybridflow.rollout.weight_sync.buckets import Bucket
 from hybridflow.rollout.weight_sync.fingerprint import fingerprint
@@ -173,3 +173,14 @@ def test_a_copy_without_memory_is_not_an_error_of_sharing(monkeypatch):
     monkeypatch.setattr(shared_memory, "rebuild_cuda_tensor", lacks_memory)
     with pytest.raises(torch.OutOfMemoryError):
         shared_memory.copy_gpu_memory(GpuHandle("8f1c", tuple(range(12))), torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_expandable_segments_of_a_gpu_are_an_error_at_the_start(monkeypatch, name):
+    monkeypatch.setenv(name, "max_split_size_mb:512,expandable_segments:True")
+    end()  # a CPU shares its own memory
+    monkeypatch.setattr(ipc, "own_device", lambda: torch.device("cuda", 0))
+    with pytest.raises(ConfigError, match=f"{name}='max_split.*' is not supported with rollout.weight_sync='ipc'"):
+        end()
+    monkeypatch.setenv(name, "expandable_segments:False")
+    end()

@@ -125,6 +125,7 @@ class WorkerProcess:
         os.environ.update(environment)
         if interface := own_interface(ray.util.get_node_ip_address()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # by default it follows the host name
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # of this name, not of this prefix
         provide_stores(RayStore, store)
         self._rank = int(environment["RANK"])
         self._require_own_gpu()

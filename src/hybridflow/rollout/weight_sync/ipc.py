@@ -18,6 +18,7 @@ from hybridflow.rollout.weight_sync.shared_memory import (
     SharedHostMemory,
     copy_gpu_memory,
     map_host_memory,
+    require_shareable_memory,
     share_gpu_memory,
 )
 from hybridflow.runtime.device import own_device
@@ -45,12 +46,17 @@ class Ipc(WeightTransport):
     """
 
     def __init__(self, config: Config) -> None:
-        """Build one end; `config` is not used. Raises ConfigError without the system calls of Linux."""
+        """Build one end; `config` is not used.
+
+        Raises ConfigError without the system calls of Linux, or on a GPU whose memory cannot be shared.
+        """
         if not hasattr(os, "memfd_create"):
             raise ConfigError(
                 "rollout.weight_sync='ipc' needs Linux (memfd_create); use rollout.weight_sync = 'object_store'."
             )
         self._device = own_device()
+        if self._device.type == "cuda":
+            require_shareable_memory()
         self._rank, self._num_receivers = 0, 1
         self._sent: deque[SharedHostMemory | Tensor] = deque()
 

@@ -6,6 +6,7 @@ PyTorch's CUDA IPC handles, whose uses PyTorch counts: each handle must be mappe
 """
 
 import os
+import re
 import weakref
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from hybridflow.errors import WeightSyncError
+from hybridflow.errors import ConfigError, WeightSyncError
 
 
 class HostHandle(NamedTuple):
@@ -65,6 +66,23 @@ def _mapped(handle: HostHandle, *, shared: bool) -> Tensor:
 
 _DEVICE = 6
 """Position of the device among the arguments of `rebuild_cuda_tensor`: an index that is valid in one process only."""
+
+
+EXPANDABLE = re.compile(r"expandable_segments\s*:\s*True")
+
+
+def require_shareable_memory() -> None:
+    """Raise ConfigError if PyTorch's allocator makes expandable segments on GPUs.
+
+    A process maps such memory by copying the owner's file descriptors (pidfd_getfd), which most containers forbid.
+    """
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if EXPANDABLE.search(value := os.environ.get(name, "")):
+            raise ConfigError(
+                f"{name}={value!r} is not supported with rollout.weight_sync='ipc' on GPUs: memory of expandable "
+                "segments cannot be shared between processes by CUDA IPC handles; remove expandable_segments:True, or "
+                "use rollout.weight_sync = 'broadcast' or 'object_store'."
+            )
 
 
 class GpuHandle(NamedTuple):

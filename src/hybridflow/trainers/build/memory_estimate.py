@@ -6,11 +6,12 @@ from typing import Any, Literal
 from hybridflow.config import Config
 from hybridflow.controller import Role
 from hybridflow.errors import ConfigError
-from hybridflow.models.forward import max_logits_of, max_logits_on
+from hybridflow.models.forward import max_logits_of, memory_of
 from hybridflow.models.loading import model_config
 from hybridflow.models.memory import MemoryLayout, RankMemory, forward_memory, generation_memory, training_memory
 from hybridflow.models.model_sizes import ModelSizes, model_sizes
 from hybridflow.models.tensor_parallel import require_tensor_parallel
+from hybridflow.rollout.vllm.versions import KV_CACHE_BYTES_ON_CPU
 from hybridflow.runtime.device import own_device
 from hybridflow.runtime.observe import get_logger
 from hybridflow.trainers.build.groups import meshes_of, pool_of, pools_of, traits_of
@@ -39,19 +40,19 @@ class RoleEstimate:
 def estimate_memory(
     config: Config, device: Literal["gpu", "cpu"] = "gpu", gpu_memory_bytes: int = 0
 ) -> list[RoleEstimate]:
-    """Return the estimate of each role with a model, and of generation by the embedded engine.
+    """Return the estimate of each role with a model, and of generation.
 
     A GPU of more than 16 GiB holds more logits at once. `gpu_memory_bytes`: the memory of each GPU; 0: that of this
     process's GPU, or at most 16 GiB without one.
-    A role whose model has no fused forward pass is left out, with a warning; so is generation by vLLM. Raises
-    ConfigError for float64, for ranks that the parallel sizes do not divide and for a model that parallel.tensor does
-    not divide, and ModelError for a model that cannot be read.
+    A role whose model has no fused forward pass is left out, with a warning; so is generation by vLLM with a share of a
+    GPU whose memory is unknown. Raises ConfigError for float64, for ranks that the parallel sizes do not divide and for
+    a model that parallel.tensor does not divide, and ModelError for a model that cannot be read.
     """
     if config.model.dtype == "float64":
         raise ConfigError("model.dtype=float64 has no memory estimate; use float32 or bfloat16.")
     estimates: list[RoleEstimate] = []
-    is_known = device == "cpu" or gpu_memory_bytes
-    max_logits = max_logits_of(gpu_memory_bytes) if is_known else max_logits_on(own_device())
+    gpu_memory_bytes = 0 if device == "cpu" else gpu_memory_bytes or memory_of(own_device())
+    max_logits = max_logits_of(gpu_memory_bytes)
     for role in role_classes(config):
         if not traits_of(role).has_sharded_model(config):
             continue
@@ -62,21 +63,25 @@ def estimate_memory(
             logger.warning("%s: '%s' has no estimate; expected a Llama, Qwen2 or Qwen3 model", role.value, path)
         else:
             require_tensor_parallel(model_config(path), config.parallel.tensor)
-            estimates += _estimates_of(config, role, sizes, device, max_logits)
-    if config.rollout.backend == "vllm":
-        logger.warning(
-            "generation: left out; vLLM takes rollout.gpu_memory_utilization=%s of each GPU that it generates on",
-            config.rollout.gpu_memory_utilization,
-        )
+            found, layout = _estimate_of(config, role, sizes, device, max_logits)
+            estimates.append(found)
+            if role is Role.ActorRollout:
+                has_weights = found.resident > 0 and found.ranks == 1
+                generation = _generation(config, sizes, layout, gpu_memory_bytes, has_weights=has_weights)
+                estimates += [generation] if generation else []
     return estimates
 
 
 def need_of_pools(estimates: list[RoleEstimate]) -> dict[str, int]:
-    """Return the largest need of a rank of each pool: one role works, and the others keep what is resident."""
+    """Return the largest need of a rank of each pool: one role works, and the others keep what is resident.
+
+    The buffers of NCCL are those of the process.
+    """
     needs: dict[str, int] = {}
     for working in estimates:
-        others = [e for e in estimates if e.pool == working.pool and e is not working]
-        need = working.memory.total + sum(other.resident for other in others)
+        of_pool = [e for e in estimates if e.pool == working.pool]
+        communication = max(e.memory.communication for e in of_pool) - working.memory.communication
+        need = working.memory.total + communication + sum(e.resident for e in of_pool if e is not working)
         needs[working.pool] = max(needs.get(working.pool, 0), need)
     return needs
 
@@ -93,7 +98,9 @@ def _model_of(config: Config, role: Role) -> tuple[str, str]:
     return (key, path) if path else ("model.path", config.model.path)
 
 
-def _estimates_of(config: Config, role: Role, sizes: ModelSizes, device: str, max_logits: int) -> list[RoleEstimate]:
+def _estimate_of(
+    config: Config, role: Role, sizes: ModelSizes, device: str, max_logits: int
+) -> tuple[RoleEstimate, MemoryLayout]:
     pool, longest = pool_of(config, role), config.data.max_prompt_length + config.data.max_response_length
     ranks = sum(pools_of(config)[pool])
     mesh = meshes_of(config, [role.value])[role.value].get("default")
@@ -120,20 +127,20 @@ def _estimates_of(config: Config, role: Role, sizes: ModelSizes, device: str, ma
     memory = compute(sizes, layout, tokens)
     waits_on_host = offload == "idle" and device == "gpu"
     resident = 0 if waits_on_host else memory.resident
-    found = [RoleEstimate(role.value, pool, ranks, memory, resident)]
-    if role is Role.ActorRollout:
-        has_weights = resident > 0 and ranks == 1
-        if config.rollout.backend == "embedded":
-            found.append(_generation(config, sizes, layout, config.has_rollout_pool, has_weights=has_weights))
-    return found
+    return RoleEstimate(role.value, pool, ranks, memory, resident), layout
 
 
 def _generation(
-    config: Config, sizes: ModelSizes, layout: MemoryLayout, in_own_pool: bool, *, has_weights: bool
-) -> RoleEstimate:
+    config: Config, sizes: ModelSizes, layout: MemoryLayout, gpu_memory_bytes: int, *, has_weights: bool
+) -> RoleEstimate | None:
     """Return the estimate of generation, which needs a copy of the weights unless the actor's own are on the device."""
-    data, pool = config.data, pool_of(config, Role.Rollout if in_own_pool else Role.ActorRollout)
+    data, in_own_pool = config.data, config.has_rollout_pool
+    pool = pool_of(config, Role.Rollout if in_own_pool else Role.ActorRollout)
     ranks = sum(pools_of(config)[pool])
+    if config.rollout.backend == "vllm":
+        memory = _share_of_vllm(config, sizes, layout, gpu_memory_bytes)
+        sleeps = layout.kernels != "cpu" and not in_own_pool
+        return memory and RoleEstimate(GENERATION, pool, ranks, memory, 0 if sleeps else memory.total)
     of_rank = -(-data.train_batch_size * config.rollout.group_size // ranks)
     running = min(of_rank, config.rollout.max_running_sequences)
     cached = running * (data.max_prompt_length + data.max_response_length)
@@ -144,3 +151,19 @@ def _generation(
         memory = replace(memory, weights=memory.weights + sizes.parameters * layout.width)
     resident = memory.weights if in_own_pool else 0
     return RoleEstimate(GENERATION, pool, ranks, memory, resident)
+
+
+def _share_of_vllm(config: Config, sizes: ModelSizes, layout: MemoryLayout, gpu_memory_bytes: int) -> RankMemory | None:
+    """Return the weights of a rank and what vLLM keeps beside them: keys and values, and its own working memory."""
+    weights, cache = sizes.parameters * layout.width // config.rollout.tensor, config.rollout.kv_cache_bytes
+    if layout.kernels == "cpu":
+        cache = cache or KV_CACHE_BYTES_ON_CPU
+    elif not cache and not gpu_memory_bytes:
+        logger.warning(
+            "generation: left out; vLLM takes rollout.gpu_memory_utilization=%s of a GPU of unknown memory; "
+            "set --gpu-memory",
+            config.rollout.gpu_memory_utilization,
+        )
+        return None
+    share = int(config.rollout.gpu_memory_utilization * gpu_memory_bytes)
+    return RankMemory(weights=weights, keys_and_values=cache or max(0, share - weights))
