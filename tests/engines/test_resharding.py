@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard
 
-from fixtures.layout_program import BY_ROWS, run_jobs
+from fixtures.layout_program import BY_ROWS, TIMEOUT_S, run_jobs
 from fixtures.published_models import MODELS
 from hybridflow.engines.resharding import checksum_of_box, plan_exchange, word_bytes
 from hybridflow.models.sharded_loading import build_without_weights
@@ -125,6 +125,12 @@ def test_shards_of_the_host_are_gathered_on_the_device(ranks):
     for result in ranks["host"]:
         assert set(result["devices"]) == {"meta"}
         assert len(result["devices"]) >= len(result["sliced_names"])
+
+
+@on_four_ranks
+def test_the_groups_of_all_axes_have_the_timeout_of_the_default_group(ranks):
+    for layout in ("data 4, 2", "tensor 2", "tensor 4"):
+        assert ranks[layout][0]["timeouts"] == [TIMEOUT_S] * 3
 
 
 @on_four_ranks

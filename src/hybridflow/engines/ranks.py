@@ -25,8 +25,8 @@ DATA, SEQUENCE, TENSOR, SHARD, REPLICA = "data", "sequence", "tensor", "shard", 
 class Ranks:
     """The place of this process in its default group; alone without a group, or in a group of one (vLLM's).
 
-    `mesh` is that of FSDP2: SHARD, after REPLICA if there are several groups of shards. `needs_mesh`: a group of one gets
-    it too.
+    `mesh` is that of FSDP2: SHARD, after REPLICA if there are several groups of shards. `needs_mesh`: a group of one
+    gets it too.
     """
 
     def __init__(self, parallel: ParallelConfig, device: torch.device, *, needs_mesh: bool = False) -> None:
@@ -105,14 +105,18 @@ class Ranks:
 def _meshes_of(
     world: dist.ProcessGroup, device_type: str, grid: tuple[int, int, int], replicas: int
 ) -> tuple[dict[str, DeviceMesh], DeviceMesh]:
-    """Return the meshes of the axes by name, and that of FSDP2; cached by default group, as each mesh creates groups."""
+    """Return the meshes of the axes by name, and that of FSDP2; cached by default group, as each creates groups."""
     mesh = init_device_mesh(device_type, grid, mesh_dim_names=(DATA, SEQUENCE, TENSOR))
     axes = {name: mesh[name] for name in (DATA, SEQUENCE, TENSOR)}
     if replicas == 1:
-        shard = mesh[DATA, SEQUENCE]._flatten(SHARD)
-        return {**axes, SHARD: shard}, shard
-    # A parameter's axes must be those of one mesh.
-    data, sequence, tensor = grid
-    sizes = replicas, data * sequence // replicas, tensor
-    groups = init_device_mesh(device_type, sizes, mesh_dim_names=(REPLICA, SHARD, TENSOR))
-    return {**axes, SHARD: groups[SHARD], TENSOR: groups[TENSOR]}, groups[REPLICA, SHARD]
+        axes[SHARD] = fsdp = mesh[DATA, SEQUENCE]._flatten(SHARD)
+    else:  # A parameter's axes must be those of one mesh.
+        data, sequence, tensor = grid
+        sizes = replicas, data * sequence // replicas, tensor
+        groups = init_device_mesh(device_type, sizes, mesh_dim_names=(REPLICA, SHARD, TENSOR))
+        axes |= {SHARD: groups[SHARD], TENSOR: groups[TENSOR]}
+        fsdp = groups[REPLICA, SHARD]
+    timeout = world._get_backend(torch.device("cpu")).options._timeout  # a mesh gives its groups 30 minutes
+    for group in {group for axis in (*axes.values(), fsdp) for group in axis.get_all_groups()}:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+    return axes, fsdp
