@@ -4,6 +4,7 @@ NCCL refuses two ranks on one GPU; tensors go through the host instead (`fixture
 """
 
 import pytest
+import torch
 
 from fixtures.layout_program import largest_errors, rows_for_losses
 
