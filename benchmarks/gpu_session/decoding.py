@@ -19,7 +19,7 @@ from gpu_session.models import heads_of, model_directory, sizes_of
 from gpu_session.record import Teller
 from gpu_session.timing import best_seconds, copy_bandwidth, is_gpu, seconds_of
 from hybridflow.models.fused_forward import FusedForward
-from hybridflow.models.kernels.paged_attention import paged_attention
+from hybridflow.models.kernels.paged_attention import addresses_of, paged_attention
 from hybridflow.models.loading import load_causal_lm
 from hybridflow.models.model_sizes import ModelSizes
 from hybridflow.models.paged_kv_cache import PAGE_SIZE, pages_of
@@ -129,7 +129,7 @@ def attention(teller: Teller, models: Sequence[str], sizes: dict[str, Any]) -> N
                 tables = torch.randperm(rows * pages, device=device).to(torch.int32).view(rows, pages)
                 counts = torch.full((rows,), length, device=device)
                 query = torch.randn(rows, query_heads, dim, dtype=dtype, device=device)
-                inputs = (query, keys, values, tables, counts, dim**-0.5)
+                inputs = (query, keys, values, tables, counts, dim**-0.5, addresses_of(keys, values))
                 with torch.no_grad():
                     seconds = best_seconds(partial(paged_attention, *inputs), 3, calls=sizes["calls"])
                 num_bytes = 2 * rows * length * kv_heads * dim * query.element_size()

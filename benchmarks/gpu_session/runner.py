@@ -43,7 +43,7 @@ class Case:
 
 
 def start_method() -> str | None:
-    """Return how a process starts that can use the GPU: "fork", or "spawn" if CUDA has started here; None without a GPU.
+    """Return how a process that uses the GPU starts: "fork", or "spawn" if CUDA has started here; None without one.
 
     This process does not ask itself: one that is forked from it afterwards could not use the GPU.
     """

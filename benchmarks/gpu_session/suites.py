@@ -12,17 +12,17 @@ from support.environments import ROOT
 
 from gpu_session.record import Teller
 
-TWO_RANKS = re.compile(r"two_ranks|layouts|resharding|offload|weight_sync/")
-"""In the names of test files that may run two ranks on one GPU."""
+TWO_RANKS = "run_jobs_on_gpu"
+"""The fixture that runs two ranks on one GPU, in the text of test files that do."""
 
 OUTCOME = re.compile(r"(?:\[gw\d+\] \[ *\d+%\] |(\S+::.+) )(PASSED|FAILED|SKIPPED|ERROR)(?: (\S+::.+))?")
 """The line of a test that has ended: `path::name PASSED [ 10%]`, or of a process, `[gw0] [ 10%] PASSED path::name`."""
 
 
-def gpu_test_files(pattern: re.Pattern[str] | None = None) -> list[str]:
-    """Return the test files that need a GPU, those that `pattern` finds."""
-    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("**/test_*_gpu.py"))
-    return [file for file in files if pattern is None or pattern.search(file)]
+def gpu_test_files(word: str = "") -> list[str]:
+    """Return the test files that need a GPU, those with `word` in their text."""
+    files = sorted((ROOT / "tests").glob("**/test_*_gpu.py"))
+    return [str(path.relative_to(ROOT)) for path in files if word in path.read_text("utf-8")]
 
 
 def changed_test_files(commit: str) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
 
 from gpu_session.models import heads_of, model_directory, shape_of, sizes_of
 from gpu_session.record import Teller
@@ -169,6 +170,8 @@ def _backend(name: str, lengths: list[int], dim: int) -> Callable[..., torch.Ten
 
 def _choose(name: str) -> None:
     """Let packed rows be computed by a kernel of KERNELS, or by the default."""
+    if current_flash_attention_impl():
+        restore_flash_attention_impl()
     os.environ[KERNEL_VARIABLE] = name
     packed_kernel.cache_clear()
     packed_kernel()

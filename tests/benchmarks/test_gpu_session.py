@@ -14,7 +14,7 @@ from gpu_session.models import MODELS
 from gpu_session.plan import OF_7B, PARTS, SIZES, cases
 from gpu_session.record import Figure, Record, done_cases, figures_of, read_lines
 from gpu_session.runner import Case, run_cases
-from gpu_session.suites import OUTCOME, changed_test_files, gpu_test_files
+from gpu_session.suites import OUTCOME, TWO_RANKS, changed_test_files, gpu_test_files
 from gpu_session.summary import rows_of, tables_of
 
 from hybridflow.models.paged_kv_cache import pages_of
@@ -144,6 +144,11 @@ def test_rows_of_the_steady_step_keep_the_shape_of_their_step():
 def test_outcomes_are_read_from_lines_of_pytest(line, outcome):
     found = OUTCOME.match(line)
     assert (found and ((found[1] or found[3]).strip(), found[2])) == outcome
+
+
+def test_tests_with_two_ranks_are_found_by_their_fixture():
+    assert "tests/engines/test_layouts_gpu.py" in gpu_test_files(TWO_RANKS)
+    assert len(gpu_test_files(TWO_RANKS)) < len(gpu_test_files())
 
 
 def test_tests_of_changed_packages_are_chosen_and_all_without_a_commit():

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
 
 from fixtures.dense_attention import dense_results, errors, random_layer, results
 from hybridflow.config import MemoryConfig, ModelConfig, OptimizerConfig
@@ -80,7 +81,8 @@ def test_other_kernels_of_packed_rows_equal_dense_attention(gpu, monkeypatch, na
     finally:
         monkeypatch.undo()
         packed_kernel.cache_clear()
-        packed_kernel()
+        if current_flash_attention_impl():
+            restore_flash_attention_impl()
 
 
 @pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [2000]])

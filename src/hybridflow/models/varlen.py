@@ -46,7 +46,6 @@ def packed_kernel() -> str:
         raise ModelConfigError(
             f"{KERNEL_VARIABLE}=cudnn is not supported with trainer.deterministic; unset the variable, or use FA3."
         )
-    attention.restore_flash_attention_impl(_raise_warn=False)
     if name.startswith("FA"):
         try:
             attention.activate_flash_attention_impl(name)
