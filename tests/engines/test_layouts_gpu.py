@@ -15,6 +15,7 @@ TOLERANCE = 1e-8
 
 LAYOUTS = {
     "data": {},
+    "replicas": {"replicas": 2, "max_tokens": 10},
     "data, once per update, recomputed": {"once_per_update": True, "checkpointing": True, "max_tokens": 10},
     "data, adapters, offloaded to the host": {"offload": "host", "lora": 3},
     "data, parts, offloaded while idle": {"offload": "idle", "parts": 3},

@@ -62,7 +62,6 @@ def require_backends(device: torch.device) -> None:
             f"uses both; call torch.distributed.init_process_group({_backend()!r}, ...).",
             rank=dist.get_rank(),
         )
-
     if f"{device.type}:nccl" in backends:
         gpus: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gpus, f"{gethostname()} {torch.cuda.get_device_properties(device).uuid}")
