@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from fixtures.layout_program import largest_errors, rows_for_losses, run_jobs
 from fixtures.simulated_device import META
 from hybridflow.checkpoint import StateCopy, describe_state, load_state, read_state_into, save_state
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate, load_weights
@@ -131,3 +132,17 @@ def test_fingerprints_are_read_once_for_each_bucket(build, tiny_model, device):
     device.waits.clear()
     assert len(list(fill_buckets(plan, weights, 1))) == len(plan) < len(weights)
     assert dict(device.waits) == {"aten._to_copy.default": len(plan)}
+
+
+@pytest.mark.runs
+@pytest.mark.own_run("grpo: two ranks on a simulated device")
+def test_two_ranks_on_one_device_train_as_one_process(run_world, rollout_rows, tiny_model, tmp_path):
+    """FSDP2 and tensor parallel; `test_layouts_gpu.py` has more, for a GPU and a rehearsal."""
+    rows_for_losses(rollout_rows).save_to_disk(tmp_path / "rows")
+    job = {"model": tiny_model("qwen2", vocab_size=41), "rows": tmp_path / "rows", "steps": 1}
+    tensor = {"tensor": 2, "offload": "idle", "max_logits": 200}
+    found = run_jobs(
+        run_world, tmp_path, [(2, {"name": "data", **job}), (2, {"name": "tensor", **job, **tensor})], "simulated"
+    )
+    expected = run_jobs(run_world, tmp_path, [(1, {"name": "alone", **job})])["alone"]
+    assert all(max(largest_errors(result, expected).values()) < 1e-8 for result in found.values())

@@ -99,6 +99,7 @@ OTHERS = {
     **{f"{name} {axis}": (2, {"family": family, axis: 2})
        for name, family in {"tied": TIED, "qwen3": QWEN3, "vocabulary of 41": ODD_WORDS}.items()
        for axis in AXES},
+    "vocabulary of 41 tensor, few logits at once": (2, {"family": ODD_WORDS, "tensor": 2, "max_logits": 200}),
     "3 heads sequence": (2, {"family": ODD_HEADS, "sequence": 2}),
     "token-sum data": (2, {"aggregation": "token-sum", "max_tokens": 10}),
     "token-sum sequence": (2, {"aggregation": "token-sum", "sequence": 2}),

@@ -15,6 +15,7 @@ TOLERANCE = 1e-8
 
 LAYOUTS = {
     "data": {},
+    "replicas": {"replicas": 2, "max_tokens": 10},
     "data, once per update, recomputed": {"once_per_update": True, "checkpointing": True, "max_tokens": 10},
     "data, adapters, offloaded to the host": {"offload": "host", "lora": 3},
     "data, parts, offloaded while idle": {"offload": "idle", "parts": 3},
@@ -23,8 +24,10 @@ LAYOUTS = {
     "tensor, offloaded while idle": {"tensor": 2, "offload": "idle", "max_logits": 200},
     "tensor, offloaded to the host": {"tensor": 2, "offload": "host"},
 }
-RESHARDED = {"shards": {}, "tensor": {"tensor": 2}, "bfloat16": {"dtype": "bfloat16"}, "host": {"offload": "host"}}
-PLANTED = ("bit", "gap")
+BIT = {"plant": "bit", "engine_ranks": 1}
+RESHARDED = {"shards": {}, "tensor": {"tensor": 2, "engine_ranks": 1}, "host": {"offload": "host"}, "changed bit": BIT}
+RESUMED = {"data": {}, "tensor, offloaded while idle": {"tensor": 2, "offload": "idle"}}
+SYNCED = ("float32", "bfloat16")
 
 
 def kind(options):
@@ -36,9 +39,18 @@ def results(run_jobs_on_gpu, rollout_rows, tiny_model, tmp_path_factory):
     """Do all jobs in one pair of processes, and the references in one process."""
     out = tmp_path_factory.mktemp("two_ranks")
     rows_for_losses(rollout_rows).save_to_disk(out / "rows")
-    common = {"model": tiny_model("qwen2"), "rows": out / "rows", "steps": 2}
+    model = tiny_model("qwen2", num_key_value_heads=4, intermediate_size=52, vocab_size=41)
+    common = {"model": model, "rows": out / "rows", "steps": 2}
     jobs = [(2, {"name": name, **common, **options}) for name, options in LAYOUTS.items()]
     kinds = {str(kind(options)): kind(options) for options in LAYOUTS.values()}
+    for name, options in RESHARDED.items():
+        jobs += [(2, {"name": f"reshard {name}", "do": "reshard", "model": model, "dtype": "float32", **options})]
+    jobs += [(2, {"name": name, "do": "sync", "model": model, "dtype": name}) for name in SYNCED]
+    for name, options in RESUMED.items():
+        saved = out / name
+        saved.mkdir()
+        actions = {"saved": {"save": saved, "in_background": True}, "loaded": {"load": saved}}
+        jobs += [(2, {"name": f"{name} {way}", "do": "resume", **common, **options, **a}) for way, a in actions.items()]
     jobs += [(1, {"name": name, **common, **options, "packing": False}) for name, options in kinds.items()]
     return run_jobs_on_gpu(out, jobs)
 
@@ -47,3 +59,26 @@ def results(run_jobs_on_gpu, rollout_rows, tiny_model, tmp_path_factory):
 def test_two_ranks_on_one_gpu_train_as_one_process(results, name):
     errors = largest_errors(results[name], results[str(kind(LAYOUTS[name]))])
     assert max(errors.values()) <= TOLERANCE, errors
+
+
+@pytest.mark.parametrize("name", RESHARDED)
+def test_slices_on_one_gpu_equal_the_parts_of_whole_weights(results, name):
+    for rank, result in enumerate(results[f"reshard {name}"].ranks):
+        is_changed = RESHARDED[name] is BIT
+        assert ("checksums do not add up" in result["error"]) == is_changed, result["error"]
+        assert bool(result["wrong"]) == (is_changed and rank == 1), result["wrong"]
+        assert len(result["sliced_names"]) > 8
+
+
+@pytest.mark.parametrize("dtype", SYNCED)
+def test_broadcast_between_two_ranks_on_one_gpu_sends_every_weight(results, dtype):
+    for result in results[dtype].ranks:
+        assert result["wrong"] == []
+        assert result["num_buckets"] > 3
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_two_ranks_on_one_gpu_resume_with_the_same_bits(results, name):
+    saved, loaded = (results[f"{name} {way}"].weights for way in ("saved", "loaded"))
+    assert saved.keys() == loaded.keys()
+    assert all(torch.equal(saved[key], loaded[key]) for key in saved)

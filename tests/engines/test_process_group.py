@@ -8,13 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch._C._distributed_c10d import HashStore
 
 from fixtures import layout_program as layouts
 from hybridflow.engines import join_process_group
-from hybridflow.engines.process_group import num_ranks, require_backends
+from hybridflow.engines.process_group import num_ranks, require_backends, require_one_rank_per_gpu
 from hybridflow.errors import LostWorkerError, WorkerError
 
 PROGRAM = Path(__file__).parent / "torchrun_program.py"
@@ -64,7 +65,14 @@ def test_a_rank_without_a_store_is_an_error_that_names_the_fix(monkeypatch):
 def test_a_group_without_a_backend_for_cpu_tensors_is_an_error(group_of_one):
     group_of_one("cuda:gloo")
     with pytest.raises(WorkerError, match=r"no backend for cpu tensors \(backends: cuda:gloo\).*init_process_group"):
-        require_backends("cpu")
+        require_backends(torch.device("cpu"))
+
+
+def test_two_ranks_on_one_gpu_are_an_error_that_names_them(group_of_one):
+    group_of_one()
+    require_one_rank_per_gpu(["node-1 GPU-8f1c", "node-1 GPU-77aa", "node-2 GPU-8f1c"])
+    with pytest.raises(WorkerError, match=r"ranks 0 and 2 have the same GPU \(node-1 GPU-8f1c\).*one process per GPU"):
+        require_one_rank_per_gpu(["node-1 GPU-8f1c", "node-1 GPU-77aa", "node-1 GPU-8f1c"])
 
 
 @pytest.mark.exhaustive

@@ -1,6 +1,9 @@
 """The process group of the ranks of a worker group, one for each process."""
 
+from collections.abc import Sequence
 from datetime import timedelta
+from socket import gethostname
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,15 +50,34 @@ def join_alone() -> None:
         dist.init_process_group(_backend(), store=HashStore(), rank=0, world_size=1)
 
 
-def require_backends(device_type: str) -> None:
-    """Raise WorkerError unless the default group can communicate tensors of the CPU and of the device."""
+def require_backends(device: torch.device) -> None:
+    """Raise WorkerError unless the default group can communicate tensors of the CPU and of the device.
+
+    All ranks call it. NCCL does not communicate between two ranks on one GPU.
+    """
     backends = str(dist.get_backend_config())
-    if missing := [name for name in sorted({"cpu", device_type}) if f"{name}:" not in backends]:
+    if missing := [name for name in sorted({"cpu", device.type}) if f"{name}:" not in backends]:
         raise WorkerError(
             f"the process group has no backend for {' and '.join(missing)} tensors (backends: {backends}): an engine "
             f"uses both; call torch.distributed.init_process_group({_backend()!r}, ...).",
             rank=dist.get_rank(),
         )
+    if f"{device.type}:nccl" in backends:
+        gpus: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gpus, f"{gethostname()} {torch.cuda.get_device_properties(device).uuid}")
+        require_one_rank_per_gpu(gpus)
+
+
+def require_one_rank_per_gpu(gpus: Sequence[str]) -> None:
+    """Raise WorkerError if two ranks have the same GPU; `gpus` names the node and the GPU of each rank."""
+    for rank, gpu in enumerate(gpus):
+        if (first := gpus.index(gpu)) != rank:
+            raise WorkerError(
+                f"ranks {first} and {rank} have the same GPU ({gpu}), on which NCCL does not connect two ranks; start "
+                "one process per GPU (torchrun --nproc-per-node), and show each its own GPU (LOCAL_RANK, or "
+                "CUDA_VISIBLE_DEVICES).",
+                rank=dist.get_rank(),
+            )
 
 
 def _require_same_group(rank: int, world_size: int) -> None:

@@ -40,7 +40,7 @@ class Ranks:
             )
         self.mesh: DeviceMesh | None = None
         if needs_mesh or self.world_size > 1:
-            require_backends(device.type)
+            require_backends(device)
             grid = (self.data, self.sequence, self.tensor)
             self._axes, self.mesh = _meshes_of(dist.group.WORLD, device.type, grid, parallel.replicas)
 

@@ -166,7 +166,9 @@ class FusedForward:
         def part(hidden: Tensor, which: slice) -> Sequence[Tensor]:
             return read(head(hidden), which)
 
-        size = max(1, self.max_logits // max(1, len(local(self._head.weight))))
+        entries = self._head.out_features
+        entries = self._tensor.part(entries) if self._tensor else entries  # all ranks make the same parts
+        size = max(1, self.max_logits // entries)
         if len(hidden) <= size:
             # Copies, because FSDP2 registers its backward hook on the returned tensors and warns about views, on which
             # an in-place operation would drop the hook. They hold one number per token.

@@ -97,7 +97,7 @@ class TensorRanks:
     def embed(self, module: nn.Embedding, ids: Tensor) -> Tensor:
         """Compute embeddings of ids from a vocabulary sharded over ranks; no gradient for `padding_idx`."""
         weight: Any = local(module.weight)
-        first = self._rank * self._part(module.weight.shape[0])
+        first = self._rank * self.part(module.weight.shape[0])
         is_here = (ids >= first) & (ids < first + len(weight))
         padding = module.padding_idx
         padding = padding - first if padding is not None and first <= padding < first + len(weight) else None
@@ -110,9 +110,9 @@ class TensorRanks:
 
     def vocabulary(self, size: int) -> "VocabularyRanks":
         """Return the assignment of `size` entries to the ranks."""
-        return VocabularyRanks(self._rank * self._part(size), size, self._group)
+        return VocabularyRanks(self._rank * self.part(size), size, self._group)
 
-    def _part(self, count: int) -> int:
+    def part(self, count: int) -> int:
         """Return the number of entries of each rank; the last ranks may have fewer."""
         return -(-count // self._size)
 
