@@ -176,6 +176,8 @@ class TrainEngine(Protocol):
     def weights(self, boxes: Mapping[str, Box] | None = None, at_once: int = 2**28) -> Iterable[tuple[str, Tensor]]:
         """Yield parameter names and whole tensors in the compute dtype, each tied tensor once.
 
+        Adapters are merged into the weights; an engine that does not merge them yields A, and B times alpha / rank.
+
         For a weight with a box in `boxes`, on a sharded engine, a PartialTensor with this box, or the tensor if the box
         is all of it. Only these elements are sent to this rank, those of several weights together, up to `at_once`
         bytes. All ranks give boxes for the same weights, each its own, maybe an empty one; otherwise the weight is

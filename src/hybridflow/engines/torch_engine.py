@@ -34,6 +34,7 @@ from hybridflow.models.lora import (
     is_adapter,
     merged_weights,
     plain_name,
+    separate_adapters,
     without_adapters,
 )
 from hybridflow.models.sharded_loading import build_with_placeholders
@@ -49,8 +50,9 @@ class TorchEngine:
     """A policy (log-probs of response tokens) or a critic (values at response tokens).
 
     `optimizer` None makes an engine that only computes, as a reference does. `total_updates` is where the schedule
-    of the learning rate ends. If the process is in a group of several ranks when the engine is built, parameters are
-    sharded over these ranks (FSDP2), and every call is one that all ranks make.
+    of the learning rate ends. Without `merge_adapters`, `weights` are the adapters alone. If the process is in a group
+    of several ranks when the engine is built, parameters are sharded over these ranks (FSDP2), and every call is one
+    that all ranks make.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class TorchEngine:
         offload: OffloadName | None = None,
         lora: LoRAConfig | None = None,
         seed: int = 0,
+        merge_adapters: bool = True,
     ) -> None:
         self.head: Head = head
         self.num_updates = self.bytes_received = 0
@@ -77,6 +80,7 @@ class TorchEngine:
         self.compute_dtype, self.path = DTYPES[preferred_dtype() if model.dtype == "auto" else model.dtype], path
         require_dtype(self.compute_dtype, self.device)
         self.lora = lora if lora and lora.rank else None
+        self._sends_adapters = self.lora is not None and not merge_adapters
         learns_in_float32 = optimizer is not None and self.compute_dtype == torch.bfloat16
         learning_dtype = torch.float32 if learns_in_float32 else self.compute_dtype
         self.model, self.model_forward = build_model(
@@ -266,7 +270,7 @@ class TorchEngine:
             return self.ranks.gather(value)
 
     def weights(self, boxes: Mapping[str, Box] | None = None, at_once: int = 2**28) -> Iterable[tuple[str, Tensor]]:
-        """Yield parameter names and tensors in the compute dtype, with adapters merged; see `TrainEngine`."""
+        """Yield parameter names and tensors in the compute dtype, merged or adapters alone; see `TrainEngine`."""
         parameters, shapes = dict(self.model.named_parameters()), self.weight_shapes()
         must_copy = self._offload is not None and not self._offload.is_in_use
         self.bytes_received, sharing = 0, None
@@ -290,10 +294,13 @@ class TorchEngine:
 
         with self.on_device(with_optimizer=False):
             if boxes is not None and self.is_sharded:
-                wanted = boxes_before_merging(parameters, boxes) if self.lora else boxes
+                merges = self.lora and not self._sends_adapters
+                wanted = boxes_before_merging(parameters, boxes) if merges else boxes
                 sharing = Resharding(parameters, wanted, self.device, dtype_of, at_once)
             source = ((name, tensor_of(name)) for name in parameters)
-            if self.lora:
+            if self.lora and self._sends_adapters:
+                source = separate_adapters(parameters, tensor_of, self.lora.scaling, self.compute_dtype)
+            elif self.lora:
                 source = merged_weights(parameters, tensor_of, self.lora.scaling)
             for place, (name, weight) in enumerate(source, 1):
                 if sharing and place == len(shapes):
@@ -305,7 +312,7 @@ class TorchEngine:
     def weight_shapes(self) -> dict[str, torch.Size]:
         """Return the names and shapes of the tensors of `weights`, in its order."""
         names = ((name, parameter.shape) for name, parameter in self.model.named_parameters())
-        return {plain_name(name): shape for name, shape in names if not is_adapter(name)}
+        return {plain_name(name): shape for name, shape in names if is_adapter(name) == self._sends_adapters}
 
     @property
     def vocabulary_size(self) -> int:

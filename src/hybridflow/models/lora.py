@@ -3,7 +3,7 @@
 import math
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -152,6 +152,30 @@ def boxes_before_merging(parameters: Mapping[str, Tensor], boxes: Mapping[str, B
             if boxes.get(merged) == box_of(shapes[merged]):
                 before[name] = box_of(parameter.shape)
     return before
+
+
+def plain_adapter_name(name: str) -> str:
+    """Return the name of an adapter's parameter in an adapter's files."""
+    return name.replace(".default.weight", ".weight")
+
+
+def adapter_shapes(model: PreTrainedModel, config: LoRAConfig) -> dict[str, torch.Size]:
+    """Return the names and shapes of the parameters that `add_adapters` adds to a model without adapters."""
+    shapes = {}
+    for name, layer in model.named_modules():
+        if name.rpartition(".")[2] in config.targets and isinstance(layer, torch.nn.Linear):
+            rows, columns = layer.weight.shape
+            shapes |= {name + FIRST: torch.Size((config.rank, columns)), name + SECOND: torch.Size((rows, config.rank))}
+    return shapes
+
+
+def separate_adapters(
+    names: Iterable[str], weight_of: Callable[[str], Tensor], scaling: float, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the adapters in a dtype, A, and B multiplied by the scaling, so that W + B A are the merged weights."""
+    for name in filter(is_adapter, names):
+        weight = weight_of(name)
+        yield name, (scaling * weight if name.endswith(SECOND) else weight).to(dtype)
 
 
 def merged_weights(

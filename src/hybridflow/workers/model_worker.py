@@ -80,6 +80,7 @@ class ModelWorker(DeviceWorker):
                 offload=config.memory.offload.get(self.role),
                 lora=config.lora if self.role in ADAPTED_ROLES else None,
                 seed=config.trainer.seed,
+                merge_adapters=config.rollout.merge_adapters,
             )
 
     @register(Dispatch.ONE_TO_ALL)

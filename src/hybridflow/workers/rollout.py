@@ -91,6 +91,7 @@ def build_rollout_engine(
         enforce_eager=rollout.enforce_eager,
         seed_requests=config.trainer.deterministic,
         can_sleep=beside_trainer,
+        adapters=None if rollout.merge_adapters else config.lora,
     )
 
 

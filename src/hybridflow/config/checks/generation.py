@@ -38,6 +38,11 @@ def _engine(config: Config) -> Iterator[str]:
             f"rollout.stop_strings={list(rollout.stop_strings)} has an empty string, which ends every response; "
             "remove it"
         )
+    if not (rollout.merge_adapters or (rollout.backend == "vllm" and config.lora.rank)):
+        yield (
+            f"rollout.merge_adapters=false needs rollout.backend = 'vllm', not {rollout.backend!r}, and adapters, but "
+            f"lora.rank={config.lora.rank}; set both, or use merge_adapters = true"
+        )
     if rollout.backend == "embedded":
         return
     for name, temperature in (("rollout", rollout.temperature), ("validation", config.validation.temperature)):

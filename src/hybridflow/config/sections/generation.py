@@ -68,6 +68,11 @@ class RolloutConfig(Section):
         "weights after as many steps as in that run. With the embedded engine the bits are equal, also with "
         "controller.backend = 'local'.",
     )
+    merge_adapters: bool = Field(
+        default=True,
+        description="vllm, with lora.rank: true: a weight sync sends the weights with adapters merged into them; "
+        "false: vLLM reads the base weights of model.path at its start, and a sync sends the adapters alone.",
+    )
     weight_sync: Literal["object_store", "broadcast", "disk", "ipc"] = Field(
         default="object_store",
         description="Transport of the weight sync to rollout engines in a separate pool: Ray's object store (shared "

@@ -15,13 +15,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hybridflow.config import LoRAConfig
 from hybridflow.errors import OutOfMemoryError, RolloutConfigError, RolloutError
+from hybridflow.models.lora import adapter_shapes
 from hybridflow.models.parameters import persistent_buffers
 from hybridflow.models.sharded_loading import build_with_placeholders
 from hybridflow.models.stored_model import PublishedForm, Waiting
 from hybridflow.rollout.base import Completion, FinishReason, Request, SleepingPart
 from hybridflow.rollout.loading import Loading, require_announced
 from hybridflow.rollout.requests import StopStrings, TokenDecoder, not_finite, require_servable
+from hybridflow.rollout.vllm.adapters import AdapterEngine
 from hybridflow.rollout.vllm.process import require_head_size
 from hybridflow.rollout.vllm.versions import (
     MAX_TEMPERATURE,
@@ -71,6 +74,8 @@ class VLLMRollout:
 
     Without `seed_requests`, the noise is seeded once when an idle engine gets a request, from its noise key and the
     version of the weights. A response then depends on the requests that run beside it, and differs after an error.
+
+    With `adapters`, the base weights come from the files in `path`, and only adapters are loaded.
     """
 
     def __init__(
@@ -88,6 +93,7 @@ class VLLMRollout:
         enforce_eager: bool = False,
         seed_requests: bool = True,
         can_sleep: bool = False,
+        adapters: LoRAConfig | None = None,
     ) -> None:
         if dtype not in DTYPES:
             raise RolloutConfigError(f"vLLM computes in {' or '.join(DTYPES)}, model.dtype is '{dtype}'.")
@@ -101,6 +107,8 @@ class VLLMRollout:
         require_head_size(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
         self._shapes = {name: parameter.shape for name, parameter in described.named_parameters()}
         self._buffers = persistent_buffers(described)  # which the trainer does not send: they do not learn
+        if adapters:
+            self._shapes, self._buffers = adapter_shapes(described, adapters), {}
         self._form = PublishedForm(described, [*self._shapes, *self._buffers])
         self._waiting: Waiting = {}
         self._vocabulary: int = config.vocab_size
@@ -135,7 +143,9 @@ class VLLMRollout:
                 "requests that run beside it; set trainer.deterministic = true for samples that do not"
             )
         try:
-            self._open: VLLMEngine | None = VLLMEngine(options)
+            self._open: VLLMEngine | None = (
+                AdapterEngine(options, adapters, self._shapes) if adapters else VLLMEngine(options)
+            )
         except (ValueError, RuntimeError, AssertionError) as error:
             raise RolloutError(
                 f"vLLM could not be started for '{path}': {' '.join(str(error).split())} (vLLM's "

@@ -8,7 +8,7 @@ Importing this file does not import vLLM; building an engine does.
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
@@ -53,6 +53,7 @@ class EngineOptions:
 
     `seed_requests`: each sequence has a seed. Otherwise `VLLMEngine.seed` determines the noise of all of them.
     `can_sleep`: the engine can free its memory on a GPU, where a process can have one such engine at a time.
+    `arguments`: further ones of vLLM, or in place of `engine_arguments`.
     """
 
     path: str
@@ -66,6 +67,7 @@ class EngineOptions:
     enforce_eager: bool
     seed_requests: bool = True
     can_sleep: bool = False
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,10 @@ class VLLMEngine:
     On a GPU vLLM schedules asynchronously: while the results of a step are read, the next one is in flight. It has no
     effect on a sequence that ends or is aborted meanwhile.
     """
+
+    _sleep_level = 2  # the trainer sends all weights again
+    _lora_request: Any = None
+    """The adapters that sequences are generated with."""
 
     def __init__(self, options: EngineOptions) -> None:
         require_vllm()
@@ -139,7 +145,7 @@ class VLLMEngine:
             skip_clone=True,
         )
         prompt = tokens_input(list(prompt_ids), cache_salt=cache_salt)
-        self._sequences[name] = self._engine.add_request(name, prompt, vllm_sampling)
+        self._sequences[name] = self._engine.add_request(name, prompt, vllm_sampling, lora_request=self._lora_request)
 
     def seed(self, seed: int) -> None:
         """Set the noise of the next steps, unless sequences have seeds; ranks of one engine must give equal seeds."""
@@ -206,7 +212,8 @@ class VLLMEngine:
         try:
             for name, sequence in zip(names, sequences, strict=True):
                 sampling = SamplingParams(max_tokens=1, temperature=0.0, seed=0, prompt_logprobs=0, detokenize=False)
-                added.append(self._engine.add_request(name, tokens_input(list(sequence)), sampling))
+                prompt, lora = tokens_input(list(sequence)), self._lora_request
+                added.append(self._engine.add_request(name, prompt, sampling, lora_request=lora))
             with self._random_state():
                 while len(found) < len(names):
                     for output in self._engine.step():
@@ -285,7 +292,7 @@ class VLLMEngine:
         if not self._can_sleep:
             raise RolloutError("this vLLM engine was built without can_sleep=True: it cannot sleep; close it instead.")
         if self._on_gpu:
-            self._engine.sleep(level=2)
+            self._engine.sleep(level=self._sleep_level)
         return self._on_gpu
 
     def wake(self, part: str) -> None:
@@ -418,6 +425,7 @@ def engine_arguments(options: EngineOptions, on_gpu: bool) -> dict[str, Any]:
         "async_scheduling": on_gpu,  # vLLM's configuration of a CPU does not allow it
         "disable_log_stats": True,
         "seed": 0,
+        **options.arguments,
     }
 
 
