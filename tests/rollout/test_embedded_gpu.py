@@ -12,7 +12,7 @@ from hybridflow.errors import RolloutConfigError
 from hybridflow.models.attention import PackedPlan
 from hybridflow.models.fused_forward import FusedForward
 from hybridflow.models.loading import load_causal_lm
-from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate, load_weights
+from hybridflow.rollout import Completion, EmbeddedRollout, Request, SamplingParams, generate, load_weights
 from hybridflow.rollout.decoding_state import uniform_after
 from hybridflow.runtime.random_streams import uniform, uniform_state
 from hybridflow.runtime.threads import set_deterministic
@@ -66,21 +66,26 @@ def test_noise_has_the_bits_of_the_host(gpu):
     assert found.cpu().numpy().tobytes() == np.stack([uniform(*key, 5, np.arange(100)) for key in keys]).tobytes()
 
 
+@torch.no_grad()
+def three_generations(engine: EmbeddedRollout) -> tuple[list[list[Completion]], list[set[int]]]:
+    """Return what an engine generates before and after a change of its weights in place, and its graphs after each."""
+    results, graphs = [], []
+    for factor in (1.0, 1.0, 1.25):
+        for parameter in engine.model.parameters():
+            parameter.mul_(factor)
+        results.append(serve(engine, requests()))
+        graphs.append({id(graph) for graph in engine._steps.graphs._graphs.values() if graph is not None})
+    return results, graphs
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_graphs_give_the_results_of_steps_without_graphs(tiny_model, gpu, dtype, monkeypatch):
-    engine = build(tiny_model("qwen2", **SIZES), gpu, dtype)
-    captured = [0]
-
-    def count(step):
-        if engine._running is not None:
-            captured[0] = max(captured[0], engine._running._graphs.num_captured)
-
-    with_graphs = serve(engine, requests(), count)
-    assert captured[0] > 0 or gpu.type == "cpu"
+    directory = tiny_model("qwen2", **SIZES)
+    with_graphs, graphs = three_generations(build(directory, gpu, dtype))
+    assert graphs[0] <= graphs[1] <= graphs[2]  # they survive
+    assert bool(graphs[0]) == (gpu.type == "cuda")
     monkeypatch.setattr(FusedForward, "is_capturable", False)
-    captured[0] = 0
-    assert serve(engine, requests(), count) == with_graphs
-    assert captured[0] == 0
+    assert three_generations(build(directory, gpu, dtype)) == (with_graphs, [set(), set(), set()])
 
 
 @torch.no_grad()
@@ -125,7 +130,7 @@ def test_later_turns_reuse_kept_pages(tiny_model, gpu, full_precision):
         num_known = sum(len(request.prompt_ids) - 21 for request in turn) if number else 0
         assert engine.reused_tokens - before == num_known
         assert engine._running is not None
-        assert bool(engine._running._graphs.num_captured) == (gpu.type == "cuda")  # although no request was left
+        assert bool(engine._steps.graphs.num_captured) == (gpu.type == "cuda")  # although no request was left
         turn = [replace(r, prompt_ids=[*tokens, *range(20)]) for r, tokens in zip(turn, sequences, strict=True)]
     engine.forget_kept()
     assert engine._running is None

@@ -14,7 +14,7 @@ from hybridflow.models.loading import load_causal_lm
 from hybridflow.models.paged_kv_cache import PAGE_SIZE, PageTable
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, load_weights
 from hybridflow.rollout.decoding_batch import DecodingBatch
-from hybridflow.rollout.decoding_state import DecodingState
+from hybridflow.rollout.decoding_state import DecodingState, Emitted
 from hybridflow.rollout.paged_decoding import PagedDecoding
 from hybridflow.rollout.running_row import RunningRow
 
@@ -30,8 +30,9 @@ BREAKABLE = {
     True: [
         *((EmbeddedRollout, name) for name in ("_admit", "_finish")),
         *((PagedDecoding, name) for name in ("admit", "_read", "_remove", "_start", "_prefill", "_reserve")),
-        (PagedDecoding, "_extend_tables"),
-        *((DecodingState, name) for name in ("write", "write_pages", "move", "read")),
+        *((PagedDecoding, name) for name in ("_extend_tables", "_end_rows")),
+        *((DecodingState, name) for name in ("write", "write_pages", "move", "take")),
+        (Emitted, "read"),
         *((PageTable, name) for name in ("take", "release")),
         (RunningRow, "extend"),
     ],

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from fixtures.recorded_steps import look_up_pages, record_steps
 from fixtures.rollouts import require_equal, serve, tokens_of
 from hybridflow.errors import RolloutConfigError, RolloutError
 from hybridflow.models.fused_forward import forward_of
@@ -16,9 +17,10 @@ from hybridflow.models.kv_cache import PrefillPlan
 from hybridflow.models.loading import load_causal_lm
 from hybridflow.models.paged_kv_cache import PAGE_SIZE, PagedKVCache
 from hybridflow.rollout import Completion, EmbeddedRollout, Request, SamplingParams, generate, load_weights
-from hybridflow.rollout.decoding_state import DecodingState, StepShape, decode_step
+from hybridflow.rollout.decoding_state import DecodingState, Emitted, StepShape, decode_step
 from hybridflow.rollout.paged_decoding import READ_EVERY, row_sizes
 from hybridflow.rollout.sampling import SamplingKinds
+from hybridflow.rollout.step_graphs import DecodingSteps
 
 PAGE_BYTES = PAGE_SIZE * 2 * 2 * 32 * 8  # 2 layers of keys and values of one head of 32, in float64
 SCRATCH = 32  # pages for the 1024 rows of an engine
@@ -163,17 +165,100 @@ def test_steps_shrink_with_the_number_of_running_rows(directory):
     assert [shape.rows for shape in recorded.shapes[::8]] == [16, 8, 8, 8, 8, 4, 4, 2, 1]
 
 
-def test_device_is_read_every_few_steps_and_at_limits(directory, monkeypatch):
-    reads: list[int] = []
-    read = DecodingState.read
+def clones(engine: EmbeddedRollout, factor: float) -> dict[str, torch.Tensor]:
+    return {name: factor * weight.detach() for name, weight in engine.model.named_parameters()}
 
-    def recording(self, num_steps, num_rows):
-        reads.append(num_steps)
-        return read(self, num_steps, num_rows)
 
-    monkeypatch.setattr(DecodingState, "read", recording)
-    generate(paged(directory), [Request(0, [5], SamplingParams(2 * READ_EVERY + 3), 4)])
-    assert reads == [READ_EVERY, READ_EVERY, 3]
+def rest(engine: EmbeddedRollout) -> None:
+    engine.sleep()
+
+
+def change_in_place(engine: EmbeddedRollout) -> None:
+    for parameter in engine.model.parameters():
+        parameter.data *= 1.25
+
+
+def change_and_move(engine: EmbeddedRollout) -> None:
+    for parameter in engine.model.parameters():
+        parameter.data = 1.25 * parameter.data
+
+
+def offload_and_change(engine: EmbeddedRollout) -> None:
+    """Free the storage of the weights, as an idle trainer does, and fill it with others later."""
+    weights, storages = clones(engine, 1.25), [x.untyped_storage() for x in engine.model.parameters()]
+    sizes = [storage.nbytes() for storage in storages]
+    for storage in storages:
+        storage.resize_(0)
+    engine.sleep()
+    assert engine._steps.graphs.num_captured == 0  # their memory is free
+    for storage, size in zip(storages, sizes, strict=True):
+        storage.resize_(size)
+    with torch.no_grad():
+        for name, parameter in engine.model.named_parameters():
+            parameter.copy_(weights[name])
+
+
+@pytest.mark.parametrize(
+    ("change", "looks_up", "survive"),
+    [
+        (rest, True, True),
+        (change_in_place, True, True),
+        (lambda engine: load_weights(engine, clones(engine, 1.25).items(), 1), True, False),
+        (change_and_move, True, False),
+        (offload_and_change, True, False),
+        (change_in_place, False, False),  # the pages of the second generation are elsewhere
+    ],
+)
+def test_graphs_survive_while_their_memory_stays(directory, monkeypatch, change, looks_up, survive):
+    wanted = [Request(i, [5 + i] * 40, SamplingParams(9 + 9 * i, top_p=0.9), 2, (i,)) for i in range(2)]
+    expected = paged(directory)
+    first = generate(expected, wanted)
+    if change is not rest:
+        change_in_place(expected)
+    second = generate(expected, wanted)
+    pool = record_steps(monkeypatch)
+    if looks_up:
+        look_up_pages(monkeypatch)
+    engine = paged(directory)
+    for _ in range(2):
+        require_equal(generate(engine, wanted), first)
+    assert (captured := pool.captured) >= 2
+    change(engine)
+    require_equal(generate(engine, wanted), second)
+    assert (pool.captured == captured) == survive
+
+
+def test_loads_into_an_own_copy_that_is_awake_keep_the_graphs(directory, monkeypatch):
+    wanted, expected = [Request(0, [5] * 40, SamplingParams(9), 2, (3,))], paged(directory)
+    versions = [clones(expected, 1 + version / 4) for version in range(3)]
+    results = []
+    for number, version in enumerate((0, 1, 2, 0)):
+        load_weights(expected, versions[version].items(), number)
+        results.append(generate(expected, wanted))
+    pool = record_steps(monkeypatch)
+    look_up_pages(monkeypatch)
+    engine = EmbeddedRollout(load_causal_lm(directory, torch.float64), paged=True, shares_model=False)
+    captured = []
+    for number, version in enumerate((0, 1, 2, 0)):  # which also shows that the given weights do not change
+        load_weights(engine, versions[version].items(), number)
+        for _ in range(2):
+            require_equal(generate(engine, wanted), results[number])
+        captured.append(pool.captured)
+    assert 0 < captured[0] < captured[1] == captured[2] == captured[3]  # the second version is the first own copy
+
+
+def test_a_window_is_read_while_the_next_one_runs_and_at_limits(directory, monkeypatch):
+    events: list[str] = []
+
+    def recording(owner, name, event):
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (events.append(event), function(*args))[1])
+
+    recording(DecodingSteps, "run", "s")
+    recording(Emitted, "read", "r")
+    generate(paged(directory), [Request(0, [5], SamplingParams(3 * READ_EVERY + 3), 4)])
+    window = "s" * READ_EVERY
+    assert "".join(events) == f"{window}{window}r{window}rsssrr"
 
 
 UNFIT = {"_local_scalar_dense", "nonzero", "masked_select", "cumsum", "scatter", "scatter_", "put_", "index_add_"}
@@ -237,7 +322,7 @@ def test_non_finite_row_is_an_error_that_names_its_request(directory, aborts_fir
         engine.submit(Request(request_id, [token], SamplingParams(20, temperature=0.0)))
     engine.step()
     if not aborts_first:
-        for _ in range(READ_EVERY - 2):
+        for _ in range(2 * READ_EVERY - 2):
             engine.step()
         with pytest.raises(RolloutError, match="request 5: the model's logits are not finite"):
             engine.step()

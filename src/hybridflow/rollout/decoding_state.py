@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from hybridflow.models.forward import Forward
 from hybridflow.models.kernels.triton_support import generation_kernels
 from hybridflow.models.paged_kv_cache import PagedDecodePlan, PagedKVCache
+from hybridflow.models.varlen import upload
 from hybridflow.rollout.sampling import RowRules, SamplingKinds, sample_rows
 from hybridflow.runtime.random_streams import GOLDEN, MULTIPLIER_1, MULTIPLIER_2
 
@@ -52,6 +53,17 @@ class DecodingState:
         self.emitted = torch.full((num_steps, max_rows), NO_TOKEN, device=device)
         self.log_probs = torch.zeros(num_steps, max_rows, dtype=log_prob_dtype, device=device)
 
+    @property
+    def buffers(self) -> list[Tensor]:
+        """All buffers that steps use."""
+        return [*self.rows.values(), self.step, self.emitted, self.log_probs]
+
+    def reset(self) -> None:
+        """Let no row run, and forget what was emitted."""
+        self.rows["running"].fill_(False)
+        self.emitted.fill_(NO_TOKEN)
+        self.step.zero_()
+
     def widen(self, *, stop_ids: int, tables: int) -> bool:
         """Give rows at least these numbers of stop ids and pages; return whether buffers have moved."""
         moved = False
@@ -62,36 +74,56 @@ class DecodingState:
 
     def write(self, places: Sequence[int], **values: Any) -> None:
         """Set named values of rows, one for each place; of `stop_ids` and `tables` a sequence for each place."""
-        device = self.step.device
-        index = torch.tensor(places, dtype=torch.int64, device=device)
+        index = self._uploaded(places)
         for name, value in values.items():
             buffer = self.rows[name]
             if buffer.dim() == 2:
                 value = padded_rows(value, buffer.shape[1], _filling(name))
-            self.rows[name][index] = torch.as_tensor(value, dtype=buffer.dtype).to(device)
+            self.rows[name][index] = self._uploaded(value, buffer.dtype)
 
     def write_pages(self, entries: Sequence[tuple[int, int, int]]) -> None:
         """Set entries of the tables: (place, column, page) each."""
-        place, column, page = torch.tensor(entries, dtype=torch.int64, device=self.step.device).T
+        place, column, page = self._uploaded(entries).T
         self.rows["tables"][place, column] = page.to(torch.int32)
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy rows to other places; the old places stop running."""
-        where = torch.tensor([sources, targets], dtype=torch.int64, device=self.step.device)
+        where = self._uploaded([sources, targets])
         for buffer in self.rows.values():
             buffer[where[1]] = buffer[where[0]]
         self.stop(sources)
+
+    def _uploaded(self, values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
+        """Copy numbers to the device, which the host does not wait for."""
+        return upload(torch.as_tensor(values, dtype=dtype).numpy(), self.step.device)
 
     def stop(self, places: Sequence[int]) -> None:
         """End rows from the host."""
         self.write(places, running=[False] * len(places))
 
-    def read(self, num_steps: int, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Wait for the device; return and clear what was emitted: tokens and log-probs (num_steps, num_rows)."""
-        emitted, log_probs = (x[:num_steps, :num_rows].to("cpu", copy=True) for x in (self.emitted, self.log_probs))
+    def take(self, num_steps: int, num_rows: int) -> "Emitted":
+        """Return and clear what was emitted in the last steps; the host need not wait for the device yet."""
+        taken = Emitted(self.emitted[:num_steps, :num_rows], self.log_probs[:num_steps, :num_rows])
         self.emitted.fill_(NO_TOKEN)
         self.step.zero_()
-        return emitted.numpy(), log_probs.numpy()
+        return taken
+
+
+class Emitted:
+    """Tokens and log-probs (num_steps, num_rows) on their way to the host."""
+
+    def __init__(self, tokens: Tensor, log_probs: Tensor) -> None:
+        self._copies = [x.to("cpu", non_blocking=True, copy=True) for x in (tokens, log_probs)]
+        self._arrived = torch.cuda.Event() if tokens.is_cuda else None
+        if self._arrived:
+            self._arrived.record()
+
+    def read(self) -> tuple[np.ndarray, np.ndarray]:
+        """Wait until they are there, and return them."""
+        if self._arrived:
+            self._arrived.synchronize()
+        tokens, log_probs = (x.numpy() for x in self._copies)
+        return tokens, log_probs
 
 
 def decode_step(forward: Forward, cache: PagedKVCache, state: DecodingState, shape: StepShape) -> None:

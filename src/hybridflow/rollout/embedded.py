@@ -21,8 +21,9 @@ from hybridflow.rollout.base import Completion, Request, SleepingPart
 from hybridflow.rollout.decoding_batches import DecodingBatches
 from hybridflow.rollout.kept_sequences import KeptSequences
 from hybridflow.rollout.loading import Loading, require_announced
-from hybridflow.rollout.paged_decoding import PagedDecoding
+from hybridflow.rollout.paged_decoding import READ_EVERY, PagedDecoding
 from hybridflow.rollout.requests import StopStrings, TokenDecoder, require_servable
+from hybridflow.rollout.step_graphs import DecodingSteps
 from hybridflow.runtime.boxes import Box
 from hybridflow.runtime.device import free_cached_memory
 from hybridflow.runtime.fault_points import fault_point
@@ -106,6 +107,7 @@ class EmbeddedRollout:
         self._pack_weights = pack_weights
         self._is_packed = False  # True while sequences run, until the weights change
         self._shares_model = shares_model
+        self._owns_weights = False  # they are in memory that this object has allocated
         self._stop_strings = StopStrings(tokenizer)
         self.version: int | None = 0 if shares_model else None
         self._loading: Loading | None = None
@@ -115,6 +117,7 @@ class EmbeddedRollout:
         self._waiting: deque[Request] = deque()
         self._kept = KeptSequences[Any]()  # in the memory of `_running`
         self._running: Decoding | None = None  # from the first step on, while requests are unfinished or sequences kept
+        self._steps: DecodingSteps | None = None  # of PagedDecoding, for later ones too
         self._finished: dict[tuple[int, int], Completion] = {}  # by request_id and index
         self._unfinished: dict[int, _Progress] = {}  # in the order of submission
         self._num_submitted = 0
@@ -224,11 +227,21 @@ class EmbeddedRollout:
         self._loaded.update(require_announced(self._loading).checked(weights))
 
     def finish_loading(self, version: int) -> None:
-        """Use the loaded weights from the next step on, without a copy if dtype and device are the model's."""
+        """Use the loaded weights from the next step on, without a copy if dtype and device are the model's.
+
+        An own copy whose graphs exist, since it did not sleep before, is made and then overwritten, so that the graphs
+        of later versions stay.
+        """
         require_announced(self._loading).require_complete()
         self.forget_kept()  # of requests aborted since `start_loading`
+        copies = not self._shares_model and self._steps is not None and self._steps.graphs.num_captured > 0
         for name, parameter in self.model.named_parameters():
-            parameter.data = self._loaded[name].detach().to(parameter)
+            new = self._loaded[name].detach()
+            if copies and self._owns_weights:
+                parameter.data.copy_(new)
+            else:
+                parameter.data = new.to(parameter, copy=copies).contiguous()
+        self._owns_weights = copies
         self._loading, self._loaded = None, {}
         self._use_new_weights()
         self.version = version
@@ -271,15 +284,19 @@ class EmbeddedRollout:
         """Do nothing: memory is allocated when it is used."""
 
     def sleep(self) -> None:
-        """Free the weights until they are loaded again; weights shared with the trainer stay."""
+        """Free the weights until they are loaded again; weights shared with the trainer stay.
+
+        Graphs of decoding steps stay only if the weights do, and not if these are offloaded.
+        """
         self.forget_kept()
-        if self._shares_model:
-            return
-        for parameter in self.model.parameters():
-            parameter.data = placeholder(parameter.shape, parameter.dtype, parameter.device)
-        self._forward.drop_packed_weights()
-        self._is_packed = False
-        self.version = None
+        if not self._shares_model:
+            for parameter in self.model.parameters():
+                parameter.data = placeholder(parameter.shape, parameter.dtype, parameter.device)
+            self._forward.drop_packed_weights()
+            self._is_packed = False
+            self.version = None
+        if self._steps:
+            self._steps.rest()
 
     def _is_paged(self) -> bool:
         """Whether keys and values are in pages: on the device of the weights, which an idle trainer may offload."""
@@ -290,11 +307,16 @@ class EmbeddedRollout:
         if not self._is_paged():
             model, num_bytes = self.model, self._kv_cache_bytes
             return DecodingBatches(self._forward, model.device, model.dtype, self._stop_strings, self._kept, num_bytes)
+        num_rows = max(self._limit, self._largest_group())
+        if self._steps is None or self._steps.place != (self.model.device, self.model.dtype, num_rows):
+            self._forget_steps()
+            self._steps = DecodingSteps(self._forward, self.model, num_rows, READ_EVERY)
         return PagedDecoding(
             self._forward,
-            self.model,
+            self.model.device,
+            steps=self._steps,
             kept=self._kept,
-            max_running_sequences=max(self._limit, self._largest_group()),
+            max_running_sequences=num_rows,
             stop_strings=self._stop_strings,
             kv_cache_bytes=self._kv_cache_bytes,
             memory_share=self._memory_share,
@@ -351,6 +373,8 @@ class EmbeddedRollout:
         self._running = None
         self._forward.drop_packed_weights()
         self._is_packed = False
+        if self._steps:
+            self._steps.rest()
         free_cached_memory()
 
     def _addresses(self) -> list[int]:
@@ -362,6 +386,11 @@ class EmbeddedRollout:
         if self._running:
             self._running.use_new_weights()
 
+    def _forget_steps(self) -> None:
+        if self._steps:
+            self._steps.graphs.clear()
+        self._steps = None
+
     def _restart_requests(self) -> None:
         """Stop all sequences after an error and queue every unfinished request again.
 
@@ -370,6 +399,7 @@ class EmbeddedRollout:
         self._unfinished = {key: progress for key, progress in self._unfinished.items() if not progress.is_complete()}
         self._waiting = deque(progress.request for progress in self._unfinished.values())
         self._kept.discard()
+        self._forget_steps()
         self._free()
 
 

@@ -1,7 +1,10 @@
 """Decoding on a GPU: all sequences in one step of fixed shapes, with keys and values in pages.
 
 The host does not wait for single tokens. It knows how long each row can be at most, assigns pages a few steps ahead,
-and reads what the rows emitted every few steps.
+and reads what the rows emitted in a window of steps while the device computes the next one:
+
+    device   | window 0 | window 1 | window 2 | ...
+    host          | start 1 | read 0, start 2 | read 1, start 3 | ...
 """
 
 from collections import deque
@@ -10,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from hybridflow.errors import RolloutConfigError
 from hybridflow.models.continued_prefill import PagedContinuedPlan
@@ -21,17 +23,18 @@ from hybridflow.models.paged_kv_cache import PAGE_SIZE, PagedKVCache, PagedPrefi
 from hybridflow.models.varlen import upload
 from hybridflow.rollout.base import Completion, Request
 from hybridflow.rollout.decoding_batch import split_by_tokens
-from hybridflow.rollout.decoding_state import NO_TOKEN, DecodingState, StepShape, decode_step
+from hybridflow.rollout.decoding_state import NO_TOKEN, Emitted, StepShape
 from hybridflow.rollout.kept_sequences import KeptSequences
 from hybridflow.rollout.requests import StopStrings, not_finite
 from hybridflow.rollout.running_row import RunningRow, final_length, first_pages, most_pages, shared_pages
 from hybridflow.rollout.sampling import SamplingKinds
-from hybridflow.rollout.step_graphs import StepGraphs
+from hybridflow.rollout.step_graphs import DecodingSteps
 from hybridflow.runtime.device import free_device_memory
 from hybridflow.runtime.random_streams import uniform_state
 
-READ_EVERY = 8
-"""Steps between two reads of the device; a row that stops stays in the steps until then, and emits nothing."""
+READ_EVERY = 4
+"""Steps in a window. A row that stops stays in the steps until its window is read, at the end of the next one; it emits
+nothing."""
 
 SMALLEST_TABLE = 8
 """The smallest number of pages per row that a step has; larger ones are powers of two."""
@@ -41,37 +44,38 @@ HOST_MEMORY = 2**30
 
 
 class PagedDecoding:
-    """All running sequences of an engine; memory is allocated with the first request and freed with the object.
+    """All running sequences of an engine; pages are allocated with the first request and freed with the object.
 
-    `kv_cache_bytes` bounds the memory of keys and values; 0: the share `memory_share` of the memory that is free. On a
-    CUDA device with a fused forward pass, steps are CUDA graphs. A request is admitted as a whole. If pages run out,
-    the request that was admitted last waits again and restarts; its tokens will be the same.
+    `kv_cache_bytes` bounds the memory of keys and values; 0: the share `memory_share` of the memory that is free.
+    `steps` are used by one object at a time. A request is admitted as a whole. If pages run out, the request that was
+    admitted last waits again and restarts; its tokens will be the same.
     """
 
     def __init__(
         self,
         forward: Forward,
-        model: PreTrainedModel,
+        device: torch.device,
         *,
+        steps: DecodingSteps,
         max_running_sequences: int,
         stop_strings: StopStrings,
         kept: KeptSequences[list[int]],
         kv_cache_bytes: int = 0,
         memory_share: float = 0.5,
     ) -> None:
-        self._forward, self._device, self._stop_strings, self._kept = forward, model.device, stop_strings, kept
+        self._forward, self._device, self._stop_strings, self._kept = forward, device, stop_strings, kept
         self._kv_cache_bytes, self._memory_share = kv_cache_bytes, memory_share
         self._sizes = row_sizes(max_running_sequences)
-        log_prob_dtype = torch.promote_types(model.dtype, torch.float32)
-        self._state = DecodingState(self._device, self._sizes[-1], READ_EVERY, log_prob_dtype)
-        self._graphs = StepGraphs(captures=self._device.type == "cuda" and forward.is_capturable)
+        self._steps, self._state = steps, steps.state
+        steps.begin()
         self._cache: PagedKVCache | None = None
         self._rows: list[RunningRow | None] = []  # by place in the device's buffers; the last one runs
         self._num_admitted = 0
         self._num_stale = 0  # of these, the ones that may have keys and values of earlier weights
-        self._is_full = False  # pages were missing since the last read
-        self._versions: list[int] = []  # of the steps since the last read
-        self._due = 0  # the step after the last read at which a row reaches its limit
+        self._is_full = False  # pages were missing since the last window began
+        self._windows: deque[_Window] = deque()  # that have ended and were not read
+        self._versions: list[int] = []  # of the steps in the present window
+        self._due = 0  # the number of its steps after which a row reaches its limit
         self._shape = StepShape(1, SMALLEST_TABLE, SamplingKinds())
 
     @property
@@ -80,12 +84,12 @@ class PagedDecoding:
         return sum(row is not None for row in self._rows)
 
     def admit(self, waiting: deque[Request], room: int) -> None:
-        """Start requests from the left of `waiting`; after a read, first give running rows pages for their next steps.
+        """Start requests from the left of `waiting`; before a window, first give running rows pages for its steps.
 
         If a request loses its pages, no other is started in the same call.
         """
-        is_after_read = not self._versions
-        if is_after_read:
+        begins_window = not self._versions
+        if begins_window:
             self._is_full = self._extend_tables(waiting)
         admitted: list[tuple[int, RunningRow]] = []
         may_start = waiting and not self._is_full and waiting[0].group_size <= room
@@ -101,23 +105,24 @@ class PagedDecoding:
             admitted += reserved
         if admitted:
             self._start(admitted)
-        if admitted or is_after_read:
+        if admitted or begins_window:
             self._plan_steps()
 
     def advance(self, version: int) -> list[Completion]:
-        """Run one step; every few steps, and when a row reaches its limit, return the rows that have ended.
+        """Run one step; after a window of steps, return the rows that have ended in the one before.
 
-        Raises RolloutError if a row's logits were not finite.
+        A window ends early if a row reaches its limit; then it is read as well. Raises RolloutError if a row's logits
+        were not finite.
         """
         if not self._rows:
             return []
-        cache, state, shape = self._cache, self._state, self._shape
-        assert cache is not None
-        self._graphs.run(shape, lambda: decode_step(self._forward, cache, state, shape))
+        assert self._cache is not None
+        self._steps.run(self._cache, self._shape)
         self._versions.append(version)
-        if len(self._versions) < min(READ_EVERY, self._due):
+        num_steps = len(self._versions)
+        if num_steps < min(READ_EVERY, self._due):
             return []
-        done = self._read()
+        done = self._read(num_left=int(num_steps < self._due))
         for row in self._rows:
             if row and not row.is_finite:
                 raise not_finite(row.request.request_id)
@@ -144,32 +149,48 @@ class PagedDecoding:
         return done
 
     def use_new_weights(self) -> None:
-        """Capture steps again, since the addresses of the weights may have changed; keep no running row."""
-        self._graphs.clear()
+        """Keep no running row; graphs are made again if weights have moved."""
         self._num_stale = self._num_admitted
 
-    def _read(self) -> list[Completion]:
-        """Take what the rows have emitted since the last read; remove and return those that have ended."""
-        if not self._versions:
-            return []
-        emitted, log_probs = self._state.read(len(self._versions), len(self._rows))
+    def _read(self, *, num_left: int = 0) -> list[Completion]:
+        """End the window, and read what was emitted, except in the last `num_left` windows; return rows that ended.
+
+        All windows are read if the running rows may lack pages, which rows that have ended may have.
+        """
+        if self._versions:
+            num_steps, rows = len(self._versions), [(row, row.since) if row else None for row in self._rows]
+            self._windows.append(_Window(rows, self._versions, self._state.take(num_steps, len(rows))))
+            for row in self._rows:
+                if row:
+                    row.in_flight += num_steps - row.since
+                    row.since = 0
+            self._versions = []
+        done: list[Completion] = []
+        while len(self._windows) > num_left or (self._windows and self._lacks_pages()):
+            done += self._end_rows(self._windows.popleft())
+        return done
+
+    def _end_rows(self, window: "_Window") -> list[Completion]:
+        """Wait until a window has ended; remove and return the rows that have ended in it."""
+        emitted, log_probs = window.emitted.read()
         counts = (emitted != NO_TOKEN).sum(0)
         is_finite: np.ndarray = (np.isfinite(log_probs) | (emitted == NO_TOKEN)).all(axis=0)
-        columns = zip(self._rows, *(x.tolist() for x in (emitted.T, log_probs.T, counts, is_finite)), strict=True)
+        columns = zip(window.rows, *(x.tolist() for x in (emitted.T, log_probs.T, counts, is_finite)), strict=True)
         done, ended = [], []
-        for place, (row, tokens, values, count, finite) in enumerate(columns):
-            if row is None:
+        for entry, tokens, values, count, finite in columns:
+            if entry is None or entry[0].is_removed:
                 continue
-            steps = slice(row.since, row.since + count)
-            row.extend(tokens[steps], values[steps], self._versions[steps])
-            row.since, row.is_finite = 0, row.is_finite and finite
+            row, since = entry
+            steps = slice(since, since + count)
+            row.extend(tokens[steps], values[steps], window.versions[steps])
+            row.in_flight -= len(window.versions) - since
+            row.is_finite = row.is_finite and finite
             reason = row.end(count, self._stop_strings)
             if row.is_finite and reason:
                 done.append(row.completion(reason))
-                ended.append(place)
+                ended.append(row.place)
                 if row.request.keep and row.order > self._num_stale:
                     self._keep(row)
-        self._versions = []
         self._remove(ended)
         return done
 
@@ -184,7 +205,7 @@ class PagedDecoding:
         rows = [row for place in places if (row := self._rows[place])]
         for place, row in zip(places, rows, strict=True):
             self._pages.release(row.pages)
-            self._rows[place] = None
+            self._rows[place], row.is_removed = None, True
         while self._rows and self._rows[-1] is None:
             self._rows.pop()
         if places:
@@ -220,7 +241,6 @@ class PagedDecoding:
 
         If a sequence is to be kept, allocate all that memory allows: later prompts are longer.
         """
-        self._graphs.clear()
         self._kept.clear()
         self._cache = None
         like, zero = PrefillPlan([1]), torch.zeros(1, 1, dtype=torch.int64, device=self._device)
@@ -242,7 +262,7 @@ class PagedDecoding:
                 f"{self._memory_share} of the free memory), or lower data.max_response_length."
             )
         try:
-            self._cache = PagedKVCache(like, num_pages, num_scratch)
+            self._cache = self._steps.allocate(like, num_pages, num_scratch)
         except torch.OutOfMemoryError as error:
             raise RolloutConfigError(
                 f"{(num_pages + num_scratch) * page_bytes} bytes of keys and values do not fit into the free memory of "
@@ -251,15 +271,13 @@ class PagedDecoding:
             ) from error
 
     def _extend_tables(self, waiting: deque[Request]) -> bool:
-        """Give rows the pages of their steps until the next read.
+        """Give rows the pages of their steps in the next window.
 
         If there are too few, they are taken from kept sequences, then from the newest request. One request alone always
         has enough. Returns whether a request lost its pages.
         """
         num_waiting = len(waiting)
-        while sum(row.missing_pages(READ_EVERY) for row in self._rows if row) > (
-            self._pages.num_free if self._rows else 0
-        ):
+        while self._lacks_pages():
             if self._kept.drop_oldest():
                 continue
             newest = max((row for row in self._rows if row), key=lambda row: row.order).request
@@ -276,6 +294,12 @@ class PagedDecoding:
             self._state.write_pages(entries)
         return len(waiting) > num_waiting
 
+    def _lacks_pages(self) -> bool:
+        """Whether the rows that may run need more pages for the next window than are free."""
+        return (
+            bool(self._rows) and sum(row.missing_pages(READ_EVERY) for row in self._rows if row) > self._pages.num_free
+        )
+
     def _close_gaps(self) -> None:
         """Move the last rows into free places if the step then has a smaller size."""
         num_running = self.num_running
@@ -284,7 +308,9 @@ class PagedDecoding:
         sources = [place for place in range(num_running, len(self._rows)) if self._rows[place]]
         targets = [place for place in range(num_running) if self._rows[place] is None]
         for source, target in zip(sources, targets, strict=True):
-            self._rows[target] = self._rows[source]
+            self._rows[target] = row = self._rows[source]
+            if row:
+                row.place = target
         del self._rows[num_running:]
         if sources:
             self._state.move(sources, targets)
@@ -293,7 +319,7 @@ class PagedDecoding:
         return next(size for size in self._sizes if size >= num_rows)
 
     def _plan_steps(self) -> None:
-        """Set the shape of the steps until the next read or admission, and when a row reaches its limit."""
+        """Set the shape of the steps until the next window or admission, and when a row reaches its limit."""
         rows = [row for row in self._rows if row]
         if not rows:
             return
@@ -304,7 +330,7 @@ class PagedDecoding:
         )
         pages = _power_of_two(max(len(row.pages) for row in rows))
         self._shape = StepShape(self._size(len(self._rows)), pages, kinds)
-        self._due = min(row.since + row.remaining for row in rows)
+        self._due = min(row.since + row.remaining - row.in_flight for row in rows)
 
     # ------------------------------------------------------------------------------------ new rows
 
@@ -326,7 +352,7 @@ class PagedDecoding:
             if index:
                 pages = [*self._pages.share(shared), *self._pages.take(num_own)]
             self._num_admitted += 1
-            row = RunningRow(request, index, self._num_admitted, len(self._versions), pages, num_known=num_known)
+            row = RunningRow(request, index, self._num_admitted, place, len(self._versions), pages, num_known=num_known)
             self._rows[place] = row
             reserved.append((place, row))
         if self._cache is not None and num_known > num_shared * PAGE_SIZE:  # a page that the rows do not share
@@ -349,7 +375,7 @@ class PagedDecoding:
         stops = [row.request.sampling.stop_token_ids for row in rows]
         longest = _power_of_two(max(pages_of(final_length(row.request)) for row in rows))
         if self._state.widen(stop_ids=max(map(len, stops)), tables=longest):
-            self._graphs.clear()
+            self._steps.graphs.clear()
         # In the order of the rows, which are listed by request and index.
         states = [
             uniform_state(*request.noise_key, request.first_index + np.array([row.index for row in group]))
@@ -406,6 +432,15 @@ class PagedDecoding:
                 attention_plan=plan,
                 logits_to_keep=torch.zeros(0, dtype=torch.int64, device=self._device),
             )
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Steps that were started: by place the row and the step at which it began, and what was emitted."""
+
+    rows: Sequence[tuple[RunningRow, int] | None]
+    versions: Sequence[int]
+    emitted: Emitted
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,17 @@ from hybridflow.rollout.requests import StopStrings
 
 @dataclass
 class RunningRow:
-    """One running sequence: its pages, and what it has emitted until the last read of the device.
+    """One running sequence: its pages, and what it has emitted in the windows of steps that were read.
 
-    `order` counts admissions, `since` is the step after the last read at which the row began, `num_known` the number of
-    prompt tokens whose keys and values were kept from an earlier sequence.
+    `order` counts admissions, `place` is the row of the device's buffers, `since` the step of the present window at
+    which the row began, `in_flight` the number of its steps in windows that have ended and were not read, `num_known`
+    the number of prompt tokens whose keys and values were kept from an earlier sequence.
     """
 
     request: Request
     index: int
     order: int
+    place: int
     since: int
     pages: list[int]
     tokens: list[int] = field(default_factory=list)
@@ -26,6 +28,8 @@ class RunningRow:
     versions: list[int] = field(default_factory=list)
     is_finite: bool = True
     num_known: int = 0
+    in_flight: int = 0
+    is_removed: bool = False
 
     @property
     def remaining(self) -> int:
@@ -33,9 +37,9 @@ class RunningRow:
         return self.request.sampling.max_new_tokens - len(self.tokens)
 
     def missing_pages(self, num_steps: int) -> int:
-        """Return the number of pages that the next steps need in addition."""
+        """Return the number of pages that the next steps need in addition, if no step in flight ends the row."""
         length = len(self.request.prompt_ids) - 1 + len(self.tokens)
-        return max(0, pages_of(length + min(num_steps, self.remaining)) - len(self.pages))
+        return max(0, pages_of(length + min(self.in_flight + num_steps, self.remaining)) - len(self.pages))
 
     @property
     def grows(self) -> bool:

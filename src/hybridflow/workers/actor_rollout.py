@@ -102,6 +102,6 @@ class ActorRolloutWorker(GeneratingWorker, ActorWorker):
             self._version = self.engine.num_updates
 
     def _sleep(self) -> None:
-        if self._is_awake and not self._shares_weights:
+        if self._is_awake:
             self.rollout.sleep()
-            self._is_awake = False
+            self._is_awake = self._shares_weights
