@@ -146,3 +146,12 @@ def test_an_invalid_memory_of_a_gpu_is_an_error(shown):
     for memory in ("0", "-1", "nan", "inf", "80GB"):
         problem = f"'{memory}' is invalid: expected GiB of one GPU, such as 80"
         assert problem in shown("memory", "--gpu-memory", memory, status=2)[1]
+
+
+def test_the_seconds_of_a_step_are_estimated_with_what_they_assume(tiny_model, shown):
+    recipe = [f"model.path={tiny_model('qwen2')}", "data.train_files=['a']", "actor.epochs=2"]
+    estimate, assumed = shown("memory", *recipe, *SHARDED)[0].splitlines()[-2:]
+    assert re.search(r"not measured: generation [\d.]+ s, log-probs [\d.]+ s, update [\d.]+ s, sync ", estimate)
+    assert estimate.endswith("; 512 responses of 512 tokens")
+    assert assumed == "assumed: 450 TFLOP/s of a GPU, 15% of 2.9 TB/s in generation, 50 GB/s between GPUs"
+    assert "estimate of a step" not in shown("memory", *recipe, "--device", "cpu")[0]

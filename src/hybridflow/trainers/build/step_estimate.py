@@ -36,8 +36,8 @@ def step_estimate(config: Config) -> list[str]:
     seconds = {name.replace("_", "-"): value for name, value in vars(seconds_of(model, step)).items() if value}
     phases = ", ".join(f"{name} {value:.{0 if value >= 10 else 2}f} s" for name, value in seconds.items())
     return [
-        f"estimate of a step of the policy, not measured: {phases}; {step.responses} responses of {step.response_len} "
-        "tokens",
+        f"estimate of a step of the policy, not measured: {phases}; {step.responses:,} responses of "
+        f"{step.response_len:,} tokens",
         f"assumed: {UPDATE_FLOPS / 1e12:.0f} TFLOP/s of a GPU, {READ_SHARES[step.backend]:.0%} of "
         f"{READ_BANDWIDTH / 1e12:g} TB/s in generation, {LINK_BANDWIDTH / 1e9:.0f} GB/s between GPUs",
     ]
