@@ -7,6 +7,7 @@ import torch
 
 from fixtures.peak_memory import peak_bytes, resident_bytes
 from hybridflow.engines import token_budget
+from hybridflow.models import forward
 from hybridflow.models.forward import max_logits_on
 from hybridflow.models.memory import MemoryLayout, forward_memory, training_memory
 from hybridflow.models.model_sizes import model_sizes
@@ -61,6 +62,26 @@ def test_memory_formula_is_within_15_percent_of_an_update(build_engine, path, gp
     )
     estimate = training_memory(model_sizes(path), layout, tokens, tokens // length * (length - PROMPT_LEN))
     assert estimate.total == pytest.approx(peak_of(engine, update), rel=0.15), asdict(estimate)
+
+
+def test_kept_logits_of_several_parts_are_in_the_formula_and_change_no_loss(build_engine, path, gpu, monkeypatch):
+    length, tokens, sizes = 256, 8192 if gpu.type == "cuda" else 512, model_sizes(path)
+    few = tokens * sizes.shape.vocab_size // 8
+    monkeypatch.setattr(forward, "MAX_LOGITS", few)
+    monkeypatch.setattr(forward, "PARTS_KEPT", 8)
+    rows, losses = rows_of(2 * tokens, length), []
+    for max_logits in (few, 8 * few):
+        engine = build_engine(path, max_tokens=tokens, dtype="bfloat16", compile="auto")
+        engine.model_forward.max_logits = max_logits
+        losses.append([engine.update(rows, loss, with_entropy=True).loss for _ in range(2)])
+        peak = peak_of(engine, lambda engine=engine: engine.update(rows, loss, with_entropy=True))
+        kernels = "compiled" if gpu.type == "cuda" else "cpu"
+        layout = MemoryLayout(kernels=kernels, longest=length, max_logits=max_logits)
+        estimate = training_memory(sizes, layout, tokens, tokens // length * (length - PROMPT_LEN))
+        assert estimate.total == pytest.approx(peak, rel=0.15), asdict(estimate)
+        del engine
+    assert losses[0][0] == losses[1][0]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)  # the backward pass of attention sums in any order
 
 
 def test_memory_formula_is_within_15_percent_of_log_probs(build_engine, path, gpu):

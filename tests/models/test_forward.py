@@ -3,10 +3,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from hybridflow.algorithms import log_probs_and_entropy_from_logits
+from hybridflow.models import forward as forward_module
 from hybridflow.models.attention import PackedPlan, PaddedPlan
-from hybridflow.models.forward import MAX_LOGITS, MOST_INDEXED, OwnForward, max_logits_on
+from hybridflow.models.forward import (
+    MAX_LOGITS,
+    MOST_INDEXED,
+    OwnForward,
+    max_logits_of,
+    max_logits_on,
+    parts_of_logits,
+)
 from hybridflow.models.fused_forward import FusedForward, forward_of
 from hybridflow.models.kernels.library import use_kernels
 from hybridflow.models.kv_cache import DecodePlan, KVCache, PrefillPlan
@@ -260,11 +269,44 @@ def test_a_subclass_is_called_and_not_packed(module, tiny_model):
     [
         ("cpu", 0, MAX_LOGITS),
         ("cuda", 8 * 2**30, MAX_LOGITS),
-        ("cuda", 80 * 2**30, 80 * 2**30 // 64),
-        ("cuda", 140 * 2**30, MOST_INDEXED),
+        ("cuda", 80 * 2**30, 80 * 2**30 // 32),
     ],
 )
-def test_a_large_gpu_holds_more_logits_at_once(monkeypatch, device, memory_bytes, expected):
+def test_a_large_gpu_keeps_more_logits(monkeypatch, device, memory_bytes, expected):
     properties = SimpleNamespace(total_memory=memory_bytes)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     assert max_logits_on(torch.device(device)) == expected
+
+
+@pytest.mark.parametrize(
+    ("tokens", "memory_gib", "size", "first_kept"),
+    [
+        (1000, 8, 1766, 0),
+        (2000, 8, 1766, 1766),  # only as many are kept as are computed at once
+        (15360, 80, 8833, 0),  # 80 GiB keep 17,667 tokens
+        (30000, 80, 8833, 2 * 8833),
+        (30000, 141, MOST_INDEXED // 151936, 0),
+    ],
+)
+def test_the_last_logits_are_kept_and_the_others_computed_twice(tokens, memory_gib, size, first_kept):
+    assert parts_of_logits(tokens, 151936, max_logits_of(memory_gib * 2**30)) == (size, first_kept)
+
+
+@pytest.mark.parametrize(("max_logits", "computed_twice"), [(400, 0), (4 * 40, 5), (1, 8)])
+def test_kept_logits_are_computed_once_with_equal_results(tiny_model, monkeypatch, max_logits, computed_twice):
+    """Count the products of the head: one forward and two backward, and one more of tokens that are not kept."""
+    monkeypatch.setattr(forward_module, "MAX_LOGITS", 40)
+    monkeypatch.setattr(forward_module, "PARTS_KEPT", 400)  # parts of one token
+    model, inputs = load_causal_lm(tiny_model()), packed_input()
+    forward = FusedForward(model)
+
+    def compute(positions, max_logits):
+        forward.max_logits = max_logits
+        with FlopCounterMode(display=False) as counter:
+            results = read_and_gradients(forward, model, inputs, torch.arange(positions))
+        return results, counter.get_total_flops()
+
+    (results, flops), (_, flops_of_one) = compute(9, max_logits), compute(1, max_logits)
+    assert flops - flops_of_one == (3 * 8 + computed_twice) * 2 * 40 * model.config.hidden_size
+    expected, _ = compute(9, 1)
+    assert all(torch.equal(value, expected[name]) for name, value in results.items())

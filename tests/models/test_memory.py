@@ -100,14 +100,24 @@ def test_forward_memory_is_within_15_percent(directory_of, dtype, vocab_size):
 
 
 @pytest.mark.exhaustive
-def test_memory_of_logits_in_parts_is_within_15_percent(directory_of, monkeypatch):
-    from hybridflow.models import forward
+@pytest.mark.parametrize("kept", [256, 1024])
+def test_memory_of_logits_in_parts_is_within_15_percent(directory_of, monkeypatch, kept):
+    from hybridflow.models import forward, fused_forward
 
     monkeypatch.setattr(forward, "MAX_LOGITS", 20000 * 256)
+    monkeypatch.setattr(forward, "PARTS_KEPT", 4)
+    monkeypatch.setattr(fused_forward, "max_logits_on", lambda device: 20000 * kept)
     directory = directory_of(vocab_size=20000)
     peak = measured(directory, 256, dtype="bfloat16")
-    layout = MemoryLayout(dtype="bfloat16", kernels="cpu", max_logits=20000 * 256)
+    layout = MemoryLayout(dtype="bfloat16", kernels="cpu", max_logits=20000 * kept)
     check(training_memory(model_sizes(directory), layout, TOKENS, responses(256)), peak)
+
+
+@pytest.mark.parametrize(("max_logits", "tokens"), [(300, 3 + 3), (1000, 10 + 5)])
+def test_kept_logits_are_counted_with_the_gradient_of_one_part(monkeypatch, max_logits, tokens):
+    monkeypatch.setattr("hybridflow.models.forward.MAX_LOGITS", 300)
+    rank = training_memory(HAND, MemoryLayout(max_logits=max_logits, lora_rank=1), 10)
+    assert (rank.logits, rank.working) == (tokens * 100 * 2, 0)
 
 
 @pytest.mark.exhaustive

@@ -1,7 +1,7 @@
 """Estimate memory and time of a run of `hybridflow train` on each rank, without its weights and without a device.
 
 One line per role, in GiB, while it works, and the largest need of each pool, in which one role works and the others
-keep what is resident. The estimate is for GPUs unless --device cpu, and for the GPU of this machine, or one of 16 GiB
+keep what is resident. The estimate is for GPUs unless --device cpu, and for the GPU of this machine, or one of 8 GiB
 without it, unless --gpu-memory. With memory.max_tokens_per_micro_batch = "auto" it is the least: a micro-batch of one
 sequence. For GPUs, the last lines estimate the seconds of a step under assumptions that they name. docs/gpu.md
 describes the formulas.

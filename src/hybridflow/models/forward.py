@@ -17,10 +17,13 @@ ReadLogits = Callable[[Tensor, slice], Sequence[Tensor]]
 """(logits (some tokens, vocabulary), slice of these tokens) -> results per token, such as log-probs, (tokens,) each."""
 
 MAX_LOGITS = 1 << 28
-"""Largest number of logits in memory at once; these and their gradient take half a GiB each in bfloat16."""
-MEMORY_PER_LOGIT = 64
-"""On a GPU, bytes of its memory for each of the logits in memory at once, if that allows more than MAX_LOGITS: with
-their gradient they take 1/16 of the memory in bfloat16. Logits beyond it are computed twice."""
+"""Largest number of logits in memory at once, with their gradient: half a GiB each in bfloat16."""
+MEMORY_PER_LOGIT = 32
+"""On a GPU, bytes of its memory for each of the logits that are kept for the backward pass, if that allows more than
+MAX_LOGITS: in bfloat16 they take 1/16 of the memory. Logits beyond it are computed twice."""
+PARTS_KEPT = 2
+"""Number of parts in which the logits that are kept are computed, if they are more than MAX_LOGITS: the gradient in
+memory is that of one part."""
 MOST_INDEXED = 2**31 - 1
 """Most elements that a kernel indexes in 32 bits. For more, compiled kernels are compiled again, and index slower."""
 
@@ -62,8 +65,8 @@ class Forward(Protocol):
         """Apply `read` to the logits of the tokens at `positions` of the flattened input_ids.
 
         Results are (positions,) each. `read` gets the logits of some tokens at a time, for this rank's entries of the
-        vocabulary, and must treat each token independently. The backward pass calls it again, so that only a part of
-        the logits is in memory.
+        vocabulary, and must treat each token independently. Where not all logits are kept in memory, the backward pass
+        calls it again.
         """
         ...
 
@@ -91,7 +94,7 @@ class Forward(Protocol):
 
 
 def max_logits_on(device: torch.device) -> int:
-    """Return the largest number of logits that a forward pass holds in the memory of a device at once."""
+    """Return the largest number of logits that a forward pass keeps in the memory of a device."""
     return max_logits_of(memory_of(device))
 
 
@@ -101,8 +104,19 @@ def memory_of(device: torch.device) -> int:
 
 
 def max_logits_of(memory_bytes: int) -> int:
-    """Return the largest number of logits that a forward pass holds at once on a GPU of this memory, in bytes."""
-    return min(max(MAX_LOGITS, memory_bytes // MEMORY_PER_LOGIT), MOST_INDEXED)
+    """Return the largest number of logits that a forward pass keeps on a GPU of this memory, in bytes."""
+    return max(MAX_LOGITS, memory_bytes // MEMORY_PER_LOGIT)
+
+
+def parts_of_logits(tokens: int, entries: int, max_logits: int) -> tuple[int, int]:
+    """Return the number of tokens whose logits are computed at once, and the first token whose logits are kept.
+
+    The backward pass starts with the last part, so the last ones are kept: it has freed them when it computes the
+    logits of the others again. Results do not depend on which are kept.
+    """
+    part = min(max(max_logits // PARTS_KEPT, min(max_logits, MAX_LOGITS)), MOST_INDEXED)
+    size, kept = (max(1, logits // max(1, entries)) for logits in (part, max_logits))
+    return size, max(0, -(-(tokens - kept) // size)) * size
 
 
 class OwnForward:

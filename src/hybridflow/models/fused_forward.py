@@ -19,7 +19,15 @@ from transformers import PreTrainedModel
 
 from hybridflow.errors import ModelConfigError
 from hybridflow.models.attention import AttentionPlan
-from hybridflow.models.forward import Forward, OwnForward, ReadLogits, decode_by, is_causal_lm, max_logits_on
+from hybridflow.models.forward import (
+    Forward,
+    OwnForward,
+    ReadLogits,
+    decode_by,
+    is_causal_lm,
+    max_logits_on,
+    parts_of_logits,
+)
 from hybridflow.models.kernels.decoder import Decoder, DecoderLayer, PackedLinear
 from hybridflow.models.kernels.elementwise import rms_norm, rotary, silu_mul
 from hybridflow.models.kernels.library import serves
@@ -161,20 +169,21 @@ class FusedForward:
         return head(hidden) if read is None else self._read(head, hidden, read)
 
     def _read(self, head: Callable[[Tensor], Tensor], hidden: Tensor, read: ReadLogits) -> Sequence[Tensor]:
-        """Apply `read` to the logits in parts if there are many, each computed again in the backward pass."""
+        """Apply `read` to the logits, in parts if there are many; those not kept are computed again, backward."""
 
         def part(hidden: Tensor, which: slice) -> Sequence[Tensor]:
             return read(head(hidden), which)
 
-        size = max(1, self.max_logits // max(1, len(local(self._head.weight))))
+        size, first_kept = parts_of_logits(len(hidden), len(local(self._head.weight)), self.max_logits)
         if len(hidden) <= size:
             # Copies, because FSDP2 registers its backward hook on the returned tensors and warns about views, on which
             # an in-place operation would drop the hook. They hold one number per token.
             return [result.clone() for result in part(hidden, slice(None))]
+        again = partial(checkpoint, part, use_reentrant=False, preserve_rng_state=False)
         parts = []
         for start in range(0, len(hidden), size):
             which = slice(start, start + size)
-            parts.append(checkpoint(part, hidden[which], which, use_reentrant=False, preserve_rng_state=False))
+            parts.append((part if start >= first_kept else again)(hidden[which], which))
         return [torch.cat(results) for results in zip(*parts, strict=True)]
 
     def _layer(self, layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan, batch: int) -> Tensor:

@@ -6,13 +6,13 @@ whose gradients and moments exist already. It leaves out what is not a tensor: t
 and fragments of the allocator.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from hybridflow.errors import ModelConfigError
 from hybridflow.models.attention import SHORT
-from hybridflow.models.forward import MAX_LOGITS
+from hybridflow.models.forward import MAX_LOGITS, parts_of_logits
 from hybridflow.models.model_sizes import ModelSizes
 
 Kernels = Literal["compiled", "eager", "cpu"]
@@ -35,10 +35,9 @@ class MemoryLayout:
     """How ranks hold and compute a model; names as in the configuration.
 
     `data`: data-parallel ranks, over which, with the sequence parallel ranks, parameters are sharded (FSDP2), each in
-    one of `replicas` groups of ranks.
-    `longest`: tokens of the longest sequence, on which the attention of a CPU depends. `max_logits`: logits in memory
-    at once, which depend on the memory of a GPU (`max_logits_on`). Raises ModelConfigError for adapters of other layers
-    than `LINEAR_LAYERS`.
+    one of `replicas` groups of ranks. `longest`: tokens of the longest sequence, on which the attention of a CPU
+    depends. `max_logits`: logits that are kept in memory, which depend on that of a GPU (`max_logits_on`). Raises
+    ModelConfigError for adapters of other layers than `LINEAR_LAYERS`.
     """
 
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -119,22 +118,15 @@ def training_memory(sizes: ModelSizes, layout: MemoryLayout, tokens: int, respon
     in_backward = tokens * (shape.hidden_size + 2 * shape.intermediate_size // layout.tensor) * b
     gathered = _gathered(sizes, layout)
     outer = 2 * counted * shape.hidden_size * b
-    head = _Head.of(sizes, layout, counted)
+    head = _Head(sizes, layout, counted)
     kept_head_gradient = 0 if sizes.head else head.weight_gradient
     moments = [
-        RankMemory(activations=saved + outer, logits=head.logits, working=gathered.forward + head.slices_forward),
-        RankMemory(
-            activations=saved + outer,
-            logits=2 * head.logits,
-            working=gathered.forward + head.slices_backward + head.accumulated,
-        ),
-        RankMemory(
-            activations=saved + outer,
-            logits=head.logits,
-            working=gathered.forward + head.weight_gradient + head.accumulated,
-        ),
-        RankMemory(activations=saved + recomputed, working=gathered.backward + in_backward + kept_head_gradient),
+        RankMemory(activations=saved + outer, logits=logits, working=gathered.forward + working)
+        for logits, working in [head.forward(keeps=True), *head.backward()]
     ]
+    moments.append(
+        RankMemory(activations=saved + recomputed, working=gathered.backward + in_backward + kept_head_gradient)
+    )
     return _largest(_held(sizes, layout, learns=True), moments)
 
 
@@ -142,9 +134,10 @@ def forward_memory(sizes: ModelSizes, layout: MemoryLayout, tokens: int, respons
     """Return the memory of a pass without gradient, of a model without an optimizer: log-probs and their entropies."""
     counted, gathered = response_tokens or tokens, _gathered(sizes, layout).forward
     hidden = sizes.shape.hidden_size * layout.width
-    head, rotary = _Head.of(sizes, layout, counted), tokens * _rotary_bytes(sizes)
+    logits, slices = _Head(sizes, layout, counted).forward(keeps=False)
+    rotary = tokens * _rotary_bytes(sizes)
     moments = [
-        RankMemory(activations=rotary + counted * hidden, logits=head.logits, working=gathered + head.slices_forward),
+        RankMemory(activations=rotary + counted * hidden, logits=logits, working=gathered + slices),
         RankMemory(activations=rotary + tokens * hidden, working=gathered + _pass_through_layer(sizes, layout, tokens)),
     ]
     return _largest(_held(sizes, layout, learns=False), moments)
@@ -301,32 +294,29 @@ def _gathered(sizes: ModelSizes, layout: MemoryLayout) -> _Gathered:
     return _Gathered(outer + 2 * layer * b, outer + 2 * layer * b + layer * (b + 4))
 
 
-@dataclass(frozen=True)
 class _Head:
-    """Bytes of the head: the logits that are in memory at once, and what is computed from them.
+    """The bytes of the head, whose logits are computed in parts if there are many: pairs of logits and `working`."""
 
-    `accumulated`: the weight's gradient of the parts before, if the logits are computed in parts.
-    """
-
-    logits: int
-    slices_forward: int
-    slices_backward: int
-    weight_gradient: int
-    accumulated: int
-
-    @classmethod
-    def of(cls, sizes: ModelSizes, layout: MemoryLayout, counted: int) -> "_Head":
-        b, entries = layout.width, -(-sizes.shape.vocab_size // layout.tensor)
-        tokens = min(counted, max(1, layout.max_logits // entries))
-        in_slices, is_cast = entries > SLICE, b < 4
+    def __init__(self, sizes: ModelSizes, layout: MemoryLayout, counted: int) -> None:
+        entries = -(-sizes.shape.vocab_size // layout.tensor)
+        self._counted, self._per_token, self._is_cast = counted, entries * layout.width, layout.width < 4
+        self._size, self._first_kept = parts_of_logits(counted, entries, layout.max_logits)
         # Compiled log-probs of a whole vocabulary have their float32 values in registers only.
         is_fused = layout.kernels == "compiled" and layout.tensor == 1
-        one = 0 if is_fused else tokens * min(entries, SLICE) * 4
-        gradient = 0 if layout.lora_rank else entries * sizes.shape.hidden_size * b
-        return cls(
-            logits=tokens * entries * b,
-            slices_forward=one * (2 + is_cast),
-            slices_backward=one * (2 * in_slices + (1 if in_slices else 2) * is_cast),
-            weight_gradient=gradient,
-            accumulated=gradient if tokens < counted else 0,
-        )
+        self._slice, self._in_slices = 0 if is_fused else min(entries, SLICE) * 4, entries > SLICE
+        self.weight_gradient = 0 if layout.lora_rank else entries * sizes.shape.hidden_size * layout.width
+
+    def forward(self, *, keeps: bool) -> tuple[int, int]:
+        """Return what a part needs, with the logits of other parts if the pass `keeps` them."""
+        tokens = min(self._size, self._counted)
+        kept = self._counted - self._first_kept if keeps else 0
+        return max(kept, tokens) * self._per_token, tokens * self._slice * (2 + self._is_cast)
+
+    def backward(self) -> Iterator[tuple[int, int]]:
+        """Yield what each part needs, the last one first: the gradient of its logits, then that of the weight."""
+        slices = self._slice * (2 * self._in_slices + (1 if self._in_slices else 2) * self._is_cast)
+        for index, start in enumerate(reversed(range(0, self._counted, self._size))):
+            tokens, kept = min(self._size, self._counted - start), max(0, start - self._first_kept)
+            accumulated = self.weight_gradient if index else 0
+            yield (kept + 2 * tokens) * self._per_token, tokens * slices + accumulated
+            yield (kept + tokens) * self._per_token, self.weight_gradient + accumulated
