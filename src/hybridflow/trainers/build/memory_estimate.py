@@ -42,8 +42,8 @@ def estimate_memory(
 ) -> list[RoleEstimate]:
     """Return the estimate of each role with a model, and of generation.
 
-    A GPU of more than 8 GiB keeps more logits. `gpu_memory_bytes`: the memory of each GPU; 0: that of this
-    process's GPU, or at most 8 GiB without one.
+    A GPU of more than 8 GiB keeps more logits. `gpu_memory_bytes`: the memory of each GPU; 0: that of this process's
+    GPU, or at most 8 GiB without one.
     A role whose model has no fused forward pass is left out, with a warning; so is generation by vLLM with a share of a
     GPU whose memory is unknown. Raises ConfigError for float64, for ranks that the parallel sizes do not divide and for
     a model that parallel.tensor does not divide, and ModelError for a model that cannot be read.
