@@ -23,6 +23,7 @@ LAYOUTS = {
     "sequence, critic": {"sequence": 2, "head": "value", "packing": False},
     "tensor, offloaded while idle": {"tensor": 2, "offload": "idle", "max_logits": 200},
     "tensor, offloaded to the host": {"tensor": 2, "offload": "host"},
+    "tensor, compiled": {"tensor": 2, "compile": True},
 }
 BIT = {"plant": "bit", "engine_ranks": 1}
 RESHARDED = {"shards": {}, "tensor": {"tensor": 2, "engine_ranks": 1}, "host": {"offload": "host"}, "changed bit": BIT}
