@@ -31,7 +31,9 @@ VARIANTS: dict[str, Callable[[], Any]] = {
     "graphs": nullcontext,
     "no_graphs": lambda: patch.object(FusedForward, "is_capturable", False),
     "no_Triton": lambda: patch("hybridflow.models.kernels.triton_support.has_triton", lambda: False),
+    "PyTorch_sampling": lambda: patch("hybridflow.rollout.sampling.runs_triton", lambda x: False, create=True),
     "top_p": nullcontext,
+    "top_p_by_PyTorch": lambda: patch("hybridflow.rollout.sampling.runs_triton", lambda x: False, create=True),
 }
 """What is replaced while a variant is measured."""
 
@@ -71,7 +73,7 @@ def variants(teller: Teller, root: str, model: str, sizes: dict[str, Any], tiny:
     bound_s = step_bytes(held, rows * (context + (few + many) / 2)) / bandwidth
     compared = {"model": model, "limit": 1e3 * bound_s, "against": "bound of bandwidth"}
     for variant in variants:
-        sampling = {"top_p": 0.95} if variant == "top_p" else {}
+        sampling = {"top_p": 0.95} if variant.startswith("top_p") else {}
         with VARIANTS[variant]():
             engine = EmbeddedRollout(loaded, paged=True)  # without graphs of another variant
             run = generation_of(engine, held.shape.vocab_size, rows, context, **sampling)

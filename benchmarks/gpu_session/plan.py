@@ -97,7 +97,7 @@ def cases(
         *(decode(name) for name in models),
         *(visited(name) for name in models[:1]),
         Case("kernels", "decoding", 40, decoding.attention, {"models": models, "sizes": sizes["kernels"]}),
-        varied("variants", models[0], ("graphs", "no_graphs", "no_Triton")),
+        varied("variants", models[0], ("graphs", "no_graphs", "PyTorch_sampling", "no_Triton")),
         Case(
             "attention",
             "training",
@@ -110,7 +110,7 @@ def cases(
         *(update(name, "compiled") for name in small),
         *(update(name, setting) for name in small[:1] for setting in settings[:1]),
         *(update(name, "lora", "lora", 120) for name in models[-1:]),
-        varied("top_p", models[0], ("graphs", "top_p")),
+        varied("top_p", models[0], ("graphs", "top_p", "top_p_by_PyTorch")),
         suite("tests", changed, 240, processes=6),
         *(update(name, setting) for name in small[:1] for setting in settings[1:]),
         *(visited(name) for name in models[1:]),

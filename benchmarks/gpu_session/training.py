@@ -27,6 +27,9 @@ from hybridflow.runtime.device import own_device
 GOALS = {"0.5B": 0.5, "1.5B": 0.62}
 """MFU of the setting `compiled`, as a share of the measured product, that this project aims at."""
 
+BACKENDS = ("flash", *KERNELS, "flex", "sdpa")
+"""Of training attention; on a CPU, all but the last are the compiled kernel."""
+
 LARGEST_DISTANCE = 0.02
 """Of results of two backends, relative to the norm (bfloat16 rounds by 0.004); the rate of others is not written."""
 
@@ -117,7 +120,6 @@ def attention(teller: Teller, models: list[str], sizes: dict[str, Any]) -> None:
     """
     device, peak = own_device(), product_flops()
     dtype = torch.bfloat16 if is_gpu() else torch.float32
-    backends = ["flash", "cudnn", "FA3", "FA4", "flex", "sdpa"] if is_gpu() else ["sdpa"]
     for model in models:
         query_heads, kv_heads, dim = heads_of(model)
         for name, lengths in sizes["lengths"].items():
@@ -126,15 +128,15 @@ def attention(teller: Teller, models: list[str], sizes: dict[str, Any]) -> None:
                 torch.randn(1, tokens, heads, dim, device=device, dtype=dtype).transpose(1, 2).requires_grad_()
                 for heads in (query_heads, kv_heads, kv_heads)
             ]
+            grad = torch.randn(1, tokens, query_heads, dim, device=device, dtype=dtype)
             flops = 4 * query_heads * dim * float(sum(n * (n + 1) / 2 for n in lengths))
-            for backend in backends:
+            for backend in BACKENDS:
                 if backend == "sdpa" and len(set(lengths)) > 1:
                     continue  # a call for each length
                 try:
                     attend = _backend(backend, lengths, dim)
                     out = attend(*layer)
-                    grad = torch.randn_like(out)
-                    results = [out, *torch.autograd.grad(out, layer, grad, retain_graph=True)]
+                    results = [out.detach(), *torch.autograd.grad(out, layer, grad, retain_graph=True)]
                     forward_s = best_seconds(partial(attend, *layer), 3, calls=sizes["calls"])
                     backward = partial(torch.autograd.grad, out, layer, grad, retain_graph=True)
                     backward_s = best_seconds(backward, 3, calls=sizes["calls"])
@@ -143,7 +145,7 @@ def attention(teller: Teller, models: list[str], sizes: dict[str, Any]) -> None:
                     continue
                 finally:
                     _choose("")
-                first = first or [x.detach() for x in results]
+                first = first or results
                 apart = max(float((x - y).norm() / y.norm()) for x, y in zip(results, first, strict=True))
                 is_right = apart < LARGEST_DISTANCE
                 teller.note(f"{backend} on {name} of {model}", distance_from_first=apart, is_right=is_right)

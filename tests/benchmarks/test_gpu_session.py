@@ -10,14 +10,16 @@ import time
 import psutil
 import pytest
 import torch
+from gpu_session import training
 from gpu_session.models import MODELS
 from gpu_session.plan import OF_7B, PARTS, SIZES, cases
-from gpu_session.record import Figure, Record, done_cases, figures_of, read_lines
+from gpu_session.record import Figure, Record, Teller, done_cases, figures_of, read_lines
 from gpu_session.runner import Case, run_cases
 from gpu_session.suites import OUTCOME, TWO_RANKS, changed_test_files, gpu_test_files
 from gpu_session.summary import rows_of, tables_of
 
 from hybridflow.models.paged_kv_cache import pages_of
+from hybridflow.models.varlen import KERNEL_VARIABLE
 from hybridflow.rollout.paged_decoding import READ_EVERY, _power_of_two
 
 HOUR_S = 3600
@@ -144,6 +146,20 @@ def test_rows_of_the_steady_step_keep_the_shape_of_their_step():
 def test_outcomes_are_read_from_lines_of_pytest(line, outcome):
     found = OUTCOME.match(line)
     assert (found and ((found[1] or found[3]).strip(), found[2])) == outcome
+
+
+def test_backends_of_training_attention_are_compared_and_absent_ones_named(monkeypatch, tmp_path):
+    monkeypatch.setenv(KERNEL_VARIABLE, "")  # which the measurement sets
+    monkeypatch.setattr(training, "product_flops", lambda: 1e12)
+    record = Record(tmp_path / "figures.jsonl")
+    sizes = {"lengths": {"equal": [32, 32], "ragged": [5, 30]}, "calls": 1}
+    training.attention(Teller(record, "attention", "training"), ["0.5B"], sizes)
+    notes = {line["note"]: line for line in record.lines() if "note" in line}
+    found = {note: line["is_right"] for note, line in notes.items() if "is_right" in line}
+    names = [(name, case) for case in ("equal", "ragged") for name in ("flash", "cudnn", "flex", "sdpa")][:-1]
+    assert found == {f"{name} on {case} of 0.5B": True for name, case in names}
+    assert "install flash_attn_interface" in notes["FA3 on ragged of 0.5B"]["error"]
+    assert len(figures_of(record.lines())) == 2 * len(found)
 
 
 def test_tests_with_two_ranks_are_found_by_their_fixture():
