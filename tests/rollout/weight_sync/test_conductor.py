@@ -133,6 +133,37 @@ def test_training_does_not_wait_for_a_sync_whose_error_is_raised_later(tiny_mode
         assert sync.finish()["weight_sync/probe_diff_max"] < 1e-4
 
 
+class FailsOnce(RolloutWorker):
+    """A worker that raises an error at its second bucket."""
+
+    num_buckets = 0
+
+    @register(Dispatch.ONE_TO_ALL)
+    def receive_bucket(self, sent):
+        self.num_buckets += 1
+        if self.num_buckets == 2:
+            raise WeightSyncError("planted")
+        super().receive_bucket(sent)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.ray
+@pytest.mark.own_run("ray: a worker that fails in a broadcast")
+def test_the_same_processes_connect_anew_after_a_failed_broadcast(tiny_model, tmp_path, ray_backend):
+    overrides = [f"model.path={tiny_model()}", "controller.threads=1", f"trainer.run_dir={tmp_path}"]
+    config = load_config(None, [*overrides, "rollout.weight_sync=broadcast", "rollout.sync_bucket_bytes=20000"])
+    learn = WorkerGroup(ResourcePool([1]), ClassWithInitArgs(ActorWorker, config=config), ray_backend, "learn")
+    classes, meshes = ClassWithInitArgs(FailsOnce, config=config), {"rollout": {"data": 2, "tensor": 1}}
+    generate = WorkerGroup(ResourcePool([2]), classes, ray_backend, "generate", meshes)
+    with learn, generate:
+        sync = BetweenPools(learn, generate)
+        with pytest.raises(WeightSyncError, match="planted"):
+            sync()
+        for group in (learn, generate):
+            group.abandon_step()
+        assert sync()["weight_sync/probe_diff_max"] < 1e-5
+
+
 @pytest.mark.exhaustive
 @pytest.mark.ray
 @pytest.mark.own_run("ray: a worker that dies in a sync")
