@@ -209,6 +209,7 @@ def test_closed_engine_frees_its_memory_and_keeps_the_training_group(tiny_model)
     tensors = [tensors_of(engine) for engine in engines]
     assert gc.get_freeze_count()
     engines[0].submit(Request(0, [5], SamplingParams(4)))
+    engines[0].start_loading(engines[0]._shapes)
     engines[0].close()
     assert ([tensor() for tensor in tensors[0]], gc.get_freeze_count()) == ([None] * len(tensors[0]), 0)
     assert generate(engines[1], requests(SamplingParams(2))) == expected[1]

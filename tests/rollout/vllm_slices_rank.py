@@ -145,6 +145,7 @@ def main() -> None:
     sync(boxes)
     result["different after errors"] = [n for n, t in tensors_of(rollout).items() if not torch.equal(expected[n], t)]
     result["seeds True"] = generated(rollout, model)
+    rollout.close()
     if len(sys.argv) > 9:
         result["seeds False"] = generated(build(model, dtype, rollout_tensor, seed_requests=False), model)
     (output / f"{rank}.json").write_text(json.dumps(result))

@@ -318,7 +318,8 @@ class VLLMRollout:
         """
         if self._open is not None:
             engine, self._open = self._open, None
-            self._sequences.clear(), self._with_stop_strings.clear(), self._num_unfinished.clear()
+            for unfinished in (self._sequences, self._with_stop_strings, self._num_unfinished):
+                unfinished.clear()
             engine.close()
 
     @property
@@ -353,7 +354,7 @@ class VLLMRollout:
             raise
 
     def _require_weights(self) -> int:
-        if self.version is None:
+        if self.version is None and self._engine:  # a closed engine is another error
             raise RolloutError(
                 "the vLLM engine has no complete set of weights: none were loaded, or loading was interrupted; load "
                 "all weights."

@@ -170,9 +170,13 @@ class VLLMEngine:
         Call it before the weights change: these tokens are of the current weights.
         """
         done: list[Progress] = []
-        with self._random_state(), self._without_scheduling():
+        with self._random_state():
             while self._in_flight:
-                done += self._done(self._engine.step())
+                self._core.pause_scheduler("keep", clear_cache=False)  # so that it starts no step of a sequence
+                try:
+                    done += self._done(self._engine.step())
+                finally:
+                    self._core.resume_scheduler()
         return done
 
     def token_ids(self, name: str) -> Sequence[int]:
@@ -231,7 +235,11 @@ class VLLMEngine:
         return [found[name] for name in names], done
 
     def start_loading(self) -> None:
-        """Prepare the layers for new weights; a layer is replaced when all its weights are loaded."""
+        """Prepare the layers for new weights; a layer is replaced when all its weights are loaded.
+
+        vLLM's `reload_weights` does the same in one call with all weights, and its weight-transfer sessions in several,
+        but those cannot be abandoned.
+        """
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self._on_model(lambda model, config: initialize_layerwise_reload(model))
@@ -247,18 +255,16 @@ class VLLMEngine:
         """Return the part of each weight that this rank loads, as recorded while vLLM's loaders run without contents.
 
         A weight is left out if this rank loads all of it, not one box, or not by views and copies. Layers are on the
-        meta device meanwhile, so that no weight changes, also if the memory of the engine is freed.
+        meta device meanwhile, so that no weight changes.
         """
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         found: dict[str, Box] = {}
 
         def record(model: Any, config: Any) -> None:
             try:
                 initialize_layerwise_reload(model)
-                for layer in model.modules():
-                    get_layerwise_info(layer).load_numel = NEVER_COMPLETE
+                _load_nothing(model, config)
                 for name, shape in shapes.items():
                     weight = PartialTensor(shape, config.dtype, name)
                     with suppress(WeightSyncError):
@@ -268,7 +274,7 @@ class VLLMEngine:
                         if box is not None and box != whole_box(shape):
                             found[name] = box
             finally:
-                _restore_layers(model)
+                finalize_layerwise_reload(model, config)
 
         self._on_model(record)
         return found
@@ -285,7 +291,10 @@ class VLLMEngine:
 
     def abandon_loading(self) -> None:
         """Restore every layer that waits for weights, so that loading can start again."""
-        self._on_model(lambda model, config: _restore_layers(model))
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        self._on_model(_load_nothing)
+        self._on_model(finalize_layerwise_reload)
 
     def sleep(self) -> bool:
         """Free weights, keys and values on a GPU, nothing on a CPU; return whether the weights were freed."""
@@ -305,10 +314,14 @@ class VLLMEngine:
 
         It cannot be used afterwards. An engine that sleeps wakes first: vLLM cannot free memory that is asleep.
         """
+        from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
         free_cached_memory()
         if self._engine.is_sleeping():
             self._engine.wake_up()
-        self._on_model(_forget_layers)
+        self.abandon_loading()
+        # What vLLM's reloads keep in the process has come to refer to the layers; recorded anew it does not.
+        self._on_model(lambda model, config: record_metadata_for_reloading(model))
         executor = self._engine.model_executor
         del self._engine
         _open.discard(self)
@@ -340,26 +353,16 @@ class VLLMEngine:
 
     @property
     def _is_asynchronous(self) -> bool:
-        return self._core.batch_queue is not None
+        return self._engine.vllm_config.scheduler_config.async_scheduling
 
     @property
     def _in_flight(self) -> int:
         """The number of steps that are scheduled and not yet read."""
         return len(self._core.batch_queue or ())
 
-    @contextmanager
-    def _without_scheduling(self) -> Iterator[None]:
-        """Let vLLM's steps only read results: it schedules a step if its scheduler says that it has requests."""
-        scheduler = self._core.scheduler
-        scheduler.has_requests = lambda: False
-        try:
-            yield
-        finally:
-            del scheduler.has_requests
-
     def _drop_step_in_flight(self) -> None:
         """Wait for the step in flight, of which no sequence is left, so that it cannot use memory or weights later."""
-        for _ in range(self._in_flight):  # vLLM takes a step from its queue before it can fail
+        for _ in range(2 * self._in_flight):  # vLLM takes a step from its queue before it can fail, and may add one
             with suppress(Exception):
                 self.finish_step_in_flight()
 
@@ -387,11 +390,8 @@ class VLLMEngine:
         """Call the function with the model and its configuration, in the context of vLLM's worker."""
         from vllm.config import set_current_vllm_config
 
-        def call(worker: Any) -> None:
-            with set_current_vllm_config(worker.vllm_config), torch.no_grad():
-                function(worker.model_runner.get_model(), worker.model_config)
-
-        self._engine.model_executor.collective_rpc(lambda wrapper: call(wrapper.worker))
+        with set_current_vllm_config(self._engine.vllm_config), torch.no_grad():
+            self._engine.apply_model(lambda model: function(model, self._engine.model_config))
 
 
 def engine_arguments(options: EngineOptions, on_gpu: bool) -> dict[str, Any]:
@@ -441,22 +441,12 @@ def capture_sizes(options: EngineOptions) -> list[int] | None:
     return [*below, *range(LARGEST_CAPTURED + STRIDE_ABOVE, largest, STRIDE_ABOVE), largest]
 
 
-def _restore_layers(model: Any) -> None:
-    from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
-
-    for layer in model.modules():
-        info = get_layerwise_info(layer)
-        if info.can_load():
-            _place_kernel_tensors(layer, info)
-        info.reset()
-
-
-def _forget_layers(model: Any, config: Any) -> None:
-    """Drop what vLLM keeps in the process for reloads of the layers: their loaders, which keep the layers."""
+def _load_nothing(model: Any, config: Any) -> None:
+    """Let the layers that wait for weights keep those which they have, when loading ends."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for layer in model.modules():
-        get_layerwise_info(layer).restore_metadata = ({}, {})
+        get_layerwise_info(layer).load_numel = NEVER_COMPLETE
 
 
 def _renew_tied_head(model: Any, config: Any) -> None:
