@@ -32,6 +32,7 @@ LAYOUTS = {
     "ipc": (*OWN_POOL, "rollout.weight_sync=ipc", "rollout.sync_bucket_bytes=20000"),
     "adapters": (*OWN_POOL, "rollout.tensor=2", "lora.rank=4", "rollout.merge_adapters=false"),
 }
+FP8 = ("model.dtype=bfloat16", "rollout.quantization=fp8", "algorithm.rollout_weights=token")
 IN_FLIGHT = (
     *("placement.pools={learn=[1],generate=[1]}", "placement.roles.rollout=generate", "trainer.total_steps=6"),
     *("trainer.lag=1", "rollout.on_new_weights=retract", "algorithm.rollout_weights=token"),
@@ -57,12 +58,13 @@ def resumed_run(recipe, tiny, run_in_turn, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(recipe, run_in_turn, tmp_path_factory):
-    """Return runs in one process (`one`, `lora`), and on Ray LAYOUTS and `in_flight`."""
+    """Return runs in one process (`one`, `lora`, `fp8`), and on Ray LAYOUTS and `in_flight`."""
     directory = tmp_path_factory.mktemp("vllm_runs")
     of_two_steps = ["train", recipe, *VLLM, "data.val_files=[]", "trainer.total_steps=2"]
     run_in_turn(
         [*of_two_steps, f"trainer.run_dir={directory}/one"],
         [*of_two_steps, "lora.rank=4", f"trainer.run_dir={directory}/lora"],
+        [*of_two_steps, *FP8, f"trainer.run_dir={directory}/fp8"],
     )
     on_ray = ["train", recipe, *VLLM, *ON_RAY]
     layouts = (
@@ -113,6 +115,13 @@ def test_samples_do_not_depend_on_the_layout_or_the_weight_transport(runs, layou
         synced = [row for row in read_jsonl(run / "metrics.jsonl") if "weight_sync/bytes" in row]
         shares = [row["weight_sync/bytes_received"] / row["weight_sync/bytes"] for row in synced]
         assert all(least <= share < most for share in shares)
+
+
+@exhaustive
+def test_a_run_with_fp8_weights_corrects_for_their_log_probs(runs):
+    rows = [row for row in read_jsonl(runs.fp8 / "metrics.jsonl") if row["step"]]
+    assert all(1e-3 < row["rollout/log_prob_mismatch"] < 1 for row in rows)
+    assert all(row["rollout_correction/weight_max"] > row["rollout_correction/weight_min"] for row in rows)
 
 
 @exhaustive

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hybridflow.config import LoRAConfig
 from hybridflow.models.loading import load_causal_lm
 from hybridflow.rollout import Request, SamplingParams, generate, load_weights
 
@@ -53,6 +54,47 @@ def test_sleep_frees_gpu_memory_and_wake_restores_generation(tiny_model, build, 
     load_weights(engine, weights.items(), version=0)
     engine.wake("kv_cache")
     assert generate(engine, wanted) == expected
+
+
+@GRAPHS
+def test_adapters_are_the_same_after_sleep(tiny_model, build, gpu, enforce_eager):
+    lora = LoRAConfig(rank=4, targets=("q_proj", "down_proj"))
+    engine, _ = build(tiny_model("qwen2"), enforce_eager=enforce_eager, can_sleep=True, adapters=lora)
+    found, wanted = [], requests(SamplingParams(8))
+    for version in range(2):
+        adapters = {n: torch.randn(shape, device=gpu, dtype=torch.bfloat16) for n, shape in engine._shapes.items()}
+        load_weights(engine, adapters.items(), version)
+        for _ in range(2):
+            found.append(generate(engine, wanted))
+            engine.sleep()
+            engine.wake("weights")
+            engine.wake("kv_cache")
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+    assert found[0] != found[2]
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"quantization": "fp8"},
+        {"speculative": {"method": "ngram", "num_speculative_tokens": 3}},
+        {"speculative": {"model": "", "num_speculative_tokens": 3}},
+    ],
+)
+def test_sampled_log_probs_are_those_of_given_tokens(tiny_model, build, gpu, features):
+    path = tiny_model("qwen2")
+    if "speculative" in features and gpu.type == "cpu":
+        pytest.skip("vLLM's build for CPUs verifies drafts at wrong temperatures")
+    if "model" in features.get("speculative", {}):
+        features["speculative"]["model"] = str(path)
+    engine, weights = build(path, **features)
+    load_weights(engine, weights.items(), version=0)
+    wanted = requests(SamplingParams(20))
+    for done in generate(engine, wanted):
+        prompt = wanted[done.request_id].prompt_ids
+        (given,) = engine.log_probs([[*prompt, *done.token_ids]])
+        torch.testing.assert_close(done.log_probs, given[len(prompt) - 1 :], rtol=0, atol=0.3)
 
 
 @GRAPHS

@@ -14,7 +14,7 @@ from hybridflow.runtime.device import free_cached_memory
 from hybridflow.workers.actor import ActorWorker
 from hybridflow.workers.episodes import episode_worker
 from hybridflow.workers.generating import GeneratingWorker
-from hybridflow.workers.rollout import build_rollout_engine
+from hybridflow.workers.rollout import build_rollout_engine, generation_dtype
 
 
 class ActorRolloutWorker(GeneratingWorker, ActorWorker):
@@ -40,7 +40,7 @@ class ActorRolloutWorker(GeneratingWorker, ActorWorker):
         )
         boxes = self.rollout.boxes_to_load() if config.rollout.tensor > 1 else None
         self.weight_sender = WeightSender(self.engine, config, InProcess, boxes)
-        self.weight_receiver = WeightReceiver(self.rollout, config.model.dtype, InProcess())
+        self.weight_receiver = WeightReceiver(self.rollout, generation_dtype(config), InProcess())
         self._version: int | None = None  # version of the weights that the rollout engine has received
         self._is_awake = True
         self._sleep()

@@ -39,7 +39,7 @@ class RolloutWorker(ReceivesWeights, GeneratingWorker):
         in_group = self.has_collectives and self.world_size > 1
         self.rollout = build_rollout_engine(config, self.tokenizer, model, in_group=in_group)
         self.weight_receiver = WeightReceiver(
-            self.rollout, config.model.dtype, build_transport(config), self.rank, self.world_size
+            self.rollout, generation_dtype(config), build_transport(config), self.rank, self.world_size
         )
 
     @contextmanager
@@ -48,6 +48,11 @@ class RolloutWorker(ReceivesWeights, GeneratingWorker):
         if self.rollout.version is None:
             raise RolloutError("the rollout engine has no weights yet; sync weights before generating.")
         yield
+
+
+def generation_dtype(config: Config) -> str:
+    """Return the name of the number format that a rollout engine computes in, by which its log-probs differ."""
+    return config.rollout.quantization or config.model.dtype
 
 
 def build_rollout_engine(
@@ -92,6 +97,8 @@ def build_rollout_engine(
         seed_requests=config.trainer.deterministic,
         can_sleep=beside_trainer,
         adapters=None if rollout.merge_adapters else config.lora,
+        quantization=rollout.quantization,
+        speculative=rollout.speculative,
     )
 
 

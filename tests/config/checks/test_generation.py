@@ -23,6 +23,22 @@ CONTRADICTIONS = [
         "='retract' is for sequences that run while the policy learns, but trainer.lag=0",
     ),
     ("rollout.stop_strings=['a','']", "rollout.stop_strings=['a', ''] has an empty string, which ends every"),
+    (
+        "rollout.merge_adapters=false lora.rank=4",
+        "needs rollout.backend = 'vllm' and adapters, but rollout.backend='embedded'",
+    ),
+    (f"{VLLM} rollout.merge_adapters=false", "but rollout.backend='vllm' and lora.rank=0; set both"),
+    ("rollout.quantization=fp8 algorithm.rollout_weights=token", "rollout.quantization='fp8' needs rollout.backend"),
+    (f"{VLLM} rollout.speculative={{num_speculative_tokens=3}}", "names no source of drafts, or two; set method = 'ng"),
+    (f"{VLLM} rollout.speculative={{method='ngram'}}", "rollout.speculative needs num_speculative_tokens"),
+    (
+        f"{VLLM} rollout.speculative={{method='ngram',num_speculative_tokens=0}}",
+        "rollout.speculative.num_speculative_tokens=0 is invalid: expected a positive integer",
+    ),
+    (
+        f"{VLLM} rollout.speculative={{model='draft',num_speculative_tokens=3,prompt_lookup_max=2}}",
+        "rollout.speculative.prompt_lookup_max=2 has no effect with a draft model; remove it",
+    ),
     (f"{VLLM} rollout.max_model_len=100", "rollout.max_model_len=100 cannot hold data.max_prompt_length=512"),
     (f"{VLLM} rollout.tensor=2", "rollout.tensor=2 needs several processes, but controller.backend='local'"),
     (f"{VLLM} {RAY} controller.num_workers=4 rollout.tensor=3", "=3 does not divide controller.num_workers=4"),

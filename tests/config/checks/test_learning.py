@@ -5,6 +5,10 @@ import pytest
 ADAPTIVE = "algorithm.advantage=gae algorithm.kl_in_reward=true algorithm.kl_controller=adaptive"
 CONTRADICTIONS = [
     ("trainer.lag=1", "samples of older weights, and no key corrects for it; set actor.policy_loss = 'decoupled-ppo'"),
+    (
+        "rollout.backend=vllm rollout.quantization=fp8",
+        "rollout.quantization='fp8' samples from other probabilities, and no key corrects for it; set actor",
+    ),
     ("data.train_batch_size=6 actor.mini_batch_size=4", "divide data.train_batch_size=6; use 1, 2, 3 or 6"),
     ("data.train_batch_size=1 critic.mini_batch_size=2", "not divide data.train_batch_size=1; use 1"),
     ("rollout.group_size=1", "makes every advantage of algorithm.advantage='grpo' 0; use a group_size of 2"),

@@ -1,6 +1,6 @@
 """Checks of generation: the rollout engine, weights that come while sequences run, and environments."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from hybridflow.algorithms.declarations import ESTIMATORS
 from hybridflow.config.checks.refusal import Refusal, any_of
@@ -38,10 +38,14 @@ def _engine(config: Config) -> Iterator[str]:
             f"rollout.stop_strings={list(rollout.stop_strings)} has an empty string, which ends every response; "
             "remove it"
         )
+    if rollout.backend == "embedded" and (rollout.quantization or rollout.speculative):
+        key = "quantization" if rollout.quantization else "speculative"
+        yield (f"rollout.{key}={getattr(rollout, key)!r} needs rollout.backend = 'vllm'; remove it, or set the backend")
+    yield from _speculative(rollout.speculative)
     if not (rollout.merge_adapters or (rollout.backend == "vllm" and config.lora.rank)):
         yield (
-            f"rollout.merge_adapters=false needs rollout.backend = 'vllm', not {rollout.backend!r}, and adapters, but "
-            f"lora.rank={config.lora.rank}; set both, or use merge_adapters = true"
+            "rollout.merge_adapters=false needs rollout.backend = 'vllm' and adapters, but rollout.backend="
+            f"{rollout.backend!r} and lora.rank={config.lora.rank}; set both, or use merge_adapters = true"
         )
     if rollout.backend == "embedded":
         return
@@ -73,6 +77,22 @@ def _engine(config: Config) -> Iterator[str]:
     )
     if ranks % rollout.tensor:
         yield f"rollout.tensor={rollout.tensor} does not divide {key}={ranks}; change one of them"
+
+
+def _speculative(values: Mapping[str, object]) -> Iterator[str]:
+    key, counts = "rollout.speculative", [name for name in values if name not in ("method", "model")]
+    if values and ("model" in values) == (values.get("method") == "ngram"):
+        yield f"{key}={values!r} names no source of drafts, or two; set method = 'ngram', or model to a directory"
+    elif "model" in values and not isinstance(values["model"], str):
+        yield f"{key}.model={values['model']!r} is not a directory of a draft model"
+    if values and "num_speculative_tokens" not in values:
+        yield f"{key} needs num_speculative_tokens, the number of tokens in a draft; set it, for example to 3"
+    for name in counts:
+        number = values[name]
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            yield f"{key}.{name}={number!r} is invalid: expected a positive integer"
+        elif "model" in values and name != "num_speculative_tokens":
+            yield f"{key}.{name}={number} has no effect with a draft model; remove it"
 
 
 def _in_flight(config: Config) -> Iterator[str]:

@@ -135,18 +135,26 @@ def _critic_warmup(config: Config) -> Iterator[str]:
 
 
 def _lag(config: Config) -> Iterator[str]:
-    lag, actor = config.trainer.lag, config.actor
-    if not lag:
+    lag, quantization, actor = config.trainer.lag, config.rollout.quantization, config.actor
+    if config.corrects_rollouts or actor.loss.has_behavior_weight or actor.old_log_probs_from == "rollout":
         return
-    if not (config.corrects_rollouts or actor.loss.has_behavior_weight or actor.old_log_probs_from == "rollout"):
+    for cause, instead in (
+        (lag and f"trainer.lag={lag} trains on samples of older weights", "lag = 0"),
+        (
+            quantization and f"rollout.quantization={quantization!r} samples from other probabilities",
+            "quantization = ''",
+        ),
+    ):
+        if not cause:
+            continue
         losses = " or ".join(repr(name) for name, loss in LOSSES.items() if loss.has_behavior_weight)
         yield (
-            f"trainer.lag={lag} trains on samples of older weights, and no key corrects for it; set "
+            f"{cause}, and no key corrects for it; set "
             f"actor.policy_loss = {losses} (decoupled PPO), algorithm.rollout_weights = 'token' or 'sequence' "
             "(truncated importance weights, TIS), these with algorithm.rollout_weight_outside = 'mask' (masked ones, "
             "IcePop), algorithm.rollout_reject = {sequence_mean_k3 = [0.0, 0.01]} (mismatched tokens or responses "
             "left out), or actor.old_log_probs_from = 'rollout' (log-probs of the rollout as the old ones); or use "
-            "lag = 0"
+            f"{instead}"
         )
 
 

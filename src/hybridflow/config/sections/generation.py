@@ -4,7 +4,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hybridflow.config.sections.base import NoneAsText, NonNegative, Positive, Section, Temperature
+from hybridflow.config.sections.base import NoneAsText, NonNegative, Parameter, Positive, Section, Temperature
+
+Speculative = Literal["method", "model", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"]
 
 
 class RolloutConfig(Section):
@@ -69,9 +71,11 @@ class RolloutConfig(Section):
         "controller.backend = 'local'.",
     )
     merge_adapters: bool = Field(
-        default=True,
-        description="vllm, with lora.rank: true: a weight sync sends the weights with adapters merged into them; "
-        "false: vLLM reads the base weights of model.path at its start, and a sync sends the adapters alone.",
+        default=True, description="vllm: sync weights with the adapters (lora.rank) in them; false: the adapters alone."
+    )
+    quantization: Literal["", "fp8"] = Field(default="", description="vllm: fp8: generate with weights of 8 bits.")
+    speculative: dict[Speculative, Parameter] = Field(
+        default={}, description="vllm: draft tokens that the model verifies; keys and example: docs/rollout.md."
     )
     weight_sync: Literal["object_store", "broadcast", "disk", "ipc"] = Field(
         default="object_store",

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,11 @@ from hybridflow.rollout.base import Completion, FinishReason, Request, SleepingP
 from hybridflow.rollout.loading import Loading, require_announced
 from hybridflow.rollout.requests import StopStrings, TokenDecoder, not_finite, require_servable
 from hybridflow.rollout.vllm.adapters import AdapterEngine
+from hybridflow.rollout.vllm.features import (
+    quantization_arguments,
+    require_right_temperatures,
+    speculation_arguments,
+)
 from hybridflow.rollout.vllm.process import require_head_size
 from hybridflow.rollout.vllm.versions import (
     MAX_TEMPERATURE,
@@ -75,7 +81,8 @@ class VLLMRollout:
     Without `seed_requests`, the noise is seeded once when an idle engine gets a request, from its noise key and the
     version of the weights. A response then depends on the requests that run beside it, and differs after an error.
 
-    With `adapters`, the base weights come from the files in `path`, and only adapters are loaded.
+    With `adapters`, the base weights come from the files in `path`, and only adapters are loaded. `quantization` and
+    `speculative` are those of `rollout`.
     """
 
     def __init__(
@@ -94,6 +101,8 @@ class VLLMRollout:
         seed_requests: bool = True,
         can_sleep: bool = False,
         adapters: LoRAConfig | None = None,
+        quantization: str = "",
+        speculative: Mapping[str, Any] | None = None,
     ) -> None:
         if dtype not in DTYPES:
             raise RolloutConfigError(f"vLLM computes in {' or '.join(DTYPES)}, model.dtype is '{dtype}'.")
@@ -115,6 +124,7 @@ class VLLMRollout:
         self._max_model_len = max_model_len or config.max_position_embeddings
         self._max_running_sequences = max_running_sequences
         self._stop_strings = StopStrings(tokenizer)
+        self._most_drafts = int((speculative or {}).get("num_speculative_tokens", 0))
         self.version: int | None = None
         self._loading: Loading | None = None
         self._sequences: dict[str, _Sequence] = {}  # unfinished, in the order of submission
@@ -136,6 +146,7 @@ class VLLMRollout:
             enforce_eager=enforce_eager,
             seed_requests=seed_requests,
             can_sleep=can_sleep,
+            arguments=quantization_arguments(quantization, dtype) | speculation_arguments(speculative or {}),
         )
         if not seed_requests:
             logger.warning(
@@ -154,6 +165,8 @@ class VLLMRollout:
                 f"rollout.max_running_sequences={max_running_sequences}; rollout.kv_cache_bytes={kv_cache_bytes}, if "
                 "not 0, is the memory of keys and values.)"
             ) from error
+        if speculative:
+            require_right_temperatures()
 
     def submit(self, request: Request) -> None:
         """Queue a request, see `RolloutEngine.submit`."""
@@ -333,14 +346,17 @@ class VLLMRollout:
         try:
             done = {progress.name: progress for progress in advance()}
             for name in [name for name in self._with_stop_strings if name not in done]:
-                if self._has_stopped(name, self._engine.token_ids(name)):
+                if self._stopped_at(name, self._engine.token_ids(name)):
                     done[name] = self._engine.progress(name)
                     self._engine.abort([name])
             for progress in done.values():
                 if not math.isfinite(math.fsum(progress.log_probs)):
                     raise not_finite(self._sequences[progress.name].request.request_id)
             for name, progress in done.items():
-                is_cut = progress.finish_reason == "length" and not self._has_stopped(name, progress.token_ids)
+                if stop := self._stopped_at(name, progress.token_ids):  # drafts may have more tokens
+                    tokens, log_probs = progress.token_ids[:stop], progress.log_probs[:stop]
+                    progress = replace(progress, token_ids=tokens, log_probs=log_probs)
+                is_cut = progress.finish_reason == "length" and not stop
                 self._finish(self._sequences[name], progress, "length" if is_cut else "stop")
             if self._sequences:
                 fault_point("generate")
@@ -388,8 +404,13 @@ class VLLMRollout:
         if num_tokens > len(versions):
             versions += [self._require_weights()] * (num_tokens - len(versions))
 
-    def _has_stopped(self, name: str, token_ids: Sequence[int]) -> bool:
-        return self._stop_strings.end(token_ids, self._sequences[name].request.sampling.stop_strings)
+    def _stopped_at(self, name: str, token_ids: Sequence[int]) -> int:
+        """Return the number of tokens up to a stop string that ends among those of the last step, or 0."""
+        stops, last = self._sequences[name].request.sampling.stop_strings, len(token_ids)
+        for number in range(max(1, last - self._most_drafts), last + 1) if stops else ():
+            if self._stop_strings.end(token_ids if number == last else token_ids[:number], stops):
+                return number
+        return 0
 
     def _restart_sequences(self) -> None:
         """Queue every unfinished sequence again after an error, with its seed, so that its tokens are the same."""

@@ -15,11 +15,11 @@ from hybridflow.runtime.random_streams import derive_seed
 NUM_SEQUENCES, SEQUENCE_LEN = 4, 24
 SEED = 11
 
-TOLERANCES = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 0.05}
+TOLERANCES = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 0.05, "fp8": 0.15}
 """Largest allowed mean difference of log-probs, relative to their mean absolute value if that is above 1."""
 
 FIRST_TIMES = 8.0
-FLOORS = {"float64": 1e-9, "float32": 2e-6, "bfloat16": 5e-3}
+FLOORS = {"float64": 1e-9, "float32": 2e-6, "bfloat16": 5e-3, "fp8": 0.02}
 """Largest allowed mean difference after the first sync: FIRST_TIMES the difference at the first sync, plus the floor.
 Rounding differences stay constant, while a weight that is not updated adds to the difference with every step."""
 
