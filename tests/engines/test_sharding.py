@@ -7,7 +7,7 @@ import torch.distributed as dist
 from hybridflow.config import ParallelConfig
 from hybridflow.engines.process_group import join_alone
 from hybridflow.engines.ranks import Ranks
-from hybridflow.engines.sharding import layers_of, shard_model
+from hybridflow.engines.sharding import shard_model, units_of
 from hybridflow.models.sharded_loading import build_without_weights
 
 
@@ -32,8 +32,8 @@ def test_layers_are_gathered_ahead_on_a_gpu_only(tiny_model, ranks, monkeypatch,
     monkeypatch.setattr(model, "to_empty", to_empty)
     with pytest.raises(AllocatesError, match=device):
         shard_model(model, ranks, torch.device(device), torch.float32)
-    modules = [model, *layers_of(model)]
-    assert modules == [model, *model.model.layers]
+    modules = [model, *units_of(model)]
+    assert modules == [model, model.model.embed_tokens, *model.model.layers, model.lm_head]
     found = [module._get_fsdp_state()._states_to_forward_prefetch for module in modules]
     following = [[module._get_fsdp_state()] for module in modules[1:]]
-    assert found == ([*following, []] if device == "cuda" else [[]] * 4)
+    assert found == ([*following, []] if device == "cuda" else [[]] * 6)

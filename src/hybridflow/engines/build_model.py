@@ -3,12 +3,11 @@
 from typing import Literal
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from hybridflow.config import LoRAConfig
 from hybridflow.engines.ranks import TENSOR, Ranks
-from hybridflow.engines.sharding import shard_model
+from hybridflow.engines.sharding import reshard, shard_model
 from hybridflow.errors import ModelConfigError
 from hybridflow.models.forward import Forward
 from hybridflow.models.fused_forward import FusedForward, forward_of
@@ -63,5 +62,4 @@ def _require_own_forward(model: PreTrainedModel, ranks: Ranks) -> None:
             "whose code computes whole sequences; use parallel.sequence = 1, or a Llama, Qwen2 or Qwen3 model."
         )
     require_planned_attention(model)
-    if isinstance(model, FSDPModule):
-        model.reshard()
+    reshard(model)

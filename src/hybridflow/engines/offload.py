@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch.distributed.fsdp import FSDPModule
 
+from hybridflow.engines.sharding import reshard
 from hybridflow.runtime.boxes import local, with_local
 from hybridflow.runtime.host_memory import HostMemory
 from hybridflow.runtime.memory import out_of_memory
@@ -114,9 +114,7 @@ class Offload:
         idle = [group for group in groups if group.users == 0 and group.is_resident]
         if not idle:
             return
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # after an error, layers may still be gathered
+        reshard(self._model)  # after an error, layers may still be gathered
         for group in idle:
             if group.is_changed or not group.fits_copies():
                 group.allocate(self._device)

@@ -60,12 +60,12 @@ class Resharding:
         }
         self._sliced: set[str] = set()  # parameters of which a rank wants a part
         for name, boxes in list(self._boxes.items()):
-            distinct, whole = {wanted for _, wanted in boxes}, whole_box(parameters[name].shape)
-            if distinct - {whole, empty_box(whole)}:
+            distinct, shape = {wanted for _, wanted in boxes}, parameters[name].shape
+            if distinct - {whole_box(shape), empty_box(shape)}:
                 self._sliced.add(name)
-            if distinct == {whole}:
+            if distinct == {whole_box(shape)}:
                 del self._boxes[name]
-            elif (covered := sum(map(num_elements, distinct))) != (numel := parameters[name].numel()):
+            elif (covered := sum(map(num_elements, distinct))) != (numel := shape.numel()):
                 raise WeightSyncError(
                     f"weight '{name}': the ranks of the rollout engines load {covered} elements in different slices, "
                     f"but the weight has {numel}."

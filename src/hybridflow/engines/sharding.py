@@ -1,4 +1,4 @@
-"""FSDP2: sharded parameters, gradients and optimizer state, gathered layer by layer (Zhao et al., 2023)."""
+"""FSDP2: sharded parameters, gradients and optimizer state, gathered unit by unit (Zhao et al., 2023)."""
 
 import logging
 from itertools import pairwise
@@ -42,8 +42,11 @@ def shard_model(
         ),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else OffloadPolicy(),
     }
-    for layer in layers_of(model):
-        fully_shard(layer, **options)
+    for unit in units_of(model):
+        # The head's backward pass follows its forward pass.
+        sharded = fully_shard(unit, reshard_after_forward=unit is not model.get_output_embeddings(), **options)
+        if unit is model.get_input_embeddings():
+            sharded.set_unshard_in_backward(False)  # its gradient needs the token ids only
     fully_shard(model, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -51,7 +54,7 @@ def shard_model(
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
     if device.type == "cuda":
-        prefetch_layers(model)
+        prefetch_units(model)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to_empty(device="cpu" if on_host else device)
     with torch.no_grad():
@@ -60,22 +63,36 @@ def shard_model(
             setattr(model.get_submodule(owner), key, buffer.to(device))
 
 
-def prefetch_layers(model: PreTrainedModel) -> None:
-    """Gather the weights of each layer in the forward pass while the layer before computes.
+def prefetch_units(model: PreTrainedModel) -> None:
+    """Gather the weights of each unit in the forward pass while the unit before computes.
 
-    By default the host asks for them when it reaches the layer, which is late if it is not far ahead of the device. In
-    the backward pass FSDP2 does so by itself. One more layer is gathered at a time.
+    By default the host asks for them when it reaches the unit, which is late if it is not far ahead of the device. In
+    the backward pass FSDP2 does so by itself. One more unit is gathered at a time.
     """
-    for module, following in pairwise([model, *layers_of(model)]):
+    for module, following in pairwise([model, *units_of(model)]):
         assert isinstance(module, FSDPModule)
         assert isinstance(following, FSDPModule)
         module.set_modules_to_forward_prefetch([following])
 
 
-def layers_of(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the decoder layers, which are the modules that the model's family must not split.
+def reshard(model: nn.Module) -> None:
+    """Free the gathered weights of all units, as a backward pass does; some stay gathered after a forward pass."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
-    FSDP2 makes the class of a sharded module a subclass of another name.
+
+def units_of(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the modules whose weights FSDP2 gathers one after another: embedding, decoder layers, head.
+
+    All other weights are gathered for the whole forward and backward pass: final norm, value head, an embedding and a
+    head that share their weight, and a head with a bias, whose results would be views, which FSDP2 does not support.
+    Layers are the modules that the model's family must not split. FSDP2 makes the class of a sharded module a subclass
+    of another name.
     """
     kinds = set(model._no_split_modules or ())
-    return [module for module in model.modules() if kinds & {base.__name__ for base in type(module).__mro__}]
+    layers = [module for module in model.modules() if kinds & {base.__name__ for base in type(module).__mro__}]
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is not None and head.weight is embedding.weight:
+        return layers
+    return [embedding, *layers, *([head] if head is not None and head.bias is None else [])]

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -24,6 +23,7 @@ from hybridflow.engines.process_group import join_alone
 from hybridflow.engines.ranks import Ranks
 from hybridflow.engines.resharding import Resharding
 from hybridflow.engines.row_forward import Head, RowForward
+from hybridflow.engines.sharding import reshard
 from hybridflow.engines.token_budget import find_token_budget
 from hybridflow.errors import ModelConfigError, ModelError
 from hybridflow.models.fused_forward import FusedForward
@@ -206,8 +206,7 @@ class TorchEngine:
                 if len(indices):  # the host reads them when all micro-batches are under way
                     parts.append((indices, {name: x.to("cpu", non_blocking=True) for name, x in outputs.items()}))
                 note_progress()
-            if isinstance(self.model, FSDPModule):
-                self.model.reshard()  # as a backward pass does
+            reshard(self.model)
             wait_for_copies(self.device)
         results: Outputs = {}
         for indices, outputs in parts:

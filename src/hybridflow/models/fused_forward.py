@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -77,11 +76,19 @@ class FusedForward:
         self._open, self._close = self._open_layer, self._close_layer
         self._run: Callable[..., Any] = self._run_layers
         self._layers: list[Callable[..., Tensor]] = [partial(self._layer, layer) for layer in self._body.layers]
+        embed, logits = self._body.embed_tokens, self._head
+        if is_sharded:  # without the hooks, which run when the module is called
+            embed, logits = embed.forward, logits.forward
+        if tensor is not None:
+            embed = partial(tensor.embed, self._body.embed_tokens)
+            logits = partial(tensor.logits if is_causal_lm(model) else tensor.linear, self._head)
+        self._embed, self._read_head = embed, partial(self._read, logits)
         if is_sharded:
-            for layer, forward in zip(self._body.layers, self._layers, strict=True):
-                layer.forward = forward
-            model.forward = self._run_layers
-            self._run, self._layers = model, list(self._body.layers)
+            modules = [model, self._body.embed_tokens, *self._body.layers, self._head]
+            computed = [self._run_layers, self._embed, *self._layers, self._read_head]
+            for module, forward in zip(modules, computed, strict=True):
+                module.forward = forward
+            self._run, self._embed, *self._layers, self._read_head = modules
 
     @property
     def vocabulary(self) -> VocabularyRanks | None:
@@ -165,14 +172,15 @@ class FusedForward:
             arguments = (hidden, cos, sin, plan, batch)
             hidden = _packed_layer(packed, index, *arguments) if packed else layer(*arguments)
         hidden = self._norm(hidden if positions is None else hidden[positions], self._body.norm)
-        head = packed.head if packed else self._logits
-        return head(hidden) if read is None else self._read(head, hidden, read)
+        return self._read(packed.head, hidden, read) if packed else self._read_head(hidden, read)
 
-    def _read(self, head: Callable[[Tensor], Tensor], hidden: Tensor, read: ReadLogits) -> Sequence[Tensor]:
-        """Apply `read` to the logits, in parts if there are many; those not kept are computed again, backward."""
+    def _read(self, logits: Callable[[Tensor], Tensor], hidden: Tensor, read: ReadLogits | None) -> Any:
+        """Return the logits, or apply `read` to them, in parts if there are many; those not kept are computed again."""
+        if read is None:
+            return logits(hidden)
 
         def part(hidden: Tensor, which: slice) -> Sequence[Tensor]:
-            return read(head(hidden), which)
+            return read(logits(hidden), which)
 
         entries = self._head.out_features
         entries = self._tensor.part(entries) if self._tensor else entries  # all ranks make the same parts
@@ -226,16 +234,6 @@ class FusedForward:
         return self._add_linear(
             hidden, silu_mul(self._linear(mlp.gate_proj, x), self._linear(mlp.up_proj, x)), mlp.down_proj
         )
-
-    def _embed(self, ids: Tensor) -> Tensor:
-        return self._tensor.embed(self._body.embed_tokens, ids) if self._tensor else self._body.embed_tokens(ids)
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        if self._tensor is None:
-            return self._head(hidden)
-        if is_causal_lm(self.model):
-            return self._tensor.logits(self._head, hidden)
-        return linear(hidden, local(self._head.weight), local(self._head.bias))
 
     def _copy(self, x: Tensor) -> Tensor:
         return self._tensor.copy(x) if self._tensor else x

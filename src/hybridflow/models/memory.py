@@ -124,9 +124,11 @@ def training_memory(sizes: ModelSizes, layout: MemoryLayout, tokens: int, respon
         RankMemory(activations=saved + outer, logits=logits, working=gathered.forward + working)
         for logits, working in [head.forward(keeps=True), *head.backward()]
     ]
-    moments.append(
-        RankMemory(activations=saved + recomputed, working=gathered.backward + in_backward + kept_head_gradient)
-    )
+    moments += [
+        RankMemory(activations=saved, working=gathered.head),
+        RankMemory(activations=saved + recomputed, working=gathered.backward + in_backward + kept_head_gradient),
+        RankMemory(working=gathered.embedding),
+    ]
     return _largest(_held(sizes, layout, learns=True), moments)
 
 
@@ -275,23 +277,36 @@ def _adapter_bytes(sizes: ModelSizes, layout: MemoryLayout) -> int:
 
 @dataclass(frozen=True)
 class _Gathered:
-    """Bytes of weights gathered by FSDP2 in a forward pass, and with their gradients in a backward pass."""
+    """Bytes of weights gathered by FSDP2 in a forward pass, and with their gradients in a backward pass.
+
+    `head` and `embedding`: of their gradients while they are reduced, before and after those of the layers.
+    """
 
     forward: int
     backward: int
+    head: int = 0
+    embedding: int = 0
 
 
 def _gathered(sizes: ModelSizes, layout: MemoryLayout) -> _Gathered:
-    """Return the weights of two layers, of the embedding and the head; in the backward pass gradients of a layer too.
+    """Return the weights of two layers and of the embedding or the head; in the backward pass gradients of a layer too.
 
-    The next layer is gathered while one computes. Gradients are reduced in float32.
+    The next layer is gathered while one computes. Gradients are reduced in float32, from a buffer that FSDP2 frees when
+    it reduces the next ones. An embedding that is the head too is gathered all the time.
     """
     layer, b = sizes.layer // layout.tensor, layout.width
     largest = sizes.shape.hidden_size * sizes.shape.intermediate_size // layout.tensor * b
     if layout.is_alone and layout.offload != "host":
         return _Gathered(0, largest)
-    outer = (sizes.embedding + sizes.head) // layout.tensor * b
-    return _Gathered(outer + 2 * layer * b, outer + 2 * layer * b + layer * (b + 4))
+    embedding, head = sizes.embedding // layout.tensor, sizes.head // layout.tensor
+    learned = 0 if layout.lora_rank else 1
+    kept = 4 * head * learned if head else embedding * b
+    return _Gathered(
+        forward=(max(embedding, head) + 2 * layer) * b,
+        backward=kept + 2 * layer * b + layer * (b + 4),
+        head=head * (b + 4) * learned,
+        embedding=embedding * (b + 4) * learned,
+    )
 
 
 class _Head:
