@@ -24,8 +24,8 @@ LAYOUTS = {
     "tensor, offloaded while idle": {"tensor": 2, "offload": "idle", "max_logits": 200},
     "tensor, offloaded to the host": {"tensor": 2, "offload": "host"},
 }
-BIT = {"plant": "bit", "engine_ranks": 1}
-RESHARDED = {"shards": {}, "tensor": {"tensor": 2, "engine_ranks": 1}, "host": {"offload": "host"}, "changed bit": BIT}
+BIT = {"plant": "bit"}
+RESHARDED = {"shards": {}, "to one rank": {"engine_ranks": 0}, "host": {"offload": "host"}, "changed bit": BIT}
 RESUMED = {"data": {}, "tensor, offloaded while idle": {"tensor": 2, "offload": "idle"}}
 SYNCED = ("float32", "bfloat16")
 
@@ -67,7 +67,7 @@ def test_slices_on_one_gpu_equal_the_parts_of_whole_weights(results, name):
         is_changed = RESHARDED[name] is BIT
         assert ("checksums do not add up" in result["error"]) == is_changed, result["error"]
         assert bool(result["wrong"]) == (is_changed and rank == 1), result["wrong"]
-        assert len(result["sliced_names"]) > 8
+        assert result["exchanges"] > 0
 
 
 @pytest.mark.parametrize("dtype", SYNCED)
