@@ -25,9 +25,8 @@ LAYOUTS = {
     "tensor, offloaded to the host": {"tensor": 2, "offload": "host"},
     "tensor, compiled": {"tensor": 2, "compile": True},
 }
-BIT = {"plant": "bit", "engine_ranks": 1}
-RESHARDED = {"shards": {}, "tensor": {"tensor": 2, "engine_ranks": 1}, "host": {"offload": "host"}, "changed bit": BIT}
-RESUMED = {"data": {}, "tensor, offloaded while idle": {"tensor": 2, "offload": "idle"}}
+BIT = {"plant": "bit"}
+RESHARDED = {"shards": {}, "to one rank": {"engine_ranks": 0}, "host": {"offload": "host"}, "changed bit": BIT}
 SYNCED = ("float32", "bfloat16")
 
 
@@ -47,11 +46,10 @@ def results(run_jobs_on_gpu, rollout_rows, tiny_model, tmp_path_factory):
     for name, options in RESHARDED.items():
         jobs += [(2, {"name": f"reshard {name}", "do": "reshard", "model": model, "dtype": "float32", **options})]
     jobs += [(2, {"name": name, "do": "sync", "model": model, "dtype": name}) for name in SYNCED]
-    for name, options in RESUMED.items():
-        saved = out / name
-        saved.mkdir()
-        actions = {"saved": {"save": saved, "in_background": True}, "loaded": {"load": saved}}
-        jobs += [(2, {"name": f"{name} {way}", "do": "resume", **common, **options, **a}) for way, a in actions.items()]
+    saved = out / "checkpoint"
+    saved.mkdir()
+    for name, action in {"saved": {"save": saved, "in_background": True}, "loaded": {"load": saved}}.items():
+        jobs += [(2, {"name": name, "do": "resume", "offload": "idle", **common, **action})]
     jobs += [(1, {"name": name, **common, **options, "packing": False}) for name, options in kinds.items()]
     return run_jobs_on_gpu(out, jobs)
 
@@ -68,7 +66,7 @@ def test_slices_on_one_gpu_equal_the_parts_of_whole_weights(results, name):
         is_changed = RESHARDED[name] is BIT
         assert ("checksums do not add up" in result["error"]) == is_changed, result["error"]
         assert bool(result["wrong"]) == (is_changed and rank == 1), result["wrong"]
-        assert len(result["sliced_names"]) > 8
+        assert result["exchanges"] > 0
 
 
 @pytest.mark.parametrize("dtype", SYNCED)
@@ -78,8 +76,7 @@ def test_broadcast_between_two_ranks_on_one_gpu_sends_every_weight(results, dtyp
         assert result["num_buckets"] > 3
 
 
-@pytest.mark.parametrize("name", RESUMED)
-def test_two_ranks_on_one_gpu_resume_with_the_same_bits(results, name):
-    saved, loaded = (results[f"{name} {way}"].weights for way in ("saved", "loaded"))
+def test_two_ranks_on_one_gpu_resume_with_the_same_bits(results):
+    saved, loaded = results["saved"].weights, results["loaded"].weights
     assert saved.keys() == loaded.keys()
-    assert all(torch.equal(saved[key], loaded[key]) for key in saved)
+    assert all(torch.equal(saved[name], loaded[name]) for name in saved)
