@@ -13,6 +13,7 @@ import pytest
 from support.faults import fired_faults
 
 from fixtures.planted_faults import faults
+from hybridflow.errors import RolloutError
 from hybridflow.runtime.observe import read_jsonl
 
 pytestmark = pytest.mark.vllm
@@ -189,6 +190,9 @@ def test_vllm_wakes_weights_before_kv_cache_and_sleeps_after_generation(recipe, 
     worker.rollout.version = None  # as after sleeping on a GPU
     worker.generate_sequences(prompts)
     assert calls == [*synced, "submit", "sleep"]
+    worker.close()
+    with pytest.raises(RolloutError, match="this vLLM engine was closed"):
+        worker.rollout.wake("weights")
 
 
 @pytest.mark.parametrize("command", ["evaluate", "generate"])

@@ -189,6 +189,8 @@ def test_process_keeps_its_threads_and_joins_no_training_group(tiny_model):
     gc.collect()
     other = start()
     generate(other, requests(SamplingParams(2)))  # the first engine must not break the second
+    with pytest.raises(RolloutError, match="built without can_sleep=True"):
+        other.sleep()
     other.close()
 
 
