@@ -134,9 +134,17 @@ def test_each_rank_writes_its_shards_without_duplicates(results):
 
 
 @sharded
-def test_copies_of_the_weights_are_saved_once(results):
-    files = sorted(file.name for file in (results.directory / "by_copies" / "actor").iterdir())
-    assert files == ["shard-00001.safetensors"]
+@pytest.mark.parametrize(("name", "ranks"), [("copies", 1), pytest.param("replicas", 2, marks=EXHAUSTIVE)])
+def test_copies_of_the_weights_are_saved_once_by_adjacent_ranks(results, name, ranks):
+    files = sorted(file.name for file in (results.directory / f"by_{name}" / "actor").iterdir())
+    assert files == [f"shard-{number:05d}.safetensors" for number in range(1, ranks + 1)]
+
+
+@sharded
+def test_a_state_saved_by_copies_is_the_one_that_they_loaded(results):
+    loaded, saved = (load_state(results.directory / name / "actor")["model"] for name in ("by_two", "by_copies"))
+    assert loaded.keys() == saved.keys()
+    assert all(torch.equal(loaded[name], saved[name]) for name in loaded)
 
 
 def test_reading_fills_tensors_that_would_be_copied_to_be_saved(tmp_path):

@@ -22,6 +22,13 @@ def ranks():
     dist.destroy_process_group()
 
 
+def test_a_head_that_is_the_embedding_is_not_a_unit(tiny_model):
+    model = build_without_weights(str(tiny_model("qwen2", tie_word_embeddings=True)), "policy", torch.float32)
+    assert units_of(model) == [*model.model.layers]
+    critic = build_without_weights(str(tiny_model("qwen2", tie_word_embeddings=True)), "value", torch.float32)
+    assert units_of(critic) == [critic.model.embed_tokens, *critic.model.layers]
+
+
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_layers_are_gathered_ahead_on_a_gpu_only(tiny_model, ranks, monkeypatch, device):
     model = build_without_weights(str(tiny_model("qwen2", num_hidden_layers=3)), "policy", torch.float32)

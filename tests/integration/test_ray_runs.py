@@ -31,6 +31,7 @@ LAYOUTS = {
     "4": ("controller.num_workers=4",),
     "measured": ("controller.num_workers=2", "controller.parts=measured", "trainer.deterministic=false"),
     "tensor": ("placement.pools={learn=[4],generate=[1]}", "placement.roles.rollout=generate", "parallel.tensor=2"),
+    "replicas": ("placement.pools={learn=[4],generate=[1]}", "placement.roles.rollout=generate", "parallel.replicas=2"),
     "sequence": ("controller.num_workers=2", "parallel.sequence=2"),
     "generation": (
         *("placement.pools={learn=[1],generate=[2]}", "placement.roles.rollout=generate"),

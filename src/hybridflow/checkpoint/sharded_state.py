@@ -25,7 +25,7 @@ from hybridflow.checkpoint.state import join_state, split_state, tensors_to_fill
 from hybridflow.checkpoint.state_files import read_tree, tree_text
 from hybridflow.checkpoint.stored_tensors import OFFSETS, SHARDS, StoredTensors
 from hybridflow.errors import CheckpointError
-from hybridflow.runtime.boxes import local
+from hybridflow.runtime.boxes import box_of_shard, local
 from hybridflow.runtime.files import describe_free_space, sort_metadata
 from hybridflow.runtime.progress import note_progress
 
@@ -83,8 +83,7 @@ def _own_shards(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, list[i
         ]
         shard = local(tensor)
         if not any(replicas) and shard.numel():
-            (chunk,) = tensor.__create_chunk_list__()
-            own[name] = shard.cpu().contiguous(), list(chunk.offsets)
+            own[name] = shard.cpu().contiguous(), [first for first, _ in box_of_shard(tensor)]
     return own
 
 
