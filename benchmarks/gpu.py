@@ -18,7 +18,7 @@ generation  tokens per second against `generate` of transformers
 step        seconds of a GRPO step against TRL's, if the environment of `make bench-grpo_step` is there
 
 Models have the sizes of Qwen2.5 and random weights. Each figure is a line of figures.jsonl as soon as it is known.
-A call with `--budget 470` starts no process after that many seconds. `--after figures.jsonl` continues it: what ended
+A call with `--budget 460` starts no process after that many seconds. `--after figures.jsonl` continues it: what ended
 well there is not run again. A smoke run has a tiny model, and needs no GPU.
 """
 
