@@ -33,7 +33,10 @@ LAYOUTS = {
     "ipc": (*OWN_POOL, "rollout.weight_sync=ipc", "rollout.sync_bucket_bytes=20000"),
     "adapters": (*OWN_POOL, "rollout.tensor=2", "lora.rank=4", "rollout.merge_adapters=false"),
 }
-FP8 = ("model.dtype=bfloat16", "rollout.quantization=fp8", "algorithm.rollout_weights=token")
+FP8 = (
+    *("model.dtype=bfloat16", "rollout.quantization=fp8", "algorithm.rollout_weights=token"),
+    *("lora.rank=4", "rollout.merge_adapters=false"),
+)
 IN_FLIGHT = (
     *("placement.pools={learn=[1],generate=[1]}", "placement.roles.rollout=generate", "trainer.total_steps=6"),
     *("trainer.lag=1", "rollout.on_new_weights=retract", "algorithm.rollout_weights=token"),
