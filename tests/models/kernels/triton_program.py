@@ -13,7 +13,7 @@ from hybridflow.models.kernels.elementwise import rms_norm, rotary, silu_mul
 from hybridflow.models.kernels.library import use_kernels
 from hybridflow.models.kernels.paged_attention import _by_gathering, addresses_of
 from hybridflow.models.kernels.sampling import block_sums
-from hybridflow.rollout.sampling import RowRules, SamplingKinds, _block_size, _kept, sample_rows, uniform_after
+from hybridflow.rollout.sampling import RowRules, SamplingKinds, _kept, sample_rows, uniform_after
 
 PAGE_SIZE, NUM_PAGES, UNUSED = 32, 60, 7
 COUNTS = [1, 31, 32, 33, 256, 257, 600, 511]
