@@ -13,7 +13,7 @@ from hybridflow.models.attention import PackedPlan
 from hybridflow.models.fused_forward import FusedForward
 from hybridflow.models.loading import load_causal_lm
 from hybridflow.rollout import Completion, EmbeddedRollout, Request, SamplingParams, generate, load_weights
-from hybridflow.rollout.decoding_state import uniform_after
+from hybridflow.rollout.sampling import uniform_after
 from hybridflow.runtime.random_streams import uniform, uniform_state
 from hybridflow.runtime.threads import set_deterministic
 

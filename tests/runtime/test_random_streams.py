@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.errors import AlgorithmError
-from hybridflow.rollout.decoding_state import uniform_after
+from hybridflow.rollout.sampling import uniform_after
 from hybridflow.runtime.random_streams import derive_seed, uniform, uniform_state
 
 MASK = 2**64 - 1

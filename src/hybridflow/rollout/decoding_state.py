@@ -18,8 +18,7 @@ from hybridflow.models.forward import Forward
 from hybridflow.models.kernels.triton_support import generation_kernels
 from hybridflow.models.paged_kv_cache import PagedDecodePlan, PagedKVCache
 from hybridflow.models.varlen import upload
-from hybridflow.rollout.sampling import RowRules, SamplingKinds, sample_rows
-from hybridflow.runtime.random_streams import GOLDEN, MULTIPLIER_1, MULTIPLIER_2
+from hybridflow.rollout.sampling import RowRules, SamplingKinds, draw_rows
 
 NO_TOKEN = -1
 """What a row that does not run emits."""
@@ -134,7 +133,7 @@ def decode_step(forward: Forward, cache: PagedKVCache, state: DecodingState, sha
     with generation_kernels():
         logits = forward.decode(rows["tokens"], plan)
     rules = RowRules(rows["temperatures"], rows["top_k"], rows["top_p"])
-    tokens, log_probs = sample_rows(logits, uniform_after(rows["noise"], rows["positions"]), rules, shape.kinds)
+    tokens, log_probs = draw_rows(logits, rows["noise"], rows["positions"], rules, shape.kinds)
     # Not by index_copy_, whose deterministic kernel on a GPU sorts the indices and copies the buffer twice.
     is_now = torch.arange(len(state.emitted), device=state.step.device)[:, None] == state.step
     for buffer, new in ((state.emitted, tokens.masked_fill(~running, NO_TOKEN)), (state.log_probs, log_probs)):
@@ -158,30 +157,3 @@ def padded_rows(rows: Sequence[Sequence[int]], width: int, filling: int = 0) -> 
     for i, row in enumerate(rows):
         padded[i, : len(row)] = row
     return padded
-
-
-def uniform_after(states: Tensor, last_key: Tensor) -> Tensor:
-    """Return `uniform(*keys, last_key)` on the tensors' device, where states are those of `uniform_state(*keys)`.
-
-    states and last_key: int64, of shapes that broadcast; a state's bits are those of the uint64. Returns float64 in
-    [0, 1). It runs without a copy to the host, so it can be part of a CUDA graph.
-    """
-    bits = _mix(states ^ _mix(last_key + _signed(GOLDEN)))
-    return _shifted(bits, 11).to(torch.float64) * 2.0**-53
-
-
-def _mix(x: Tensor) -> Tensor:
-    """Apply the finalizer of splitmix64; products of int64 are modulo 2**64."""
-    x = (x ^ _shifted(x, 30)) * _signed(MULTIPLIER_1)
-    x = (x ^ _shifted(x, 27)) * _signed(MULTIPLIER_2)
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: Tensor, count: int) -> Tensor:
-    """Shift right and fill with zeros; int64 is shifted with copies of its sign."""
-    return (x >> count) & ((1 << (64 - count)) - 1)
-
-
-def _signed(word: np.uint64) -> int:
-    """Return the int64 with the bits of a uint64."""
-    return int(word.view(np.int64))

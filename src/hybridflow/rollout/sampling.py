@@ -8,13 +8,16 @@ they can be part of a CUDA graph. A token is found in two levels: its block of t
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from hybridflow.models.kernels.library import serves
 from hybridflow.models.kernels.sampling import block_sums, draw
+from hybridflow.models.kernels.triton_support import runs_triton
 from hybridflow.rollout.base import SamplingParams
+from hybridflow.runtime.random_streams import GOLDEN, MULTIPLIER_1, MULTIPLIER_2
 
 
 def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
@@ -73,6 +76,18 @@ class SamplingKinds:
 
     greedy: bool = False
     restricted: bool = False
+
+
+def draw_rows(
+    logits: Tensor, states: Tensor, positions: Tensor, rules: RowRules, kinds: SamplingKinds
+) -> tuple[Tensor, Tensor]:
+    """Return what `sample_rows` does with the noise `uniform_after(states, positions)`, (rows,) int64 each."""
+    if not runs_triton(logits):
+        return sample_rows(logits, uniform_after(states, positions), rules, kinds)
+    from hybridflow.models.kernels.triton_sampling import draw
+
+    restrictions = (rules.top_k, rules.top_p) if kinds.restricted else None
+    return draw(logits, states, positions, rules.temperatures, restrictions, _block_size(logits.shape[1]))
 
 
 def sample_rows(logits: Tensor, uniforms: Tensor, rules: RowRules, kinds: SamplingKinds) -> tuple[Tensor, Tensor]:
@@ -149,3 +164,30 @@ def _block_size(count: int) -> int:
 def _triangle(x: Tensor) -> Tensor:
     """Return the matrix whose product from the right gives cumulative sums over the last axis of x."""
     return torch.ones(x.shape[-1], x.shape[-1], dtype=x.dtype, device=x.device).triu()
+
+
+def uniform_after(states: Tensor, last_key: Tensor) -> Tensor:
+    """Return `uniform(*keys, last_key)` on the tensors' device, where states are those of `uniform_state(*keys)`.
+
+    states and last_key: int64, of shapes that broadcast; a state's bits are those of the uint64. Returns float64 in
+    [0, 1). It runs without a copy to the host, so it can be part of a CUDA graph.
+    """
+    bits = _mix(states ^ _mix(last_key + _signed(GOLDEN)))
+    return _shifted(bits, 11).to(torch.float64) * 2.0**-53
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Apply the finalizer of splitmix64; products of int64 are modulo 2**64."""
+    x = (x ^ _shifted(x, 30)) * _signed(MULTIPLIER_1)
+    x = (x ^ _shifted(x, 27)) * _signed(MULTIPLIER_2)
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, count: int) -> Tensor:
+    """Shift right and fill with zeros; int64 is shifted with copies of its sign."""
+    return (x >> count) & ((1 << (64 - count)) - 1)
+
+
+def _signed(word: np.uint64) -> int:
+    """Return the int64 with the bits of a uint64."""
+    return int(word.view(np.int64))

@@ -33,7 +33,7 @@ def uniform(*keys: int | np.ndarray) -> np.ndarray:
 def uniform_state(*keys: int | np.ndarray) -> np.ndarray:
     """Return the uint64 state of `uniform` after these keys, when exactly one more key follows.
 
-    `hybridflow.rollout.decoding_state.uniform_after` adds the last key on any device.
+    `hybridflow.rollout.sampling.uniform_after` adds the last key on any device.
     """
     return _mixed_bits(_UNIFORM_DOMAIN, keys, more=1)
 

@@ -7,6 +7,7 @@ from hybridflow.models.kernels.elementwise import rms_norm, rotary, silu_mul
 from hybridflow.models.kernels.paged_attention import LARGEST_HEAD_BYTES, append_to_pages, paged_attention
 from hybridflow.models.kernels.sampling import block_sums
 from hybridflow.models.kernels.triton_support import generation_kernels, runs_triton, runs_triton_elementwise
+from hybridflow.rollout.sampling import RowRules, SamplingKinds, draw_rows, sample_rows, uniform_after
 
 pytestmark = pytest.mark.gpu
 
@@ -70,3 +71,22 @@ def test_sums_of_blocks_equal_float64(gpu):
     logits, temperatures = normal(9, 5000, dtype=torch.bfloat16, device=gpu), torch.linspace(0.5, 2, 9).double().to(gpu)
     found, exact = (block_sums(x, temperatures, 64) for x in (logits, logits.double()))
     torch.testing.assert_close([x.double() for x in found], list(exact), rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+def test_draws_equal_those_of_pytorch(gpu):
+    rows, vocabulary = 64, 5000
+    logits = (3 * normal(rows, vocabulary, dtype=torch.float32, device=gpu)).to(torch.bfloat16)
+    states, positions = torch.arange(rows, device=gpu) * 2**57, torch.arange(rows, device=gpu)
+    rules = RowRules(
+        torch.tensor([1.0, 0.0, 0.7, 1.3], device=gpu).double().repeat(16),
+        torch.tensor([0, 0, 50, 0], device=gpu).repeat(16),
+        torch.tensor([1.0, 1.0, 1.0, 0.9], device=gpu).double().repeat(16),
+    )
+    kinds = SamplingKinds(greedy=True, restricted=True)
+    tokens, log_probs = draw_rows(logits, states, positions, rules, kinds)
+    exact, exact_log_probs = sample_rows(logits.double(), uniform_after(states, positions), rules, kinds)
+    assert int((tokens != exact).sum()) <= 1  # a draw may be within rounding of the boundary between two tokens
+    torch.testing.assert_close(
+        log_probs[tokens == exact].double(), exact_log_probs[tokens == exact], rtol=1e-4, atol=1e-4
+    )

@@ -13,6 +13,7 @@ from hybridflow.models.kernels.elementwise import rms_norm, rotary, silu_mul
 from hybridflow.models.kernels.library import use_kernels
 from hybridflow.models.kernels.paged_attention import _by_gathering, addresses_of
 from hybridflow.models.kernels.sampling import block_sums
+from hybridflow.rollout.sampling import RowRules, SamplingKinds, _kept, sample_rows, uniform_after
 
 PAGE_SIZE, NUM_PAGES, UNUSED = 32, 60, 7
 COUNTS = [1, 31, 32, 33, 256, 257, 600, 511]
@@ -100,6 +101,44 @@ def check_sums(dtype: torch.dtype) -> None:
         assert sums.isfinite().sum(-1).tolist() == [5, 5, 4]
 
 
+def check_draws(dtype: torch.dtype) -> None:
+    """Compare tokens with those of the operations of PyTorch, in float64 too; equal logits are common."""
+    samplings = [(1.0, 0, 1.0), (0.0, 0, 1.0), (0.7, 9, 1.0), (1.3, 0, 0.8), (1.0, 20, 0.53), (0.8, 1, 1.0)]
+    samplings += [(1.0, 500, 0.999), (1.0, 0, 1e-9), (1.0, 3, 1.0 / 3), (1.0, 7, 0.25)]
+    rows, (temperatures, top_k, top_p) = len(samplings), map(torch.tensor, zip(*samplings, strict=True))
+    temperatures, top_p = temperatures.double(), top_p.double()
+    rules, kinds = RowRules(temperatures, top_k, top_p), SamplingKinds(greedy=True, restricted=True)
+    states, positions = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=GENERATOR), torch.arange(rows)
+    logits = normal(rows, 100, dtype=torch.float64).mul(3)
+    logits[::4] = logits[::4].round()  # ties, and both zeros
+    logits[1::4] = 0.0
+    logits[2::4, 1::3] = -torch.inf
+    logits = logits.to(dtype)
+    triton_sampling.WIDE = 64
+    wide = logits.float() / temperatures.masked_fill(temperatures == 0, 1.0)[:, None].float()
+    floors, lasts = triton_sampling.kept_tokens(logits, temperatures, top_k, top_p)
+    kept = (wide > floors[:, None]) | ((wide == floors[:, None]) & (torch.arange(100) <= lasts[:, None]))
+    possible = wide > -torch.inf  # a token without probability may be kept or not
+    assert torch.equal(kept & possible, _kept(wide, rules) & possible)
+    found = triton_sampling.draw(logits, states, positions, temperatures, (top_k, top_p), 32)
+    expected = sample_rows(logits, uniform_after(states, positions), rules, kinds)
+    assert torch.equal(found[0], expected[0])
+    torch.testing.assert_close(found[1], expected[1], rtol=2e-6, atol=2e-6)
+    for shift in range(3):
+        plain = triton_sampling.draw(logits, states, positions + shift, temperatures, None, 32)
+        uniforms = uniform_after(states, positions + shift)
+        expected = sample_rows(logits, uniforms, rules, SamplingKinds(greedy=True))
+        assert torch.equal(plain[0], expected[0])
+        torch.testing.assert_close(plain[1], expected[1], rtol=2e-6, atol=2e-6)
+    for bad in (torch.nan, torch.inf):
+        logits[:, 7] = bad
+        _, log_probs = triton_sampling.draw(logits, states, positions, temperatures, None, 32)
+        assert not log_probs.isfinite().any()
+    logits = logits[5:7]  # restricted rows with an infinite logit
+    inputs = (x[5:7] for x in (states, positions, temperatures))
+    assert not triton_sampling.draw(logits, *inputs, (top_k[5:7], top_p[5:7]), 32)[1].isfinite().any()
+
+
 def interpret() -> None:
     for dtype, tolerance in ((torch.float32, 2e-6), (torch.float16, 2e-3)):  # the interpreter cannot multiply bfloat16
         for heads, kv_heads, dim in HEADS:
@@ -107,6 +146,8 @@ def interpret() -> None:
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)):
         check_elementwise(dtype, tolerance)
         check_sums(dtype)
+    for dtype in (torch.float32, torch.bfloat16):
+        check_draws(dtype)
 
 
 def compile_for_h100() -> None:
@@ -134,9 +175,16 @@ def compile_for_h100() -> None:
         places = {"addresses": "*i64", "slots": "*i64", "key_stride": "i32", "value_stride": "i32", "size": "i32"}
         build(triton_paged_attention._append, new | places, BLOCK=128)
         norm = {"x": kind, "weight": kind, "out": kind, "width": "i32", "epsilon": "fp32"}
-        logits = {"logits": kind, "temperatures": "*fp32", "largest": "*fp32", "sums": "*fp64"}
-        logits |= {"row_stride": "i32", "vocabulary": "i32"}
-        build(triton_sampling._sums_of_blocks, logits, SIZE=512)
+        rows = {"logits": kind, "temperatures": "*fp64", "floors": "*fp32", "lasts": "*i64"}
+        blocks = {"largest": "*fp32", "sums": "*fp64"}
+        width = {"row_stride": "i32", "vocabulary": "i32"}
+        build(triton_sampling._sums_of_blocks, rows | blocks | width, IS_RESTRICTED=True, SIZE=512)
+        noise = {"states": "*i64", "positions": "*i64", "tokens": "*i64", "log_probs": "*fp32"}
+        counts = width | {"num_blocks": "i32"}
+        build(triton_sampling._draw, rows | blocks | noise | counts, IS_RESTRICTED=True, SIZE=512, BLOCKS=512)
+        restrictions = {"top_k": "*i64", "top_p": "*fp64"}
+        shift = 16 if kind == "*bf16" else 0
+        build(triton_sampling._find_floors, rows | restrictions | width, SHIFT=shift, SIZE=1024, CHUNKS=75)
         build(triton_elementwise._norm, norm, BLOCK=1024)
         turn = {"x": kind, "cos": "*fp32", "sin": "*fp32", "out": kind}
         turn |= dict.fromkeys(("token_stride", "head_stride", "half"), "i32")
