@@ -12,6 +12,7 @@ import torch
 
 from fixtures.families import write_family
 from fixtures.rollouts import PROMPTS, Letters, requests, serve, tokens_of
+from hybridflow.config import LoRAConfig
 from hybridflow.errors import OutOfMemoryError, RolloutError
 from hybridflow.models.loading import load_causal_lm
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate, load_weights
@@ -42,6 +43,11 @@ def test_experts_and_buffers_are_those_of_the_embedded_engine(tmp_path, kind):
     theirs, ours = (engine.log_probs([[3, 9, 12, 7, 38, 22, 4], [8, 1, 30]]) for engine in engines)
     torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4)
     close_engines()
+    if kind == "qwen3_moe":
+        with pytest.raises(
+            RolloutError, match=r"not supported with a Qwen3MoeForCausalLM on a CPU: .* or set rollout\.m"
+        ):
+            build(tmp_path, adapters=LoRAConfig(rank=2, targets=("q_proj",)), weights=False)
 
 
 def test_preempted_sequences_get_equal_tokens(tiny_model):

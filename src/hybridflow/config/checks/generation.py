@@ -1,6 +1,7 @@
 """Checks of generation: the rollout engine, weights that come while sequences run, and environments."""
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from hybridflow.algorithms.declarations import ESTIMATORS
 from hybridflow.config.checks.refusal import Refusal, any_of
@@ -79,7 +80,7 @@ def _engine(config: Config) -> Iterator[str]:
         yield f"rollout.tensor={rollout.tensor} does not divide {key}={ranks}; change one of them"
 
 
-def _speculative(values: Mapping[str, object]) -> Iterator[str]:
+def _speculative(values: Mapping[Any, object]) -> Iterator[str]:
     key, counts = "rollout.speculative", [name for name in values if name not in ("method", "model")]
     if values and ("model" in values) == (values.get("method") == "ngram"):
         yield f"{key}={values!r} names no source of drafts, or two; set method = 'ngram', or model to a directory"

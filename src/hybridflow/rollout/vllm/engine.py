@@ -102,7 +102,7 @@ class VLLMRollout:
         can_sleep: bool = False,
         adapters: LoRAConfig | None = None,
         quantization: str = "",
-        speculative: Mapping[str, Any] | None = None,
+        speculative: Mapping[Any, Any] | None = None,
     ) -> None:
         if dtype not in DTYPES:
             raise RolloutConfigError(f"vLLM computes in {' or '.join(DTYPES)}, model.dtype is '{dtype}'.")

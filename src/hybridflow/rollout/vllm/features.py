@@ -24,7 +24,7 @@ def quantization_arguments(quantization: str, dtype: str) -> dict[str, Any]:
     return {"quantization": QUANTIZATIONS[quantization]} if quantization else {}
 
 
-def speculation_arguments(speculative: Mapping[str, Any]) -> dict[str, Any]:
+def speculation_arguments(speculative: Mapping[Any, Any]) -> dict[str, Any]:
     """Return vLLM's arguments for speculative decoding, as in `rollout.speculative`; none if it is empty.
 
     Tokens are scheduled synchronously, so that none of a step in flight depends on drafts that are not verified yet.
