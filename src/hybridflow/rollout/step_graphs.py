@@ -52,7 +52,7 @@ class GraphPool:
 
 
 def pools_of(device: torch.device, forward: Forward) -> Callable[[], GraphPool] | None:
-    """Return what makes pools for graphs of this forward pass; None where its steps are no graphs."""
+    """Return what makes pools for graphs of this forward pass; None where its steps cannot be graphs."""
     return partial(GraphPool, device) if device.type == "cuda" and forward.is_capturable else None
 
 
