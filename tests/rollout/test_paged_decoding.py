@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fixtures.recorded_steps import look_up_pages, record_steps
 from fixtures.rollouts import require_equal, serve, tokens_of
+from fixtures.simulated_device import META, SimulatedDevice
 from hybridflow.errors import RolloutConfigError, RolloutError
 from hybridflow.models.fused_forward import forward_of
 from hybridflow.models.kv_cache import PrefillPlan
@@ -259,6 +260,21 @@ def test_a_window_is_read_while_the_next_one_runs_and_at_limits(directory, monke
     generate(paged(directory), [Request(0, [5], SamplingParams(3 * READ_EVERY + 3), 4)])
     window = "s" * READ_EVERY
     assert "".join(events) == f"{window}{window}r{window}rsssrr"
+
+
+def test_host_waits_for_the_windows_alone(directory):
+    model, wanted = (
+        load_causal_lm(directory, torch.float64),
+        [Request(0, [5] * 40, SamplingParams(3 * READ_EVERY + 3), 4)],
+    )
+    expected = generate(EmbeddedRollout(model, paged=True), wanted)
+    with SimulatedDevice() as simulated:
+        model.to(META)
+        engine = EmbeddedRollout(model)
+        simulated.waits.clear()
+        require_equal(generate(engine, wanted), expected)
+    simulated.waits.pop("aten.index_put_.default")  # of Boolean values, not of a mask
+    assert simulated.waits == {"aten._to_copy.default": 2 * 4}  # tokens and log-probs of four windows
 
 
 UNFIT = {"_local_scalar_dense", "nonzero", "masked_select", "cumsum", "scatter", "scatter_", "put_", "index_add_"}

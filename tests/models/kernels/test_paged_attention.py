@@ -9,7 +9,7 @@ import torch
 from hybridflow.models.kernels.paged_attention import append_to_pages, paged_attention
 from hybridflow.models.kernels.triton_support import runs_triton
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TRITON = ROOT / ".triton"
 
 
