@@ -178,6 +178,8 @@ def test_padding_pays_if_at_most_half_is_padding():
 def kernel(monkeypatch):
     """`kernel("cudnn")` names the kernel of packed rows, as a process that starts with it does."""
 
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)  # which another test may leave
+
     def choose(name):
         monkeypatch.setenv(KERNEL_VARIABLE, name)
         packed_kernel.cache_clear()
