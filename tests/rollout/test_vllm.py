@@ -313,11 +313,12 @@ def test_failed_step_in_flight_is_reported_once(tiny_model, monkeypatch):
 
 
 def test_graphs_are_captured_up_to_the_running_sequences():
-    from hybridflow.rollout.vllm.versions import EngineOptions, capture_sizes
+    from hybridflow.rollout.vllm.arguments import EngineOptions, capture_sizes
 
     def sizes(max_running_sequences: int, *, enforce_eager: bool = False) -> list[int] | None:
-        options = EngineOptions("", "float32", 64, max_running_sequences, 1, False, 0.5, 0, enforce_eager)
-        return capture_sizes(options)
+        return capture_sizes(
+            EngineOptions("", max_running_sequences=max_running_sequences, enforce_eager=enforce_eager)
+        )
 
     assert sizes(512) is None
     assert sizes(1024, enforce_eager=True) is None
@@ -328,7 +329,7 @@ def test_graphs_are_captured_up_to_the_running_sequences():
 
 
 def test_ranks_that_see_their_own_gpu_only_can_share_an_engine(tiny_model, monkeypatch):
-    from hybridflow.rollout.vllm.versions import EngineOptions, engine_arguments
+    from hybridflow.rollout.vllm.arguments import EngineOptions, engine_arguments
 
     build(tiny_model())  # sets the environment of vLLM
     from vllm import EngineArgs, envs
@@ -341,7 +342,7 @@ def test_ranks_that_see_their_own_gpu_only_can_share_an_engine(tiny_model, monke
         monkeypatch.setattr(CpuPlatform, answer, lambda *_: True)
     with pytest.raises(IndexError):  # what vLLM's own all-reduce asks when it is built
         _can_p2p(0, 2)
-    options = EngineOptions(str(tiny_model()), "float32", 64, 8, 2, True, 0.5, 2**26, False)
+    options = EngineOptions(str(tiny_model()), max_model_len=64, tensor_parallel=2, in_group=True, kv_cache_bytes=2**26)
     config = EngineArgs(**engine_arguments(options, on_gpu=True)).create_engine_config()
     assert config.parallel_config.disable_custom_all_reduce
     assert not config.compilation_config.pass_config.fuse_allreduce_rms

@@ -38,7 +38,7 @@ def mend():
 
 
 def check_drafts(path):
-    from hybridflow.rollout.vllm.features import require_right_temperatures
+    from hybridflow.rollout.vllm.process import require_right_temperatures
 
     plain, stock = build(path, tokenizer=Letters()), stock_model(path)
     with pytest.raises(RolloutConfigError, match=r"rollout\.speculative is not supported by this build of vLLM for C"):

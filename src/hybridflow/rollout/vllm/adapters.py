@@ -8,50 +8,34 @@ prefix cache is emptied, and its blocks are known by the version as their salt.
 # pyright: reportMissingImports=false
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridflow.config import LoRAConfig
-from hybridflow.errors import RolloutConfigError
 from hybridflow.models.lora import plain_adapter_name
-from hybridflow.rollout.vllm.versions import EngineOptions, VLLMEngine
+from hybridflow.rollout.vllm.arguments import EngineOptions, adapters_refused
+from hybridflow.rollout.vllm.versions import VLLMEngine
 from hybridflow.runtime.boxes import Box
-
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The ranks that vLLM has memory for; an adapter of a smaller rank is padded."""
 
 ADAPTER_ID = 1
 
 
 class AdapterEngine(VLLMEngine):
-    """An engine that loads adapters; `names` are those of the parameters that it will get."""
+    """An engine that loads `EngineOptions.adapters`; `names` are those of the parameters that it will get."""
 
     _sleep_level = 1
 
-    def __init__(self, options: EngineOptions, lora: LoRAConfig, names: Iterable[str]) -> None:
-        on_gpu, rank = torch.cuda.is_available(), next((rank for rank in RANKS if rank >= lora.rank), None)
-        if on_gpu and options.dtype == "float32":
-            raise _refused("model.dtype='float32'", "on a GPU vLLM computes adapters in bfloat16; use it")
-        if rank is None:
-            raise _refused(f"lora.rank={lora.rank}", f"vLLM has ranks up to {RANKS[-1]}; use a smaller one")
-        arguments = {
-            "load_format": "auto",
-            "enable_lora": True,
-            "max_loras": 1,
-            "max_lora_rank": rank,
-            "lora_target_modules": list(lora.targets),
-        }
+    def __init__(self, options: EngineOptions, names: Iterable[str]) -> None:
+        assert options.adapters
         try:
-            super().__init__(replace(options, arguments={**options.arguments, **arguments}))
+            super().__init__(options)
         except ValueError as error:
             if "LoRA" not in str(error):
                 raise
-            raise _refused(f"'{options.path}'", " ".join(str(error).split()).rstrip(".")) from error
-        self._rank, self._received = lora.rank, dict[str, Tensor]()
-        self._on_model(lambda model, config: _require_served(model, names, on_gpu))
+            raise adapters_refused(f"'{options.path}'", " ".join(str(error).split()).rstrip(".")) from error
+        self._rank, self._received = options.adapters.rank, dict[str, Tensor]()
+        self._on_model(lambda model, config: _require_served(model, names, self._on_gpu))
         self._lora_request = _request()
 
     def start_loading(self) -> None:
@@ -102,17 +86,11 @@ def _require_served(model: Any, names: Iterable[str], on_gpu: bool) -> None:
     layers = {parse_fine_tuned_lora_name(plain_adapter_name(name), mapper)[0] for name in names}
     kind = type(model).__name__
     if missing := sorted(layers - served):
-        raise _refused(f"lora.targets of {missing[0]}", f"vLLM has no such layer in a {kind}; remove it")
+        raise adapters_refused(f"lora.targets of {missing[0]}", f"vLLM has no such layer in a {kind}; remove it")
     if head := [layer for layer in layers if layer.endswith("lm_head")]:
-        raise _refused(f"lora.targets of {head[0]}", "vLLM has no log-probs of prompts with it; remove it")
+        raise adapters_refused(f"lora.targets of {head[0]}", "vLLM has no log-probs of prompts with it; remove it")
     if is_moe_model(model) and not on_gpu:
-        raise _refused(f"a {kind} on a CPU", "there vLLM computes no experts beside adapters")
-
-
-def _refused(feature: str, why: str) -> RolloutConfigError:
-    return RolloutConfigError(
-        f"rollout.merge_adapters=false is not supported with {feature}: {why}, or set rollout.merge_adapters = true."
-    )
+        raise adapters_refused(f"a {kind} on a CPU", "there vLLM computes no experts beside adapters")
 
 
 def _replace_adapters(model: Any, tensors: dict[str, Tensor], rank: int) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridflow.config import LoRAConfig
 from hybridflow.errors import OutOfMemoryError, RolloutConfigError, RolloutError
 from hybridflow.models.lora import adapter_shapes
 from hybridflow.models.parameters import persistent_buffers
@@ -26,27 +25,15 @@ from hybridflow.rollout.base import Completion, FinishReason, Request, SleepingP
 from hybridflow.rollout.loading import Loading, require_announced
 from hybridflow.rollout.requests import StopStrings, TokenDecoder, not_finite, require_servable
 from hybridflow.rollout.vllm.adapters import AdapterEngine
-from hybridflow.rollout.vllm.features import (
-    quantization_arguments,
-    require_right_temperatures,
-    speculation_arguments,
-)
-from hybridflow.rollout.vllm.process import require_head_size
-from hybridflow.rollout.vllm.versions import (
-    MAX_TEMPERATURE,
-    MIN_TEMPERATURE,
-    EngineOptions,
-    Progress,
-    VLLMEngine,
-)
+from hybridflow.rollout.vllm.arguments import DTYPES, EngineOptions
+from hybridflow.rollout.vllm.process import require_head_size, require_right_temperatures
+from hybridflow.rollout.vllm.versions import MAX_TEMPERATURE, MIN_TEMPERATURE, Progress, VLLMEngine
 from hybridflow.runtime.boxes import Box
 from hybridflow.runtime.device import own_device
 from hybridflow.runtime.fault_points import fault_point
 from hybridflow.runtime.memory import is_out_of_memory, out_of_memory
 from hybridflow.runtime.progress import note_progress
 from hybridflow.runtime.random_streams import derive_seed
-
-DTYPES = ("float32", "bfloat16")
 
 LESS_MEMORY = "set a smaller rollout.gpu_memory_utilization or rollout.kv_cache_bytes"
 """What to change if vLLM runs out of memory in a step."""
@@ -81,50 +68,33 @@ class VLLMRollout:
     Without `seed_requests`, the noise is seeded once when an idle engine gets a request, from its noise key and the
     version of the weights. A response then depends on the requests that run beside it, and differs after an error.
 
-    With `adapters`, the base weights come from the files in `path`, and only adapters are loaded. `quantization` and
-    `speculative` are those of `rollout`.
+    `options` are those of `EngineOptions`.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        *,
-        dtype: str = "float32",
-        tokenizer: TokenDecoder | None = None,
-        max_running_sequences: int = 256,
-        max_model_len: int = 0,
-        tensor_parallel: int = 1,
-        in_group: bool = False,
-        gpu_memory_utilization: float = 0.5,
-        kv_cache_bytes: int = 0,
-        enforce_eager: bool = False,
-        seed_requests: bool = True,
-        can_sleep: bool = False,
-        adapters: LoRAConfig | None = None,
-        quantization: str = "",
-        speculative: Mapping[Any, Any] | None = None,
-    ) -> None:
-        if dtype not in DTYPES:
-            raise RolloutConfigError(f"vLLM computes in {' or '.join(DTYPES)}, model.dtype is '{dtype}'.")
+    def __init__(self, path: str | Path, *, tokenizer: TokenDecoder | None = None, **options: Any) -> None:
+        start = EngineOptions(str(path), **options)
+        if start.dtype not in DTYPES:
+            raise RolloutConfigError(f"vLLM computes in {' or '.join(DTYPES)}, model.dtype is '{start.dtype}'.")
         described = build_with_placeholders(path, "policy", torch.float32, torch.device("cpu"))
         config = described.config.get_text_config()
-        if max_model_len > config.max_position_embeddings:
+        positions = config.max_position_embeddings
+        if start.max_model_len > positions:
             raise RolloutConfigError(
-                f"rollout.max_model_len={max_model_len} exceeds the {config.max_position_embeddings} positions of "
-                f"'{path}'; use at most {config.max_position_embeddings}, or 0."
+                f"rollout.max_model_len={start.max_model_len} exceeds the {positions} positions of '{path}'; use at "
+                f"most {positions}, or 0."
             )
         require_head_size(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
         self._shapes = {name: parameter.shape for name, parameter in described.named_parameters()}
         self._buffers = persistent_buffers(described)  # which the trainer does not send: they do not learn
-        if adapters:
-            self._shapes, self._buffers = adapter_shapes(described, adapters), {}
+        if start.adapters:
+            self._shapes, self._buffers = adapter_shapes(described, start.adapters), {}
         self._form = PublishedForm(described, [*self._shapes, *self._buffers])
         self._waiting: Waiting = {}
         self._vocabulary: int = config.vocab_size
-        self._max_model_len = max_model_len or config.max_position_embeddings
-        self._max_running_sequences = max_running_sequences
+        start = replace(start, max_model_len=start.max_model_len or positions)
+        self._max_model_len, self._max_running_sequences = start.max_model_len, start.max_running_sequences
         self._stop_strings = StopStrings(tokenizer)
-        self._most_drafts = int((speculative or {}).get("num_speculative_tokens", 0))
+        self._most_drafts = int((start.speculative or {}).get("num_speculative_tokens", 0))
         self.version: int | None = None
         self._loading: Loading | None = None
         self._sequences: dict[str, _Sequence] = {}  # unfinished, in the order of submission
@@ -134,38 +104,22 @@ class VLLMRollout:
         self._num_submitted = 0
         self._has_kept = False  # finished sequences that a later prompt may continue
         self.prompt_tokens = self.reused_tokens = 0  # of finished sequences; reused in whole blocks, also in a group
-        options = EngineOptions(
-            path=str(path),
-            dtype=dtype,
-            max_model_len=self._max_model_len,
-            max_running_sequences=max_running_sequences,
-            tensor_parallel=tensor_parallel,
-            in_group=in_group,
-            gpu_memory_utilization=gpu_memory_utilization,
-            kv_cache_bytes=kv_cache_bytes,
-            enforce_eager=enforce_eager,
-            seed_requests=seed_requests,
-            can_sleep=can_sleep,
-            arguments=quantization_arguments(quantization, dtype) | speculation_arguments(speculative or {}),
-        )
-        if not seed_requests:
+        if not start.seed_requests:
             logger.warning(
                 "vLLM samples without a seed per response (trainer.deterministic=false): a response depends on the "
                 "requests that run beside it; set trainer.deterministic = true for samples that do not"
             )
         try:
-            self._open: VLLMEngine | None = (
-                AdapterEngine(options, adapters, self._shapes) if adapters else VLLMEngine(options)
-            )
+            self._open: VLLMEngine | None = AdapterEngine(start, self._shapes) if start.adapters else VLLMEngine(start)
         except (ValueError, RuntimeError, AssertionError) as error:
             raise RolloutError(
                 f"vLLM could not be started for '{path}': {' '.join(str(error).split())} (vLLM's "
                 "gpu_memory_utilization, max_model_len and max_num_seqs are set by rollout.gpu_memory_utilization="
-                f"{gpu_memory_utilization}, rollout.max_model_len={self._max_model_len} and "
-                f"rollout.max_running_sequences={max_running_sequences}; rollout.kv_cache_bytes={kv_cache_bytes}, if "
-                "not 0, is the memory of keys and values.)"
+                f"{start.gpu_memory_utilization}, rollout.max_model_len={self._max_model_len} and "
+                f"rollout.max_running_sequences={self._max_running_sequences}; rollout.kv_cache_bytes="
+                f"{start.kv_cache_bytes}, if not 0, is the memory of keys and values.)"
             ) from error
-        if speculative:
+        if start.speculative:
             require_right_temperatures()
 
     def submit(self, request: Request) -> None:
@@ -370,12 +324,13 @@ class VLLMRollout:
             raise
 
     def _require_weights(self) -> int:
-        if self.version is None and self._engine:  # a closed engine is another error
+        version = self.version if self._engine else None  # a closed engine is another error
+        if version is None:
             raise RolloutError(
                 "the vLLM engine has no complete set of weights: none were loaded, or loading was interrupted; load "
                 "all weights."
             )
-        return self.version
+        return version
 
     def _add(self, sequence: _Sequence) -> None:
         request = sequence.request

@@ -75,6 +75,25 @@ def require_head_size(size: int) -> None:
         )
 
 
+def require_right_temperatures() -> None:
+    """Raise RolloutConfigError if vLLM's build for CPUs verifies drafts at wrong temperatures, as that of 0.32.0 does.
+
+    Its function that repeats the temperature of a request for each draft leaves the result as it was. It is there once
+    an engine has started.
+    """
+    if torch.cuda.is_available():
+        return
+    from vllm.v1.sample.rejection_sampler import _expand
+
+    found = torch.zeros(3)
+    _expand(found, torch.tensor([0.5, 2.0]), torch.tensor([2, 3], dtype=torch.int32), 0, 1)
+    if found.tolist() != [0.5, 0.5, 2.0]:
+        raise RolloutConfigError(
+            "rollout.speculative is not supported by this build of vLLM for CPUs, which verifies drafts at wrong "
+            "temperatures; remove it, or generate on a GPU."
+        )
+
+
 def join_own_group_if_none(on_gpu: bool) -> None:
     """Create a process group of this process alone unless it is in one; vLLM's would use a file, and GPUs only."""
     if not dist.is_initialized():

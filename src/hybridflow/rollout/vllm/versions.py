@@ -8,7 +8,7 @@ Importing this file does not import vLLM; building an engine does.
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
@@ -19,6 +19,7 @@ from torch.random import fork_rng
 
 from hybridflow.errors import RolloutError, WeightSyncError
 from hybridflow.rollout import base
+from hybridflow.rollout.vllm.arguments import EngineOptions, engine_arguments
 from hybridflow.rollout.vllm.process import (
     clean_up,
     join_own_group_if_none,
@@ -35,39 +36,8 @@ from hybridflow.runtime.random_streams import derive_seed
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """Valid temperatures besides 0. vLLM silently raises lower ones to 0.01 and rejects higher ones."""
 
-KV_CACHE_BYTES_ON_CPU = 2**30
-"""Memory of keys and values on a CPU, where vLLM's default is a share of the host's memory."""
-
-TOKENS_IN_A_STEP_ON_CPU = 4096
-
 NEVER_COMPLETE = -(2**62)
 """Number of loaded elements of a layer with which vLLM waits for more weights, however many are loaded."""
-
-LARGEST_CAPTURED, STRIDE_ABOVE = 512, 64
-"""vLLM captures CUDA graphs of decoding steps for up to 512 sequences; ours continue in steps of 64 sequences."""
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """Arguments of an engine. `in_group`: the process is in a process group, all ranks of which build an engine.
-
-    `seed_requests`: each sequence has a seed. Otherwise `VLLMEngine.seed` determines the noise of all of them.
-    `can_sleep`: the engine can free its memory on a GPU, where a process can have one such engine at a time.
-    `arguments`: further ones of vLLM, or in place of `engine_arguments`.
-    """
-
-    path: str
-    dtype: str
-    max_model_len: int
-    max_running_sequences: int
-    tensor_parallel: int
-    in_group: bool
-    gpu_memory_utilization: float
-    kv_cache_bytes: int
-    enforce_eager: bool
-    seed_requests: bool = True
-    can_sleep: bool = False
-    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -392,53 +362,6 @@ class VLLMEngine:
 
         with set_current_vllm_config(self._engine.vllm_config), torch.no_grad():
             self._engine.apply_model(lambda model: function(model, self._engine.model_config))
-
-
-def engine_arguments(options: EngineOptions, on_gpu: bool) -> dict[str, Any]:
-    """Return the arguments of vLLM's engine.
-
-    Ranks that share an engine sum by NCCL. vLLM's own all-reduce must see the GPUs of all ranks, where a worker of Ray
-    sees its own, and the sums of FlashInfer's differ from run to run (`process.ENVIRONMENT` turns off the others).
-    """
-    return {
-        "model": options.path,
-        "dtype": options.dtype,
-        "load_format": "dummy",  # weights come from the trainer
-        "skip_tokenizer_init": True,
-        "max_model_len": options.max_model_len,
-        "max_num_seqs": options.max_running_sequences,
-        "tensor_parallel_size": options.tensor_parallel,
-        "distributed_executor_backend": "external_launcher" if options.in_group else "uni",
-        "disable_custom_all_reduce": True,
-        "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
-        "gpu_memory_utilization": options.gpu_memory_utilization,
-        "kv_cache_memory_bytes": options.kv_cache_bytes or (None if on_gpu else KV_CACHE_BYTES_ON_CPU),
-        "enforce_eager": options.enforce_eager,
-        "cudagraph_capture_sizes": capture_sizes(options) if on_gpu else None,
-        "enable_sleep_mode": on_gpu and options.can_sleep,
-        "logprobs_mode": "processed_logprobs",  # under the sampling distribution
-        # A chunked prompt would return a random number that it drew, which CPU generators do not support.
-        "enable_chunked_prefill": None if on_gpu else False,
-        "max_num_batched_tokens": None
-        if on_gpu
-        else max(TOKENS_IN_A_STEP_ON_CPU, options.max_model_len, options.max_running_sequences),
-        "async_scheduling": on_gpu,  # vLLM's configuration of a CPU does not allow it
-        "disable_log_stats": True,
-        "seed": 0,
-        **options.arguments,
-    }
-
-
-def capture_sizes(options: EngineOptions) -> list[int] | None:
-    """Return the numbers of sequences for which CUDA graphs are captured; None: those that vLLM chooses.
-
-    vLLM's own end at `LARGEST_CAPTURED`, and a larger step runs without a graph.
-    """
-    largest = options.max_running_sequences
-    if options.enforce_eager or largest <= LARGEST_CAPTURED:
-        return None
-    below = (1, 2, 4, *range(8, 256, 8), *range(256, LARGEST_CAPTURED + 1, 16))
-    return [*below, *range(LARGEST_CAPTURED + STRIDE_ABOVE, largest, STRIDE_ABOVE), largest]
 
 
 def _load_nothing(model: Any, config: Any) -> None:

@@ -11,7 +11,7 @@ from hybridflow.models.loading import model_config
 from hybridflow.models.memory import MemoryLayout, RankMemory, forward_memory, generation_memory, training_memory
 from hybridflow.models.model_sizes import ModelSizes, model_sizes
 from hybridflow.models.tensor_parallel import require_tensor_parallel
-from hybridflow.rollout.vllm.versions import KV_CACHE_BYTES_ON_CPU
+from hybridflow.rollout.vllm.arguments import KV_CACHE_BYTES_ON_CPU
 from hybridflow.runtime.device import own_device
 from hybridflow.runtime.observe import get_logger
 from hybridflow.trainers.build.groups import meshes_of, pool_of, pools_of, traits_of
