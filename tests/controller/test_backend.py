@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import re
 import pickle
 import time
 import traceback
@@ -248,16 +249,19 @@ class Closing(Worker):
 
     def close(self):
         Path(self.closed).write_text(os.environ["RANK"] + Path(self.closed).read_text())
+        raise MemoryError("no memory to close")
 
 
-def test_a_worker_that_is_stopped_in_this_process_is_closed_once(tmp_path):
+def test_a_worker_that_is_stopped_in_this_process_is_closed_once(tmp_path, caplog):
     backend, closed = LocalBackend(), tmp_path / "closed"
     closed.touch()
     workers = backend.spawn({"group": ClassWithInitArgs(Closing, str(closed))}, ResourcePool([2]))["group"]
     backend.shutdown(workers[1:])
-    backend.close()
+    backend.close()  # raises no error, which would take the place of one that ended the run
     backend.close()
     assert closed.read_text() == "01"
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert re.search("Closing.close failed on worker .*: MemoryError: no memory to close", caplog.text)
 
 
 def test_values_without_handles_are_released():

@@ -127,6 +127,21 @@ def test_weights_are_loaded_between_two_steps_of_a_running_batch(pair):
     assert both.generate(prompts_of(2)).batch["rollout_versions"].max() == 2
 
 
+def test_steps_of_a_probe_compute_no_token_with_keys_of_older_weights(pair):
+    both, found = pair(), []
+    engine, log_probs = both.worker.rollout, both.worker.rollout.log_probs
+    for advances in (False, True):  # True: as vLLM does
+        engine.log_probs = lambda sequences, a=advances: (a and type(engine).step(engine), log_probs(sequences))[1]
+        both.steps, both.holds = 0, {3}
+        rows = in_thread(both.worker.finish_sequences, both.begin(prompts_of(1)))
+        both.between_steps(both.sync, 1, 0.02)()
+        found.append(rows().batch)
+        engine.log_probs = log_probs
+        both.sync(0, -0.02)
+    assert torch.equal(found[0]["responses"], found[1]["responses"])
+    torch.testing.assert_close(found[0]["rollout_log_probs"], found[1]["rollout_log_probs"])
+
+
 def test_batches_begin_while_others_run_and_get_the_tokens_of_batches_alone(pair):
     both = pair()
     alone = [both.generate(prompts_of(step, size)) for step, size in ((1, 2), (2, 3))]

@@ -25,15 +25,17 @@ from hybridflow.controller.columns import produced_columns, sources_of
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.controller.worker import RANKS_TAKE_TURNS, Worker, set_colocated
 from hybridflow.controller.worker_side import NamingErrors, checked_output
-from hybridflow.errors import BatchError, DispatchError, WorkerError
+from hybridflow.errors import BatchError, DispatchError, HybridFlowError, WorkerError
 from hybridflow.protocol import DataProto, DataProtoFuture, Handle
 from hybridflow.protocol.future import change_futures
 from hybridflow.protocol.handle import Duration, HeldBatch, take
 from hybridflow.protocol.packed_batch import batch_bytes
 from hybridflow.protocol.rows import RowIndex
-from hybridflow.runtime.observe import Trace, TraceEvent
+from hybridflow.runtime.observe import Trace, TraceEvent, get_logger
 from hybridflow.runtime.observe.trace import DRIVER, Sources
 from hybridflow.runtime.observe.waits import Waits
+
+logger = get_logger(__name__)
 
 
 def private_copy(value: Any, what: str) -> Any:
@@ -250,13 +252,16 @@ class LocalBackend:
         return isinstance(worker, LocalWorker) and worker.instance is not None
 
     def shutdown(self, workers: Sequence[WorkerRef]) -> None:
-        """Close the workers and drop their objects."""
+        """Close the workers and drop their objects; an error in it is logged, as another may have ended the run."""
         for worker in workers:
             if isinstance(worker, LocalWorker):
                 instance, worker.instance = worker.instance, None
                 if isinstance(instance, Worker):
-                    with _active_rank(worker, f"{type(instance).__name__}.close"):
-                        instance.close()
+                    try:
+                        with _active_rank(worker, f"{type(instance).__name__}.close"):
+                            instance.close()
+                    except HybridFlowError as error:
+                        logger.warning("%s", error)
 
     def close(self) -> None:
         """Stop every worker."""

@@ -72,10 +72,10 @@ class InFlightRolloutWorker(RolloutWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def check_weights(self, probe: Probe) -> dict[str, float]:
-        """Check the weights, and let running sequences go on with them."""
-        metrics = super().check_weights(probe)
+        """Check the weights, and let running sequences go on with them: some engines advance these in the check."""
         with self.receiving():
             self.rollout.retract()
+        metrics = super().check_weights(probe)
         self._end_loading()
         return metrics
 
