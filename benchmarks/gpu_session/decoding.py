@@ -24,16 +24,21 @@ from hybridflow.models.loading import load_causal_lm
 from hybridflow.models.model_sizes import ModelSizes
 from hybridflow.models.paged_kv_cache import PAGE_SIZE, pages_of
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate
-from hybridflow.rollout.step_graphs import StepGraphs
+from hybridflow.rollout.step_graphs import GraphPool, StepGraphs
 from hybridflow.runtime.device import own_device
+
+
+def _sampled_by_pytorch() -> Any:
+    return patch("hybridflow.rollout.sampling.runs_triton", lambda x: False)
+
 
 VARIANTS: dict[str, Callable[[], Any]] = {
     "graphs": nullcontext,
     "no_graphs": lambda: patch.object(FusedForward, "is_capturable", False),
     "no_Triton": lambda: patch("hybridflow.models.kernels.triton_support.has_triton", lambda: False),
-    "PyTorch_sampling": lambda: patch("hybridflow.rollout.sampling.runs_triton", lambda x: False, create=True),
+    "PyTorch_sampling": _sampled_by_pytorch,
     "top_p": nullcontext,
-    "top_p_by_PyTorch": lambda: patch("hybridflow.rollout.sampling.runs_triton", lambda x: False, create=True),
+    "top_p_by_PyTorch": _sampled_by_pytorch,
 }
 """What is replaced while a variant is measured."""
 
@@ -206,27 +211,19 @@ def counted_graphs() -> Iterator[dict[str, float]]:
     """Count the shapes of steps, and the CUDA graphs that are captured with the seconds that this takes."""
     counts: dict[str, float] = {"shapes": 0, "captures": 0, "seconds": 0.0}
     shapes: set[Any] = set()
-    run, begin, end = StepGraphs.run, torch.cuda.graph.__enter__, torch.cuda.graph.__exit__
-    started = [0.0]
+    run, capture = StepGraphs.run, GraphPool.capture
 
-    def counted_run(self: StepGraphs, shape: Any, *rest: Any) -> Any:
+    def counted_run(self: StepGraphs, shape: Any, *rest: Any) -> None:
         shapes.add(shape)
-        counts["shapes"] = len(shapes)
-        return run(self, shape, *rest)
+        run(self, shape, *rest)
 
-    def counted_begin(self: Any) -> Any:
-        started[0] = time.perf_counter()
-        return begin(self)
-
-    def counted_end(self: Any, *error: Any) -> Any:
-        result = end(self, *error)
+    def counted_capture(self: GraphPool, step: Any) -> Any:
+        start = time.perf_counter()
+        graph = capture(self, step)
         counts["captures"] += 1
-        counts["seconds"] += time.perf_counter() - started[0]
-        return result
+        counts["seconds"] += time.perf_counter() - start
+        return graph
 
-    with (
-        patch.object(StepGraphs, "run", counted_run),
-        patch.object(torch.cuda.graph, "__enter__", counted_begin),
-        patch.object(torch.cuda.graph, "__exit__", counted_end),
-    ):
+    with patch.object(StepGraphs, "run", counted_run), patch.object(GraphPool, "capture", counted_capture):
         yield counts
+    counts["shapes"] = len(shapes)

@@ -22,40 +22,31 @@ PACKAGES = ("torch", "triton", "transformers", "flash_attn", "flash_attn_3", "vl
 
 
 class PythonStore(Store):
-    """A store of torch.distributed in Python, of one process, as the one in the storage of a Ray cluster is."""
+    """A store of one process, written in Python as the one in the storage of a Ray cluster is."""
 
     def __init__(self) -> None:
         super().__init__()
         self._values: dict[str, bytes] = {}
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Store a value."""
         self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
 
     def get(self, key: str) -> bytes:
-        """Return a value, which is there."""
         return self._values[key]
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, and return the sum."""
         total = int(self._values.get(key, b"0")) + amount
         self.set(key, str(total))
         return total
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all keys exist."""
         return all(key in self._values for key in keys)
 
-    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=10)) -> None:
-        """Wait for keys."""
-        deadline = time.monotonic() + timeout.total_seconds()
-        while not self.check(keys):
-            if time.monotonic() > deadline:
-                raise dist.DistStoreError(f"no one has set {keys}")
-            time.sleep(0.01)
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        if not self.check(keys):
+            raise dist.DistStoreError(f"the only rank has not set {keys}")
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key."""
         return self._values.pop(key, None) is not None
 
 

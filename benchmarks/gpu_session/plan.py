@@ -3,19 +3,23 @@
 With the limits of a first call of 8 minutes, what it does not reach is left for a second one (`--after`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from gpu_session import decoding, machine, step, suites, training
-from gpu_session.models import MODELS
 from gpu_session.runner import Case
 
 PARTS = (
-    *("probe", "decode", "shapes", "kernels", "variants", "attention", "ranks", "nccl", "mfu", "lora", "top_p"),
+    *("probe", "decode", "shapes", "kernels", "variants", "attention", "nccl", "mfu", "lora", "top_p", "ranks"),
     *("tests", "generation", "step"),
 )
 LIMITS_S = {"0.5B": 40, "1.5B": 60, "7B": 130}
 """Of a process that generates with a model, which also writes it, and compiles its kernels."""
+
+RANKS_S = (100, 260)
+"""Time without which the tests with two ranks are not started, and their limit: a fixture trains all layouts, for 35 to
+160 s on a CPU. So they come after the figures."""
 
 SIZES = {
     # pages stay below a power of two while a row grows, so that steps keep their shape
@@ -56,9 +60,7 @@ TINY_SIZES = {
 TINY_TESTS = ["tests/runtime/test_threads_gpu.py"]
 
 
-def cases(
-    parts: Sequence[str], models: Sequence[str], *, tiny: bool, root: str, out: Path, since: str, threads: int | None
-) -> list[Case]:
+def cases(parts: Sequence[str], models: Sequence[str], *, tiny: bool, root: str, out: Path, since: str) -> list[Case]:
     """Return the processes of these parts and models, in order."""
     sizes = TINY_SIZES if tiny else SIZES
     lengths = {"4 x 4,096": [4096] * 4, "log-normal": training.log_normal_lengths(16384, 700, 4096)}
@@ -66,63 +68,50 @@ def cases(
         lengths = {"2 x 32": [32, 32], "log-normal": [5, 30]}
     settings = ["cudnn", "recomputed"] if tiny else SETTINGS
     small = [name for name in models if name != "7B"]  # whose update fits on one GPU
-    generating = {"root": root, "tiny": tiny}
-    shapes = sizes["shapes"]
+    of_root = {"root": root, "tiny": tiny}
+
+    def generating(part: str, name: str, limit_s: float, measure: Callable[..., None], **options: Any) -> Case:
+        return Case(part, name, limit_s, measure, of_root | {"model": name, "sizes": sizes.get(part)} | options)
 
     def decode(name: str) -> Case:
-        chosen = OF_7B if name == "7B" and not tiny else sizes["decode"]
-        return Case("decode", name, LIMITS_S[name], decoding.steady, generating | {"model": name, "sizes": chosen})
+        of_model = {"sizes": OF_7B} if name == "7B" and not tiny else {}
+        return generating("decode", name, LIMITS_S[name], decoding.steady, **of_model)
 
     def visited(name: str) -> Case:
-        return Case(
-            "shapes", name, 1.5 * LIMITS_S[name], decoding.lengths, generating | {"model": name, "sizes": shapes}
-        )
+        return generating("shapes", name, 1.5 * LIMITS_S[name], decoding.lengths)
+
+    def varied(part: str, name: str, *variants: str) -> Case:
+        return generating(part, name, 60, decoding.variants, sizes=sizes["decode"], variants=variants)
 
     def update(name: str, setting: str, part: str = "mfu", limit_s: float = 100) -> Case:
-        options = {"root": root, "tiny": tiny, "model": name, "setting": setting, "sizes": sizes[part]}
+        options = of_root | {"model": name, "setting": setting, "sizes": sizes[part]}
         return Case(part, f"{name}, {setting}", limit_s, training.update, options)
 
-    def varied(part: str, name: str, variants: Sequence[str]) -> Case:
-        options = generating | {"model": name, "sizes": sizes["decode"], "variants": variants}
-        return Case(part, name, 60, decoding.variants, options)
-
-    def suite(part: str, files: list[str], limit_s: float, processes: int = 0) -> Case:
+    def suite(part: str, files: list[str], limit_s: float, processes: int = 0, least_s: float = 8) -> Case:
         options = {"rehearse": tiny, "files": files, "log": str(out / f"{part}.txt"), "processes": processes}
-        return Case(part, "pytest", limit_s, suites.tests, options)
+        return Case(part, "pytest", limit_s, suites.tests, options, least_s)
 
-    ranks = TINY_TESTS if tiny else suites.gpu_test_files(suites.TWO_RANKS)
-    changed = [] if tiny else suites.changed_test_files(since)
+    ranks = suites.gpu_test_files(suites.TWO_RANKS)
+    changed = [file for file in suites.changed_test_files(since) if file not in ranks]
+    if tiny:
+        ranks, changed = TINY_TESTS, []
     everything = [
         Case("probe", "machine", 30, machine.probe),
         *(decode(name) for name in models),
         *(visited(name) for name in models[:1]),
         Case("kernels", "decoding", 40, decoding.attention, {"models": models, "sizes": sizes["kernels"]}),
-        varied("variants", models[0], ("graphs", "no_graphs", "PyTorch_sampling", "no_Triton")),
-        Case(
-            "attention",
-            "training",
-            60,
-            training.attention,
-            {"models": models, "sizes": {"lengths": lengths, "calls": 3}},
-        ),
-        suite("ranks", ranks, 90),
+        varied("variants", models[0], "graphs", "no_graphs", "PyTorch_sampling", "no_Triton"),
+        Case("attention", "training", 60, training.attention, {"models": models, "lengths": lengths}),
         Case("nccl", "group of one", 40, machine.nccl),
         *(update(name, "compiled") for name in small),
         *(update(name, setting) for name in small[:1] for setting in settings[:1]),
         *(update(name, "lora", "lora", 120) for name in models[-1:]),
-        varied("top_p", models[0], ("graphs", "top_p", "top_p_by_PyTorch")),
+        varied("top_p", models[0], "graphs", "top_p", "top_p_by_PyTorch"),
+        suite("ranks", ranks, RANKS_S[1], least_s=RANKS_S[0]),
         suite("tests", changed, 240, processes=6),
         *(update(name, setting) for name in small[:1] for setting in settings[1:]),
         *(visited(name) for name in models[1:]),
-        *(
-            Case("generation", name, 90, decoding.peer, generating | {"model": name, "sizes": sizes["generation"]})
-            for name in small
-        ),
-        Case(
-            "step", "0.5B", 240, step.step, {"model": "0.5B", "sizes": sizes["step"], "tiny": tiny, "threads": threads}
-        ),
+        *(generating("generation", name, 90, decoding.peer) for name in small),
+        Case("step", "0.5B", 240, step.step, {"model": "0.5B", "sizes": sizes["step"], "tiny": tiny}),
     ]
     return [case for case in everything if case.part in parts]
-
-
-ALL_MODELS = tuple(MODELS)

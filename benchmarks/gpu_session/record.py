@@ -3,9 +3,12 @@
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from support.errors import BenchmarkError
 
 LOWER_IS_BETTER = ("s", "ms", "GiB")
 """Units of which less is better."""
@@ -46,26 +49,30 @@ class Record:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._append("")
 
     def write(self, part: str, case: str, **values: Any) -> None:
-        """Append a line to the file, in one write, and show it on stderr."""
-        with self.path.open("a") as file:
-            file.write(json.dumps({"part": part, "case": case, **values}) + "\n")
+        """Show a line on stderr, and append it to the file in one write."""
         print(f"{part} of {case}: {json.dumps(values)}", file=sys.stderr, flush=True)
+        self._append(json.dumps({"part": part, "case": case, **values}) + "\n")
 
-    def lines(self) -> list[dict[str, Any]]:
-        """Return all lines; the last one may have been cut off."""
-        return read_lines(self.path)
+    def _append(self, text: str) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a") as file:
+                file.write(text)
+        except OSError as error:
+            raise BenchmarkError(f"{self.path} cannot be written: {error}; give another folder as --out.") from None
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a file of figures, without those that are not complete."""
+    """Return the lines that a record wrote; a line may have been cut off."""
     found = []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
+    for text in path.read_text(errors="replace").splitlines():
+        with suppress(json.JSONDecodeError):
+            line = json.loads(text)
+            if isinstance(line, dict) and {"part", "case"} <= line.keys():
+                found.append(line)
     return found
 
 

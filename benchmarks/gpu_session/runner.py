@@ -5,6 +5,7 @@ seconds of a start (`start_method`). It has a limit of time. If it hangs, dies o
 one runs.
 """
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -22,19 +23,23 @@ import torch
 
 from gpu_session.record import Record, Teller
 
-SHORTEST_S = 8
-"""Less time than this is not worth the start of a process."""
+PR_SET_PDEATHSIG = 1
+"""Of prctl(2): the signal that a process gets when its parent has ended."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A process of a part: it calls `measure(teller, **options)`, and is killed after `limit_s` seconds."""
+    """A process of a part: it calls `measure(teller, **options)`, and is killed after `limit_s` seconds.
+
+    With less time than `least_s` it is not worth its start.
+    """
 
     part: str
     name: str
     limit_s: float
     measure: Callable[..., None]
     options: dict[str, Any] = field(default_factory=dict)
+    least_s: float = 8
 
     @property
     def key(self) -> tuple[str, str]:
@@ -70,8 +75,8 @@ def run_cases(cases: Sequence[Case], record: Record, *, budget_s: float = float(
     for number, case in enumerate(cases, 1):
         passed_s = time.monotonic() - start
         left_s = budget_s - passed_s
-        if left_s < SHORTEST_S:
-            record.write(*case.key, state="not run: no time is left")
+        if left_s < case.least_s:
+            record.write(*case.key, state="not run: too little time is left")
             continue
         print(f"[{number}/{len(cases)}, {passed_s:.0f} s] {case.part} of {case.name}", file=sys.stderr, flush=True)
         before_s = time.monotonic()
@@ -115,7 +120,9 @@ def _end(process: Any) -> None:
 
 def _measure(case: Case, record: Record) -> None:
     os.setsid()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also if the session is killed
+    for interrupt in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(interrupt, signal.SIG_DFL)
     os.dup2(2, 1)  # the last line of stdout is the parent's
     try:
         case.measure(Teller(record, *case.key), **case.options)

@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 from support.environments import ENVIRONMENTS, ROOT
 from support.grpo_files import write_task
 from support.side import Side
@@ -14,15 +15,14 @@ from support.trl_settings import trl_settings
 from gpu_session.models import MODELS, TINY, write_sized_model
 from gpu_session.record import Teller
 from hybridflow.config import load_config
-from hybridflow.runtime.threads import count_physical_cores
 
 GOAL = 2.0
 """Times as fast as TRL's step that this project aims at."""
 
 
-def step(teller: Teller, model: str, sizes: dict[str, int], tiny: bool, threads: int | None) -> None:
+def step(teller: Teller, model: str, sizes: dict[str, int], tiny: bool) -> None:
     """Measure a step of a Llama with the sizes of `model`."""
-    threads = threads or count_physical_cores()
+    threads = torch.get_num_threads()
     has_trl = not tiny and (ROOT / ENVIRONMENTS["trl"] / "bin/python").exists()
     replies: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as name:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from support.environments import ROOT
+from support.errors import BenchmarkError
 
 from gpu_session.record import Teller
 
@@ -26,11 +27,17 @@ def gpu_test_files(word: str = "") -> list[str]:
 
 
 def changed_test_files(commit: str) -> list[str]:
-    """Return the test files of packages that differ from a commit; all if git or the commit is not there."""
-    command = ["git", "diff", "--name-only", commit, "--"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if not commit or done.returncode:
+    """Return the test files of packages that differ from a commit; without one, all."""
+    if not commit:
         return gpu_test_files()
+    command = ["git", "diff", "--name-only", commit, "--"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = (getattr(error, "stderr", "") or str(error)).splitlines()[0]
+        raise BenchmarkError(
+            f"--since {commit}: {reason}; name a commit of this repository, or leave it out."
+        ) from None
     paths = [Path(line) for line in done.stdout.splitlines()]
     packages = {path.parts[2] for path in paths if path.parts[:2] == ("src", "hybridflow") and len(path.parts) > 3}
     packages |= {path.parts[1] for path in paths if path.parts[0] == "tests" and len(path.parts) > 2}
@@ -45,7 +52,7 @@ def tests(teller: Teller, files: Sequence[str], log: str, rehearse: bool, proces
     if not files:
         teller.note("no GPU test is concerned")
         return
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "--tb=short", "--timeout", "120"]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "--tb=short", "--timeout", "240"]
     command += ["-p", "no:cacheprovider", *["--rehearse"] * rehearse]
     if processes and importlib.util.find_spec("xdist"):
         command += ["-n", str(processes), "--dist", "loadfile"]

@@ -1,7 +1,6 @@
-"""What a session found, as the tables of docs/benchmarks.md and as one picture."""
+"""What a session found, as the tables of docs/benchmarks.md."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from support.report import Row, figure
@@ -53,26 +52,3 @@ def _cell(found: Figure) -> str:
     for other in (found.limit, found.peer):
         text += f"; {figure(other)}" if other is not None else ""
     return text + (f", {100 * found.ratio:.0f}%" if found.ratio is not None else "")
-
-
-def draw(lines: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the share that each figure reaches of what it is compared with."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    shares = [(f"{f.what}, {f.model}".strip(", "), f.ratio) for f in figures_of(lines) if f.ratio is not None]
-    if not shares:
-        return
-    names, values = zip(*reversed(shares), strict=True)
-    size = (11, 1 + 0.22 * len(shares))
-    drawing, axes = pyplot.subplots(figsize=size, layout="constrained")
-    axes.barh(names, [100 * value for value in values])
-    axes.axvline(100, color="black", linewidth=0.8)
-    axes.set_xlim(0, max(110, min(200, 105 * max(values))))
-    axes.set_xlabel("percent of the bound, goal, estimate or peer")
-    axes.tick_params(axis="y", labelsize=7)
-    axes.margins(y=0.01)
-    drawing.savefig(path, dpi=110)
-    pyplot.close(drawing)

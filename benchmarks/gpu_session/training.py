@@ -112,7 +112,7 @@ def update(teller: Teller, root: str, model: str, setting: str, sizes: dict[str,
         teller.figure(f"peak memory of an update, {setting}", used, "GiB", **compared)
 
 
-def attention(teller: Teller, models: list[str], sizes: dict[str, Any]) -> None:
+def attention(teller: Teller, models: list[str], lengths: dict[str, list[int]], calls: int = 3) -> None:
     """Measure attention of packed sequences by each backend, forward and backward, and its distance from the first.
 
     FLOPs are those of the pairs of a causal mask; a backward pass has 2.5 times those of a forward pass, with the
@@ -122,24 +122,24 @@ def attention(teller: Teller, models: list[str], sizes: dict[str, Any]) -> None:
     dtype = torch.bfloat16 if is_gpu() else torch.float32
     for model in models:
         query_heads, kv_heads, dim = heads_of(model)
-        for name, lengths in sizes["lengths"].items():
-            tokens, first = sum(lengths), None
+        for name, packed in lengths.items():
+            tokens, first = sum(packed), None
             layer = [
                 torch.randn(1, tokens, heads, dim, device=device, dtype=dtype).transpose(1, 2).requires_grad_()
                 for heads in (query_heads, kv_heads, kv_heads)
             ]
             grad = torch.randn(1, tokens, query_heads, dim, device=device, dtype=dtype)
-            flops = 4 * query_heads * dim * float(sum(n * (n + 1) / 2 for n in lengths))
+            flops = 4 * query_heads * dim * sum(n * (n + 1) / 2 for n in packed)
             for backend in BACKENDS:
-                if backend == "sdpa" and len(set(lengths)) > 1:
+                if backend == "sdpa" and len(set(packed)) > 1:
                     continue  # a call for each length
                 try:
-                    attend = _backend(backend, lengths, dim)
+                    attend = _backend(backend, packed, dim)
                     out = attend(*layer)
                     results = [out.detach(), *torch.autograd.grad(out, layer, grad, retain_graph=True)]
-                    forward_s = best_seconds(partial(attend, *layer), 3, calls=sizes["calls"])
+                    forward_s = best_seconds(partial(attend, *layer), 3, calls=calls)
                     backward = partial(torch.autograd.grad, out, layer, grad, retain_graph=True)
-                    backward_s = best_seconds(backward, 3, calls=sizes["calls"])
+                    backward_s = best_seconds(backward, 3, calls=calls)
                 except Exception as error:  # the next one may run: a package is missing, or a kernel lacks the shape
                     teller.note(f"{backend} on {name} of {model}", error=f"{type(error).__name__}: {error}"[:300])
                     continue

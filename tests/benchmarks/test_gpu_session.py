@@ -17,6 +17,7 @@ from gpu_session.record import Figure, Record, Teller, done_cases, figures_of, r
 from gpu_session.runner import Case, run_cases
 from gpu_session.suites import OUTCOME, TWO_RANKS, changed_test_files, gpu_test_files
 from gpu_session.summary import rows_of, tables_of
+from support.errors import BenchmarkError
 
 from hybridflow.models.paged_kv_cache import pages_of
 from hybridflow.models.varlen import KERNEL_VARIABLE
@@ -58,24 +59,28 @@ def test_a_process_that_hangs_dies_or_fails_is_named_and_the_next_runs(tmp_path)
         ],
         record,
     )
-    states = {line["part"]: line["state"] for line in record.lines() if "state" in line}
+    states = {line["part"]: line["state"] for line in read_lines(record.path) if "state" in line}
     assert states == {
         "memory": "failed: its error is in the line before",
         "killed": "ended by SIGKILL",
         "endless": "stopped after 3 s",
         "decode": "done",
     }
-    assert [line["error"] for line in record.lines() if "error" in line] == ["OutOfMemoryError: CUDA out of memory"]
-    assert [line["part"] for line in record.lines() if "what" in line] == ["memory", "decode"]
+    assert [line["error"] for line in read_lines(record.path) if "error" in line] == [
+        "OutOfMemoryError: CUDA out of memory"
+    ]
+    assert [line["part"] for line in read_lines(record.path) if "what" in line] == ["memory", "decode"]
     if found.exists():  # it was started within the three seconds
         pid = int(found.read_text())
         assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_without_time_a_process_is_named_as_not_run(tmp_path):
+def test_without_its_time_a_process_is_named_as_not_run(tmp_path):
     record = Record(tmp_path / "figures.jsonl")
-    run_cases([Case("decode", "7B", 40, measures)], record, budget_s=0)
-    assert [line["state"] for line in record.lines()] == ["not run: no time is left"]
+    short, long = Case("decode", "7B", 40, measures), Case("ranks", "pytest", 260, measures, least_s=100)
+    run_cases([short], record, budget_s=0)
+    run_cases([long], record, budget_s=99)
+    assert [line["state"] for line in read_lines(record.path)] == ["not run: too little time is left"] * 2
 
 
 def test_a_later_call_runs_what_did_not_end_well(tmp_path):
@@ -83,7 +88,7 @@ def test_a_later_call_runs_what_did_not_end_well(tmp_path):
     record = Record(path)
     record.write("decode", "7B", state="stopped after 40 s", seconds=40)
     record.write("probe", "machine", state="done", seconds=4)
-    path.write_text(path.read_text() + '{"part": "mfu", "case"')  # killed while it was writing
+    path.write_bytes(path.read_bytes() + b'[1]\n{"a": 1}\n\xff\n{"part": "mfu", "case"')  # killed while it was writing
     assert done_cases(read_lines(path)) == {("probe", "machine")}
 
 
@@ -117,10 +122,13 @@ def test_tables_have_figures_by_model_and_say_what_was_not_run():
 def test_every_part_has_processes_in_order_and_planning_touches_no_gpu(monkeypatch, tmp_path):
     for name in ("is_available", "device_count", "init", "_lazy_init"):
         monkeypatch.setattr(torch.cuda, name, lambda: pytest.fail("a process that is forked later could not use it"))
-    planned = cases(PARTS, tuple(MODELS), tiny=False, root="", out=tmp_path, since="", threads=None)
+    planned = cases(PARTS, tuple(MODELS), tiny=False, root="", out=tmp_path, since="")
     keys = [case.key for case in planned]
     assert list(dict.fromkeys(part for part, _ in keys)) == list(PARTS)
     assert len(set(keys)) == len(keys)
+    ranks, tests = ({*case.options["files"]} for case in planned if case.name == "pytest")
+    assert ranks
+    assert not ranks & tests
 
 
 def test_rows_of_the_steady_step_keep_the_shape_of_their_step():
@@ -153,14 +161,14 @@ def test_backends_of_training_attention_are_compared_and_absent_ones_named(monke
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)  # in a process of its own
     monkeypatch.setattr(training, "product_flops", lambda: 1e12)
     record = Record(tmp_path / "figures.jsonl")
-    sizes = {"lengths": {"equal": [32, 32], "ragged": [5, 30]}, "calls": 1}
-    training.attention(Teller(record, "attention", "training"), ["0.5B"], sizes)
-    notes = {line["note"]: line for line in record.lines() if "note" in line}
+    lengths = {"equal": [32, 32], "ragged": [5, 30]}
+    training.attention(Teller(record, "attention", "training"), ["0.5B"], lengths, calls=1)
+    notes = {line["note"]: line for line in read_lines(record.path) if "note" in line}
     found = {note: line["is_right"] for note, line in notes.items() if "is_right" in line}
     names = [(name, case) for case in ("equal", "ragged") for name in ("flash", "cudnn", "flex", "sdpa")][:-1]
     assert found == {f"{name} on {case} of 0.5B": True for name, case in names}
     assert "install flash_attn_interface" in notes["FA3 on ragged of 0.5B"]["error"]
-    assert len(figures_of(record.lines())) == 2 * len(found)
+    assert len(figures_of(read_lines(record.path))) == 2 * len(found)
 
 
 def test_tests_with_two_ranks_are_found_by_their_fixture():
@@ -169,5 +177,7 @@ def test_tests_with_two_ranks_are_found_by_their_fixture():
 
 
 def test_tests_of_changed_packages_are_chosen_and_all_without_a_commit():
-    assert changed_test_files("") == changed_test_files("no such commit") == gpu_test_files()
+    assert changed_test_files("") == gpu_test_files()
     assert set(changed_test_files("HEAD")) <= set(gpu_test_files())
+    with pytest.raises(BenchmarkError, match="--since no-commit: fatal: bad revision"):
+        changed_test_files("no-commit")
