@@ -315,10 +315,8 @@ def test_failed_step_in_flight_is_reported_once(tiny_model, monkeypatch):
 def test_graphs_are_captured_up_to_the_running_sequences():
     from hybridflow.rollout.vllm.arguments import EngineOptions, capture_sizes
 
-    def sizes(max_running_sequences: int, *, enforce_eager: bool = False) -> list[int] | None:
-        return capture_sizes(
-            EngineOptions("", max_running_sequences=max_running_sequences, enforce_eager=enforce_eager)
-        )
+    def sizes(max_running_sequences: int, **options) -> list[int] | None:
+        return capture_sizes(EngineOptions("", max_running_sequences=max_running_sequences, **options))
 
     assert sizes(512) is None
     assert sizes(1024, enforce_eager=True) is None
@@ -326,6 +324,9 @@ def test_graphs_are_captured_up_to_the_running_sequences():
     assert default == [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]
     assert above == [576, 640, 704, 768, 832, 896, 960, 1024]
     assert sizes(600)[-3:] == [512, 576, 600]
+    assert sizes(128, speculative={"num_speculative_tokens": 3}) is None
+    assert sizes(600, speculative={"num_speculative_tokens": 3}) == [4 * size for size in sizes(600)]
+    assert sizes(200, speculative={"num_speculative_tokens": 3})[-2:] == [4 * 192, 4 * 200]
 
 
 def test_ranks_that_see_their_own_gpu_only_can_share_an_engine(tiny_model, monkeypatch):

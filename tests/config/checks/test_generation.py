@@ -30,6 +30,15 @@ CONTRADICTIONS = [
     (f"{VLLM} rollout.merge_adapters=false", "but rollout.backend='vllm' and lora.rank=0; set both"),
     ("rollout.quantization=fp8 algorithm.rollout_weights=token", "rollout.quantization='fp8' needs rollout.backend"),
     (f"{VLLM} rollout.speculative={{num_speculative_tokens=3}}", "names no source of drafts, or two; set method = 'ng"),
+    (
+        f"{VLLM} rollout.speculative={{method='eagle',model='draft',num_speculative_tokens=3}}",
+        "names no source of drafts",
+    ),
+    (
+        f"{VLLM} rollout.speculative={{method='ngram',num_speculative_tokens=3,prompt_lookup_min=4,"
+        "prompt_lookup_max=2}",
+        "rollout.speculative.prompt_lookup_min=4 exceeds prompt_lookup_max=2",
+    ),
     (f"{VLLM} rollout.speculative={{method='ngram'}}", "rollout.speculative needs num_speculative_tokens"),
     (
         f"{VLLM} rollout.speculative={{method='ngram',num_speculative_tokens=0}}",

@@ -82,7 +82,7 @@ def _engine(config: Config) -> Iterator[str]:
 
 def _speculative(values: Mapping[Any, object]) -> Iterator[str]:
     key, counts = "rollout.speculative", [name for name in values if name not in ("method", "model")]
-    if values and ("model" in values) == (values.get("method") == "ngram"):
+    if values and values.get("method") != (None if "model" in values else "ngram"):
         yield f"{key}={values!r} names no source of drafts, or two; set method = 'ngram', or model to a directory"
     elif "model" in values and not isinstance(values["model"], str):
         yield f"{key}.model={values['model']!r} is not a directory of a draft model"
@@ -94,6 +94,8 @@ def _speculative(values: Mapping[Any, object]) -> Iterator[str]:
             yield f"{key}.{name}={number!r} is invalid: expected a positive integer"
         elif "model" in values and name != "num_speculative_tokens":
             yield f"{key}.{name}={number} has no effect with a draft model; remove it"
+        elif name == "prompt_lookup_min" and isinstance(most := values.get("prompt_lookup_max"), int) and number > most:
+            yield f"{key}.{name}={number} exceeds prompt_lookup_max={most}; exchange them"
 
 
 def _in_flight(config: Config) -> Iterator[str]:

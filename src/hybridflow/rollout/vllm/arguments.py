@@ -7,6 +7,7 @@ from typing import Any
 
 from hybridflow.config import LoRAConfig
 from hybridflow.errors import RolloutConfigError
+from hybridflow.models.loading import model_config
 
 KV_CACHE_BYTES_ON_CPU = 2**30
 """Memory of keys and values on a CPU, where vLLM's default is a share of the host's memory."""
@@ -66,6 +67,7 @@ def engine_arguments(options: EngineOptions, on_gpu: bool) -> dict[str, Any]:
         "model": options.path,
         "dtype": options.dtype,
         "load_format": "dummy",  # weights come from the trainer
+        "use_tqdm_on_load": False,
         "skip_tokenizer_init": True,
         "max_model_len": options.max_model_len,
         "max_num_seqs": options.max_running_sequences,
@@ -89,20 +91,23 @@ def engine_arguments(options: EngineOptions, on_gpu: bool) -> dict[str, Any]:
         "seed": 0,
         "quantization": QUANTIZATIONS[options.quantization],
         **_adapter_arguments(options, on_gpu),
-        **_speculation_arguments(options.speculative or {}),
+        **_speculation_arguments(options.path, options.speculative or {}),
     }
 
 
 def capture_sizes(options: EngineOptions) -> list[int] | None:
-    """Return the numbers of sequences for which CUDA graphs are captured; None: those that vLLM chooses.
+    """Return the numbers of tokens for which CUDA graphs are captured; None: those that vLLM chooses.
 
-    vLLM's own end at `LARGEST_CAPTURED`, and a larger step runs without a graph.
+    vLLM's own end at `LARGEST_CAPTURED`, and a larger step runs without a graph. With drafts of k tokens a step has
+    1 + k tokens of each sequence.
     """
+    tokens = 1 + int((options.speculative or {}).get("num_speculative_tokens", 0))
     largest = options.max_running_sequences
-    if options.enforce_eager or largest <= LARGEST_CAPTURED:
+    if options.enforce_eager or largest * tokens <= LARGEST_CAPTURED:
         return None
     below = (1, 2, 4, *range(8, 256, 8), *range(256, LARGEST_CAPTURED + 1, 16))
-    return [*below, *range(LARGEST_CAPTURED + STRIDE_ABOVE, largest, STRIDE_ABOVE), largest]
+    above = range(LARGEST_CAPTURED + STRIDE_ABOVE, largest, STRIDE_ABOVE)
+    return [number * tokens for number in (*below, *above) if number < largest] + [largest * tokens]
 
 
 def adapters_refused(feature: str, why: str) -> RolloutConfigError:
@@ -130,7 +135,7 @@ def _adapter_arguments(options: EngineOptions, on_gpu: bool) -> dict[str, Any]:
     }
 
 
-def _speculation_arguments(speculative: Mapping[Any, Any]) -> dict[str, Any]:
+def _speculation_arguments(path: str, speculative: Mapping[Any, Any]) -> dict[str, Any]:
     """Return vLLM's arguments for speculative decoding.
 
     Tokens are scheduled synchronously, so that none of a step in flight depends on drafts that are not verified yet.
@@ -143,6 +148,12 @@ def _speculation_arguments(speculative: Mapping[Any, Any]) -> dict[str, Any]:
             raise RolloutConfigError(
                 f"rollout.speculative.model={draft!r} is not a model directory: config.json not found; give the "
                 "directory of a smaller model with the same vocabulary."
+            )
+        size, own = (model_config(each).get_text_config().vocab_size for each in (draft, path))
+        if size != own:
+            raise RolloutConfigError(
+                f"rollout.speculative.model={draft!r} has a vocabulary of {size} tokens, but model.path={path!r} one "
+                f"of {own}; give a draft model with the same vocab_size and tokenizer."
             )
         # vLLM loads both models in the same way, and only the trained one gets weights from the trainer.
         arguments |= {"load_format": "auto", "sleep_preserve_parameter_names": ["draft.*"]}
