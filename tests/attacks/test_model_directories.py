@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from hybridflow.config import load_config
 from hybridflow.data import load_tokenizer
 from hybridflow.data.chat_prompts import PromptEncoder
-from hybridflow.errors import DataError, HybridFlowError, ModelError
+from hybridflow.errors import DataError, HybridFlowError, ModelError, RolloutConfigError
 from hybridflow.models.loading import load_causal_lm, load_value_model
 from hybridflow.models.parameters import replace_parameters
 from hybridflow.models.sharded_loading import build_with_placeholders, load_shards
 from hybridflow.models.stored_model import StoredModel
-from hybridflow.trainers.build.preconditions import with_required_files
+from hybridflow.trainers.build.preconditions import require_rollout_engine, with_required_files
 
 NAN, INFINITY = float("nan"), float("inf")
 GENERATION = "generation_config.json"
@@ -232,3 +232,19 @@ def test_prompts_of_unknown_tokens_alone_are_an_error(tiny_model, tmp_path):
         DataError, match="row 1: the tokenizer knows no part of the prompt, all of whose tokens are '<unk>'"
     ):
         RLHFDataset([str(file)], load_tokenizer(tiny_model("llama")), max_prompt_length=8)
+
+
+def test_vllm_with_an_unsuitable_draft_or_dtype_is_refused_early(directory, tiny_model):
+    draft, fp8 = tiny_model("llama", vocab_size=48), "rollout.quantization=fp8 algorithm.rollout_weights=token"
+    for changes, message in (
+        (
+            f"rollout.speculative.model={draft}",
+            r"a vocabulary of 48 tokens, but model\.path=.* one of 40; give a draft",
+        ),
+        ("rollout.speculative.model=Qwen/Qwen2.5-0.5B", r"='Qwen/.*' is not a model directory: config\.json not found"),
+        (f"{fp8} model.dtype=float32", r"quantization='fp8' is not supported with model\.dtype='float32'"),
+    ):
+        drafts = ["rollout.speculative.num_speculative_tokens=3"] * ("model=" in changes)
+        given = [f"model.path={directory}", "rollout.backend=vllm", *drafts, *changes.split()]
+        with pytest.raises(RolloutConfigError, match=message):
+            require_rollout_engine(load_config(None, given))

@@ -2,12 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hybridflow.config import LoRAConfig
 from hybridflow.errors import RolloutConfigError
-from hybridflow.models.loading import model_config
 
 KV_CACHE_BYTES_ON_CPU = 2**30
 """Memory of keys and values on a CPU, where vLLM's default is a share of the host's memory."""
@@ -58,11 +56,6 @@ def engine_arguments(options: EngineOptions, on_gpu: bool) -> dict[str, Any]:
     Ranks that share an engine sum by NCCL. vLLM's own all-reduce must see the GPUs of all ranks, where a worker of Ray
     sees its own, and the sums of FlashInfer's differ from run to run (`process.ENVIRONMENT` turns off the others).
     """
-    if options.quantization and options.dtype != "bfloat16":
-        raise RolloutConfigError(
-            f"rollout.quantization={options.quantization!r} is not supported with model.dtype={options.dtype!r}: vLLM "
-            "quantizes weights of bfloat16; use dtype = 'bfloat16', or quantization = ''."
-        )
     return {
         "model": options.path,
         "dtype": options.dtype,
@@ -91,7 +84,7 @@ def engine_arguments(options: EngineOptions, on_gpu: bool) -> dict[str, Any]:
         "seed": 0,
         "quantization": QUANTIZATIONS[options.quantization],
         **_adapter_arguments(options, on_gpu),
-        **_speculation_arguments(options.path, options.speculative or {}),
+        **_speculation_arguments(options.speculative or {}),
     }
 
 
@@ -135,7 +128,7 @@ def _adapter_arguments(options: EngineOptions, on_gpu: bool) -> dict[str, Any]:
     }
 
 
-def _speculation_arguments(path: str, speculative: Mapping[Any, Any]) -> dict[str, Any]:
+def _speculation_arguments(speculative: Mapping[Any, Any]) -> dict[str, Any]:
     """Return vLLM's arguments for speculative decoding.
 
     Tokens are scheduled synchronously, so that none of a step in flight depends on drafts that are not verified yet.
@@ -143,18 +136,7 @@ def _speculation_arguments(path: str, speculative: Mapping[Any, Any]) -> dict[st
     if not speculative:
         return {}
     arguments: dict[str, Any] = {"speculative_config": dict(speculative), "async_scheduling": False}
-    if draft := speculative.get("model"):
-        if not Path(draft, "config.json").is_file():
-            raise RolloutConfigError(
-                f"rollout.speculative.model={draft!r} is not a model directory: config.json not found; give the "
-                "directory of a smaller model with the same vocabulary."
-            )
-        size, own = (model_config(each).get_text_config().vocab_size for each in (draft, path))
-        if size != own:
-            raise RolloutConfigError(
-                f"rollout.speculative.model={draft!r} has a vocabulary of {size} tokens, but model.path={path!r} one "
-                f"of {own}; give a draft model with the same vocab_size and tokenizer."
-            )
+    if "model" in speculative:
         # vLLM loads both models in the same way, and only the trained one gets weights from the trainer.
         arguments |= {"load_format": "auto", "sleep_preserve_parameter_names": ["draft.*"]}
         arguments["speculative_config"]["method"] = "draft_model"

@@ -94,8 +94,8 @@ def build_group_validator(
 def _prepare(config: Config, checkpoint: Checkpoint | None, *file_keys: str) -> Config:
     """Check the configuration, prepare this process, and return the configuration without training."""
     config = with_required_files(config, *file_keys)
-    require_rollout_engine(config)
     config = settle_auto(_without_learning(config), resumes=False)
+    require_rollout_engine(config)
     _require_base(config, checkpoint)
     prepare_driver_process(config)
     return config

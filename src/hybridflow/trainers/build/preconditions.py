@@ -17,7 +17,14 @@ from hybridflow.environments import check_template
 from hybridflow.environments.processes.arguments import check_names, check_signature
 from hybridflow.environments.processes.closure import closure_of
 from hybridflow.environments.rewards.table import require_known
-from hybridflow.errors import ConfigError, DataConfigError, EnvironmentConfigError, ModelConfigError, ModelError
+from hybridflow.errors import (
+    ConfigError,
+    DataConfigError,
+    EnvironmentConfigError,
+    ModelConfigError,
+    ModelError,
+    RolloutConfigError,
+)
 from hybridflow.models.hub import with_local_files
 from hybridflow.models.loading import vocabulary_size
 from hybridflow.rollout.vllm import require_vllm
@@ -295,11 +302,27 @@ def require_snapshot_dir(config: Config) -> None:
 
 
 def require_rollout_engine(config: Config) -> None:
-    """Raise RolloutConfigError if this process must generate with vLLM, which is not installed.
+    """Raise RolloutConfigError for an unsuitable dtype or draft model, or if vLLM is needed here and not installed.
 
-    Workers on Ray may have another environment; they check it themselves.
+    Workers on Ray may have another environment; they check vLLM themselves.
     """
-    if config.rollout.backend == "vllm" and config.controller.backend == "local":
+    dtype, rollout, draft = config.model.dtype, config.rollout, config.rollout.speculative.get("model")
+    if rollout.quantization and dtype != "bfloat16":
+        raise RolloutConfigError(
+            f"rollout.quantization={rollout.quantization!r} is not supported with model.dtype={dtype!r}: vLLM "
+            "quantizes weights of bfloat16; use dtype = 'bfloat16', or quantization = ''."
+        )
+    if draft is not None and not Path(str(draft), "config.json").is_file():
+        raise RolloutConfigError(
+            f"rollout.speculative.model={draft!r} is not a model directory: config.json not found; give the directory "
+            "of a smaller model with the same vocabulary."
+        )
+    if draft is not None and (size := vocabulary_size(str(draft))) != (own := vocabulary_size(config.model.path)):
+        raise RolloutConfigError(
+            f"rollout.speculative.model={draft!r} has a vocabulary of {size} tokens, but "
+            f"model.path={config.model.path!r} one of {own}; give a draft model with the same vocab_size and tokenizer."
+        )
+    if rollout.backend == "vllm" and config.controller.backend == "local":
         require_vllm()
 
 
