@@ -3,8 +3,8 @@
 import gc
 import logging
 import os
-import re
 import pickle
+import re
 import time
 import traceback
 from pathlib import Path

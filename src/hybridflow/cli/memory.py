@@ -17,14 +17,8 @@ GIB = 2**30
 
 KEYS = (
     *("model.path", "model.dtype", "model.gradient_checkpointing", "memory.max_tokens_per_micro_batch"),
-    *(
-        "memory.offload",
-        "parallel.tensor",
-        "parallel.replicas",
-        "lora.rank",
-        "controller.num_workers",
-        "placement.pools",
-    ),
+    *("memory.offload", "parallel.tensor", "parallel.replicas", "lora.rank"),
+    *("controller.num_workers", "placement.pools"),
 )
 
 

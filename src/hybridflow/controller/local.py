@@ -35,8 +35,6 @@ from hybridflow.runtime.observe import Trace, TraceEvent, get_logger
 from hybridflow.runtime.observe.trace import DRIVER, Sources
 from hybridflow.runtime.observe.waits import Waits
 
-logger = get_logger(__name__)
-
 
 def private_copy(value: Any, what: str) -> Any:
     """Return a copy of `value` with its own memory; tensors are detached, and a view is copied without its base.
@@ -261,7 +259,7 @@ class LocalBackend:
                         with _active_rank(worker, f"{type(instance).__name__}.close"):
                             instance.close()
                     except HybridFlowError as error:
-                        logger.warning("%s", error)
+                        get_logger(__name__).warning("%s", error)
 
     def close(self) -> None:
         """Stop every worker."""

@@ -83,10 +83,8 @@ class WeightSender:
             self._transport = transport
         dtype, version = self._config.model.dtype, self._engine.num_updates
         specs = [WeightSpec(name, tuple(shape), dtype) for name, shape in self._engine.weight_shapes().items()]
-        plan = plan_buckets(specs, self._config.rollout.sync_bucket_bytes)
-        sends = self._transport is not None
-        at_once = self._config.rollout.sync_bucket_bytes
-        weights = self._engine.weights() if self._boxes is None else self._engine.weights(self._boxes, at_once)
+        at_once, sends = self._config.rollout.sync_bucket_bytes, self._transport is not None
+        plan, weights = plan_buckets(specs, at_once), self._engine.weights(self._boxes, at_once)
         self._buckets = fill_buckets(plan, weights, version, with_fingerprints=sends)
         return Announcement(specs, len(plan), version, self._store)
 
