@@ -5,7 +5,6 @@ import torch
 
 from hybridflow.models.kernels.elementwise import rms_norm, rotary, silu_mul
 from hybridflow.models.kernels.paged_attention import LARGEST_HEAD_BYTES, append_to_pages, paged_attention
-from hybridflow.models.kernels.sampling import block_sums
 from hybridflow.models.kernels.triton_support import generation_kernels, runs_triton, runs_triton_elementwise
 from hybridflow.rollout.sampling import RowRules, SamplingKinds, draw_rows, sample_rows, uniform_after
 
@@ -64,13 +63,6 @@ def test_elementwise_kernels_of_generation_equal_float64(gpu, dtype):
         found = compute(dtype)
     for ours, exact in zip(found, compute(torch.float64), strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
-
-
-@torch.no_grad()
-def test_sums_of_blocks_equal_float64(gpu):
-    logits, temperatures = normal(9, 5000, dtype=torch.bfloat16, device=gpu), torch.linspace(0.5, 2, 9).double().to(gpu)
-    found, exact = (block_sums(x, temperatures, 64) for x in (logits, logits.double()))
-    torch.testing.assert_close([x.double() for x in found], list(exact), rtol=1e-5, atol=1e-6)
 
 
 @torch.no_grad()

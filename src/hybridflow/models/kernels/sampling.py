@@ -1,11 +1,10 @@
-"""Sampling tokens from logits without a copy of the logits: on a CPU whole, and its first level on a GPU."""
+"""Sampling tokens from logits without a copy of the logits: on a CPU whole, and its first level by PyTorch."""
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from hybridflow.models.kernels.library import call
-from hybridflow.models.kernels.triton_support import runs_triton
 
 
 def draw(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -32,10 +31,6 @@ def block_sums(logits: Tensor, temperatures: Tensor, size: int) -> tuple[Tensor,
     (rows, blocks) each, the largest in float32 and the sums in float64 (both float64 for float64 logits). A block
     without a possible token has -inf and 0; the sum of a block with NaN or inf is NaN.
     """
-    if runs_triton(logits):
-        from hybridflow.models.kernels.triton_sampling import sums_of_blocks
-
-        return sums_of_blocks(logits, temperatures, size)
     wide = logits if logits.dtype == torch.float64 else logits.float()
     wide = wide / temperatures[:, None].to(wide.dtype)
     blocks = pad(wide, (0, -wide.shape[1] % size), value=-torch.inf).unflatten(1, (-1, size))
