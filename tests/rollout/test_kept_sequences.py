@@ -209,12 +209,17 @@ def test_kept_sequences_give_way_to_rows_oldest_first(build, num_tokens):
     assert count == known(wanted) or num_tokens == 384
 
 
-def test_a_larger_group_than_the_halved_limit_runs_after_kept_sequences(build):
+@pytest.mark.parametrize("runs", [False, True])
+def test_a_larger_group_than_the_halved_limit_runs_after_kept_sequences(build, runs):
     engine, turn = build(max_running_sequences=16), first_turn()
     engine._limit = 2
     generate(engine, turn)
-    wanted = [Request(0, [5, 6], SAMPLING, 8, (3,))]
-    require_equal(generate(engine, wanted), generate(build(), wanted))
+    wanted = [Request(1, [9], SAMPLING, noise_key=(4,)), Request(2, [5, 6], SAMPLING, 8, (3,))]
+    if runs:
+        engine.submit(wanted[0])
+        engine.step()
+    found = serve(engine, wanted[runs:])
+    require_equal(found, generate(build(), wanted))
 
 
 # ------------------------------------------------------------------------------------------ the parts alone

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fixtures.recorded_steps import look_up_pages, record_steps
 from fixtures.rollouts import Broken, breaks_at, require_as_computed, stock_model, weights_of
 from hybridflow.models.kv_cache import KVCache
 from hybridflow.models.loading import load_causal_lm
@@ -21,14 +22,14 @@ from hybridflow.rollout.running_row import RunningRow
 PAGE_BYTES = PAGE_SIZE * 2 * 2 * 32 * 8  # 2 layers of keys and values of one head of 32, in float64
 BREAKABLE = {
     False: [
-        *((EmbeddedRollout, name) for name in ("_admit", "_finish")),
+        (EmbeddedRollout, "_finish"),
         *((DecodingBatch, name) for name in ("admit", "_logits_after", "_next_logits", "_require_finite", "_finish")),
         (DecodingBatch, "remove_finished"),
         *((KVCache, name) for name in ("append", "_grown", "keep")),
         *((torch.Tensor, name) for name in ("scatter_", "index_copy_")),
     ],
     True: [
-        *((EmbeddedRollout, name) for name in ("_admit", "_finish")),
+        (EmbeddedRollout, "_finish"),
         *((PagedDecoding, name) for name in ("admit", "_read", "_remove", "_start", "_prefill", "_reserve")),
         *((PagedDecoding, name) for name in ("_extend_tables", "_end_rows")),
         *((DecodingState, name) for name in ("write", "write_pages", "move", "take")),
@@ -69,7 +70,7 @@ STEP = st.tuples(st.just("step"), st.integers(1, 12))
 OTHERS = st.one_of(
     st.tuples(st.just("abort"), st.integers(0, 99)),
     st.tuples(st.just("break"), st.integers(0, 99), st.integers(0, 3)),
-    st.tuples(st.sampled_from(["load", "retract", "forget_kept", "log_probs", "sleep"])),
+    st.tuples(st.sampled_from(["load", "retract", "forget_kept", "log_probs", "sleep", "move"])),
 )
 OPERATIONS = st.lists(st.one_of(SUBMIT, SUBMIT, STEP, STEP, OTHERS), min_size=12, max_size=25)
 
@@ -120,11 +121,18 @@ class Session:
 
     def load(self) -> None:
         version = self.engine.version + 1
-        load_weights(self.engine, self.weights[version % len(self.weights)].items(), version)
+        weights = self.weights[version % len(self.weights)].items()
+        load_weights(self.engine, ((name, weight.clone()) for name, weight in weights), version)
         self.engine.retract()
 
     def log_probs(self) -> None:
         self.engine.log_probs([[3, 9, 4, 7, 20], [6, 5]])
+
+    def move(self) -> None:
+        """Give the weights other memory, and destroy what was there."""
+        for parameter in self.engine.model.parameters():
+            old, parameter.data = parameter.data, parameter.data.clone()
+            old.fill_(torch.nan)
 
     def break_(self, number: int, call: int) -> None:
         """Step until a function of the step has failed; all that is not finished starts again."""
@@ -151,9 +159,15 @@ class Session:
         assert self.engine._running is None
 
 
-@pytest.mark.parametrize("paged", [False, True], ids=["batches", "paged"])
+@pytest.mark.parametrize("decoding", ["batches", "paged", "graphs"])
 @pytest.mark.parametrize("num_examples", [12, pytest.param(500, marks=pytest.mark.exhaustive)])
-def test_any_operations_give_the_tokens_of_sequences_alone(tiny_model, use_float64_throughout, paged, num_examples):
+def test_any_operations_give_the_tokens_of_sequences_alone(
+    tiny_model, use_float64_throughout, decoding, num_examples, monkeypatch
+):
+    paged = decoding != "batches"
+    if decoding == "graphs":
+        record_steps(monkeypatch)
+        look_up_pages(monkeypatch)
     paths = [tiny_model("qwen2", seed=seed, max_position_embeddings=256) for seed in range(2)]
     models = [use_float64_throughout(stock_model(path)) for path in paths]
     weights = [weights_of(path) for path in paths]

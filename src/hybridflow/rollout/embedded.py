@@ -138,7 +138,8 @@ class EmbeddedRollout:
         )
         self._stop_strings.require_served(request)
         if request.group_size > self._limit:
-            self.forget_kept()  # an idle decoding has room for fewer sequences
+            self._limit = request.group_size
+            self._restart_requests()  # they run where there is room for fewer sequences
         self._waiting.append(request)
         self._unfinished[request.request_id] = _Progress(request, self._num_submitted)
         self._num_submitted += 1
@@ -174,7 +175,7 @@ class EmbeddedRollout:
                 if self._pack_weights and not self._is_packed and not self._is_paged():
                     self._forward.pack_weights()
                     self._is_packed = True
-                self._admit(self._running)
+                self._running.admit(self._waiting, self._limit - self._running.num_running)
                 self._finish(self._running.advance(self.version))
                 note_progress()
                 if self._unfinished:
@@ -307,31 +308,25 @@ class EmbeddedRollout:
         if not self._is_paged():
             model, num_bytes = self.model, self._kv_cache_bytes
             return DecodingBatches(self._forward, model.device, model.dtype, self._stop_strings, self._kept, num_bytes)
-        num_rows = max(self._limit, self._largest_group())
-        if self._steps is None or self._steps.place != (self.model.device, self.model.dtype, num_rows):
+        if self._steps is None or self._steps.place != (self.model.device, self.model.dtype, self._limit):
             self._forget_steps()
-            self._steps = DecodingSteps(self._forward, self.model, num_rows, READ_EVERY)
+            self._steps = DecodingSteps(self._forward, self.model, self._limit, READ_EVERY)
         return PagedDecoding(
             self._forward,
             self.model.device,
             steps=self._steps,
             kept=self._kept,
-            max_running_sequences=num_rows,
+            max_running_sequences=self._limit,
             stop_strings=self._stop_strings,
             kv_cache_bytes=self._kv_cache_bytes,
             memory_share=self._memory_share,
         )
 
-    def _admit(self, running: Decoding) -> None:
-        """Start waiting requests that fit, in order."""
-        limit = max(self._limit, self._waiting[0].group_size) if self._waiting else self._limit
-        running.admit(self._waiting, limit - running.num_running)
-
     def _halve_limit(self) -> bool:
         """Let half as many sequences run from now on, at least one group; return whether they are fewer than before."""
-        unfinished = sum(progress.request.group_size for progress in self._unfinished.values())
-        tried = min(self._limit, unfinished)
-        limit = max(tried // 2, self._largest_group())
+        groups = [progress.request.group_size for progress in self._unfinished.values()]
+        tried = min(self._limit, sum(groups))
+        limit = max(tried // 2, max(groups, default=1))
         if limit >= tried:
             return False
         logger.warning(
@@ -342,9 +337,6 @@ class EmbeddedRollout:
         )
         self._limit = limit
         return True
-
-    def _largest_group(self) -> int:
-        return max((progress.request.group_size for progress in self._unfinished.values()), default=1)
 
     def _finish(self, completions: list[Completion]) -> None:
         """Record the completions of one step or of an abort.

@@ -4,18 +4,21 @@ Needs Triton on PYTHONPATH; Triton reads TRITON_INTERPRET when a kernel is defin
 """
 
 import sys
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from hybridflow.models.kernels import triton_elementwise, triton_paged_attention, triton_sampling
-from hybridflow.models.kernels.elementwise import rms_norm, rotary, silu_mul
+from hybridflow.models.kernels.elementwise import WIDEST, rms_norm, rotary, silu_mul
 from hybridflow.models.kernels.library import use_kernels
 from hybridflow.models.kernels.paged_attention import _by_gathering, addresses_of
 from hybridflow.models.kernels.sampling import block_sums
-from hybridflow.rollout.sampling import RowRules, SamplingKinds, _kept, sample_rows, uniform_after
+from hybridflow.rollout.sampling import RowRules, SamplingKinds, _block_size, _kept, sample_rows, uniform_after
 
 PAGE_SIZE, NUM_PAGES, UNUSED = 32, 60, 7
+MOST_SHARED = 227 * 2**10
+"""Bytes of shared memory that a program may have on an H100."""
 COUNTS = [1, 31, 32, 33, 256, 257, 600, 511]
 HEADS = [(4, 2, 16), (14, 2, 64), (3, 3, 20), (8, 1, 128)]
 GENERATOR = torch.Generator().manual_seed(0)
@@ -116,8 +119,8 @@ def check_draws(dtype: torch.dtype) -> None:
     logits = logits.to(dtype)
     triton_sampling.WIDE = 64
     wide = logits.float() / temperatures.masked_fill(temperatures == 0, 1.0)[:, None].float()
-    floors, lasts = triton_sampling.kept_tokens(logits, temperatures, top_k, top_p)
-    kept = (wide > floors[:, None]) | ((wide == floors[:, None]) & (torch.arange(100) <= lasts[:, None]))
+    floors, lasts = (x[:, None] for x in triton_sampling.kept_tokens(logits, temperatures, top_k, top_p))
+    kept = (logits > floors) | ((logits == floors) & (torch.arange(100) <= lasts))
     possible = wide > -torch.inf  # a token without probability may be kept or not
     assert torch.equal(kept & possible, _kept(wide, rules) & possible)
     found = triton_sampling.draw(logits, states, positions, temperatures, (top_k, top_p), 32)
@@ -146,50 +149,48 @@ def interpret() -> None:
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)):
         check_elementwise(dtype, tolerance)
         check_sums(dtype)
-    for dtype in (torch.float32, torch.bfloat16):
         check_draws(dtype)
 
 
 def compile_for_h100() -> None:
-    import triton
+    """Build the kernels with the signatures that Triton makes of the arguments of their callers, without a launch."""
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
 
-    def build(kernel, signature: dict[str, str], **constants: int) -> str:
-        source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
-        assembly = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm
-        assert assembly["cubin"]
-        return assembly["ptx"]
+    class H100:
+        get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+        get_current_device = staticmethod(lambda: 0)
+        get_current_stream = staticmethod(lambda device: 0)
 
-    sizes = {"NUM_PARTS": 4, "DIM": 64, "PADDED_DIM": 64, "SPLIT": triton_paged_attention.SPLIT}
-    for kind in ("*bf16", "*fp32"):
-        heads = {"query": kind, "addresses": "*i64", "tables": "*i32", "counts": "*i64"}
-        parts = {"partial": "*fp32", "normalizers": "*fp32"}
-        strides = {"query_stride": "i32", "table_stride": "i32", "scaling": "fp32"}
-        groups = {"KV_HEADS": 2, "GROUP": 7, "PADDED_GROUP": 16, "PAGE_SIZE": 32, "BLOCK": triton_paged_attention.BLOCK}
-        attend = triton_paged_attention._attend_to_part
-        ptx = build(attend, heads | parts | strides, **groups, **sizes)
-        assert ("mma.sync" in ptx) == (kind == "*bf16")  # tensor cores
-        build(triton_paged_attention._merge_parts, parts | {"counts": "*i64", "out": kind}, HEADS=14, **sizes)
-        new = dict.fromkeys(("key", "value"), kind)
-        places = {"addresses": "*i64", "slots": "*i64", "key_stride": "i32", "value_stride": "i32", "size": "i32"}
-        build(triton_paged_attention._append, new | places, BLOCK=128)
-        norm = {"x": kind, "weight": kind, "out": kind, "width": "i32", "epsilon": "fp32"}
-        rows = {"logits": kind, "temperatures": "*fp64", "floors": "*fp32", "lasts": "*i64"}
-        blocks = {"largest": "*fp32", "sums": "*fp64"}
-        width = {"row_stride": "i32", "vocabulary": "i32"}
-        build(triton_sampling._sums_of_blocks, rows | blocks | width, IS_RESTRICTED=True, SIZE=512)
-        noise = {"states": "*i64", "positions": "*i64", "tokens": "*i64", "log_probs": "*fp32"}
-        counts = width | {"num_blocks": "i32"}
-        build(triton_sampling._draw, rows | blocks | noise | counts, IS_RESTRICTED=True, SIZE=512, BLOCKS=512)
-        restrictions = {"top_k": "*i64", "top_p": "*fp64"}
-        shift = 16 if kind == "*bf16" else 0
-        build(triton_sampling._find_floors, rows | restrictions | width, SHIFT=shift, SIZE=1024, CHUNKS=75)
-        build(triton_elementwise._norm, norm, BLOCK=1024)
-        turn = {"x": kind, "cos": "*fp32", "sin": "*fp32", "out": kind}
-        turn |= dict.fromkeys(("token_stride", "head_stride", "half"), "i32")
-        build(triton_elementwise._rotate, turn, BLOCK=32)
-        build(triton_elementwise._multiply_gated, {"gates": kind, "up": kind, "out": kind, "size": "i32"}, BLOCK=1024)
+    def launch(kernel, *args, grid, **options) -> None:
+        built = kernel.run(*args, grid=grid, warmup=True, **options)
+        assert built.asm["cubin"]
+        assert built.metadata.shared <= MOST_SHARED
+        if kernel is triton_paged_attention._attend_to_part:
+            assert ("mma.sync" in built.asm["ptx"]) == (args[0].dtype != torch.float32)  # tensor cores
+
+    driver.set_active(H100())
+    JITFunction.__getitem__ = lambda kernel, grid: partial(launch, kernel, grid=grid)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for rows, vocabulary in ((1, 1), (16, 151936)):
+            logits, zeros = torch.zeros(rows, vocabulary, dtype=dtype), torch.zeros(rows, dtype=torch.int64)
+            for restrictions in (None, (zeros, zeros.double())):
+                size = _block_size(vocabulary)
+                triton_sampling.draw(logits, zeros, zeros, zeros.double(), restrictions, size)
+        for rows, heads, kv_heads, dim in ((1, 3, 3, 20), (16, 14, 2, 64)):
+            counts, tables = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, 16, dtype=torch.int32)
+            joined, addresses = torch.zeros(rows, heads + 2 * kv_heads, dim, dtype=dtype), counts.new_zeros(2)
+            query, key, value = joined.split([heads, kv_heads, kv_heads], 1)
+            triton_paged_attention.append(key, value, addresses, counts)
+            for pages in (8, 16):
+                sizes = {"page_size": PAGE_SIZE, "kv_heads": kv_heads}
+                triton_paged_attention.attend(query, addresses, tables[:, :pages], counts, dim**-0.5, **sizes)
+            triton_elementwise.rotate(query, *torch.zeros(2, rows, dim // 2))
+        for rows, width in ((1, 40), (16, 896), (16, WIDEST)):
+            x = torch.zeros(rows, width, dtype=dtype)
+            triton_elementwise.norm(x, x[0], 1e-6)
+            triton_elementwise.multiply_gated(x, x)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ from hybridflow.runtime.random_streams import GOLDEN, MULTIPLIER_1, MULTIPLIER_2
 
 WIDE = 2048
 """Tokens that a program reads at once while it looks for the tokens that are kept."""
+EQUAL_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
+"""The number of last bits that are 0 in all numbers of a dtype as float32."""
 LOWEST = tl.constexpr(-2139095041)
 """The key of minus infinity, see `_key`."""
 INCREMENT = tl.constexpr(int(GOLDEN.astype("int64")))
@@ -42,8 +44,8 @@ def sums_of_blocks(
 def kept_tokens(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
     """Return which tokens are among the top k and in their nucleus: `floors` (rows,) float32 and `lasts` (rows,) int64.
 
-    Kept are tempered logits above the floor, and those equal to it of tokens up to the last one: of equal ones, the
-    lower token ids. No sort: a bisection over all values that a logit can have finds the floor, by sums in float64.
+    Kept are logits above the floor, and those equal to it of tokens up to the last one: of equal ones, the lower token
+    ids. No sort: a bisection over all values that a logit can have finds the floor, by sums in float64.
     """
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     rows, vocabulary = logits.shape
@@ -52,7 +54,7 @@ def kept_tokens(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tens
     if rows:
         _find_floors[(rows,)](
             *(logits, temperatures, top_k, top_p, floors, lasts, logits.stride(0), vocabulary),
-            SHIFT=16 if logits.dtype == torch.bfloat16 else 0,
+            SHIFT=EQUAL_BITS[logits.dtype],
             SIZE=WIDE,
             CHUNKS=triton.cdiv(vocabulary, WIDE),
             num_warps=8,
@@ -97,12 +99,11 @@ def _temperature(temperatures, row):
 def _tempered(logits, temperature, floors, lasts, row, token, row_stride, vocabulary, IS_RESTRICTED: tl.constexpr):
     """Return tempered logits, minus infinity for tokens that do not exist or are not kept."""
     x = tl.load(logits + row * row_stride + token, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
-    x = x / temperature
     if IS_RESTRICTED:
         floor, last = tl.load(floors + row), tl.load(lasts + row)
         is_kept = (x > floor) | ((x == floor) & (token <= last)) | (x != x)
         x = tl.where(is_kept, x, float("-inf"))
-    return x
+    return x / temperature
 
 
 @triton.jit
@@ -197,33 +198,34 @@ def _key(x, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def _value(key, temperature, SHIFT: tl.constexpr):
-    """Return the tempered logit of a key."""
-    bits = key
-    if SHIFT:
-        bits = (key << SHIFT) | tl.where(key < 0, (1 << SHIFT) - 1, 0)
-    bits = bits.to(tl.int32)
-    x = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
-    return x / temperature if SHIFT else x
+def _value(key, SHIFT: tl.constexpr):
+    """Return the number of a key."""
+    bits = ((key << SHIFT) | tl.where(key < 0, (1 << SHIFT) - 1, 0)).to(tl.int32)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _read(logits, temperature, token, vocabulary, SHIFT: tl.constexpr):
-    """Return tempered logits and their keys. Those of bfloat16 are ordered as the logits are, with fewer values."""
-    raw = tl.load(logits + token, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
-    x = raw / temperature
-    return x, _key(raw if SHIFT else x, SHIFT)
+def _read(logits, chunk, vocabulary, SIZE: tl.constexpr):
+    """Return the tokens of a chunk and their logits."""
+    token = chunk * SIZE + tl.arange(0, SIZE)
+    return token, tl.load(logits + token, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _weight(logit, temperature, top):
+    """Return the probability of a logit relative to that of the largest one."""
+    return tl.exp((logit / temperature).to(tl.float64) - (top / temperature).to(tl.float64))
 
 
 @triton.jit
 def _above(logits, temperature, top, bound, vocabulary, SHIFT: tl.constexpr, SIZE: tl.constexpr, CHUNKS: tl.constexpr):
-    """Return the number of tokens whose keys are above the bound, and the sum of exp(tempered logit - top) of these."""
+    """Return the number of tokens whose keys are above the bound, and the sum of their weights."""
     count, mass = tl.zeros([SIZE], tl.int32), tl.zeros([SIZE], tl.float64)
     for chunk in range(CHUNKS):
-        x, key = _read(logits, temperature, chunk * SIZE + tl.arange(0, SIZE), vocabulary, SHIFT)
-        is_above = key > bound
+        _, x = _read(logits, chunk, vocabulary, SIZE)
+        is_above = _key(x, SHIFT) > bound
         count += is_above.to(tl.int32)
-        mass += tl.where(is_above, tl.exp(x.to(tl.float64) - top.to(tl.float64)), 0.0)
+        mass += tl.where(is_above, _weight(x, temperature, top), 0.0)
     return tl.sum(count, 0), tl.sum(mass, 0)
 
 
@@ -245,15 +247,16 @@ def _find_floors(
     row = tl.program_id(0).to(tl.int64)
     most, share = tl.load(top_k + row), tl.load(top_p + row)
     tl.store(floors + row, float("-inf"))
-    tl.store(lasts + row, vocabulary.to(tl.int64))
+    tl.store(lasts + row, vocabulary)
     if (most > 0) | (share < 1):
         temperature = _temperature(temperatures, row)
         logits += row * row_stride
-        tops, keys = tl.full([SIZE], float("-inf"), tl.float32), tl.full([SIZE], LOWEST >> SHIFT, tl.int64)
+        keys = tl.full([SIZE], LOWEST >> SHIFT, tl.int64)
         for chunk in range(CHUNKS):
-            x, key = _read(logits, temperature, chunk * SIZE + tl.arange(0, SIZE), vocabulary, SHIFT)
-            tops, keys = tl.maximum(tops, x), tl.maximum(keys, key)
-        top, highest = tl.max(tops, 0), tl.max(keys, 0)
+            _, x = _read(logits, chunk, vocabulary, SIZE)
+            keys = tl.maximum(keys, _key(x, SHIFT))
+        highest = tl.max(keys, 0)
+        top = _value(highest, SHIFT)
         low = tl.full([], LOWEST >> SHIFT, tl.int64)
         if most > 0:  # the smallest bound with fewer than k tokens above it: the k-th largest key
             high = highest
@@ -264,25 +267,23 @@ def _find_floors(
         count, mass = _above(logits, temperature, top, low, vocabulary, SHIFT, SIZE, CHUNKS)
         ties = tl.where(most > 0, most - count, vocabulary)  # tokens of the k-th value that are kept
         if share < 1:
-            each = tl.exp(_value(low, temperature, SHIFT).to(tl.float64) - top.to(tl.float64))
-            limit = share * (mass + each * ties)
+            limit = share * (mass + _weight(_value(low, SHIFT), temperature, top) * ties)
             least, high = low, highest
             while low < high:  # the smallest bound with less than the share above it
                 middle = low + ((high - low) >> 1)
                 _, mass = _above(logits, temperature, top, middle, vocabulary, SHIFT, SIZE, CHUNKS)
                 low, high = tl.where(mass < limit, low, middle + 1), tl.where(mass < limit, middle, high)
             _, mass = _above(logits, temperature, top, low, vocabulary, SHIFT, SIZE, CHUNKS)
-            each = tl.exp(_value(low, temperature, SHIFT).to(tl.float64) - top.to(tl.float64))
+            each = _weight(_value(low, SHIFT), temperature, top)
             within = tl.ceil((limit - mass) / tl.where(each > 0, each, 1.0))  # those with less than the share before
             within = tl.minimum(tl.maximum(tl.where(each > 0, within, 1e9), 1.0), 1e9).to(tl.int64)
             ties = tl.where(low == least, tl.minimum(within, ties), within)
         seen, last = tl.zeros([], tl.int64), tl.full([], -1, tl.int64)
         for chunk in range(CHUNKS):
-            token = chunk * SIZE + tl.arange(0, SIZE)
-            _, key = _read(logits, temperature, token, vocabulary, SHIFT)
-            is_tie = (key == low) & (token < vocabulary)
+            token, x = _read(logits, chunk, vocabulary, SIZE)
+            is_tie = (_key(x, SHIFT) == low) & (token < vocabulary)
             rank = seen + tl.cumsum(is_tie.to(tl.int64), 0)
             last = tl.maximum(last, tl.max(tl.where(is_tie & (rank <= ties), token, -1).to(tl.int64), 0))
             seen += tl.sum(is_tie.to(tl.int64), 0)
-        tl.store(floors + row, _value(low, temperature, SHIFT))
+        tl.store(floors + row, _value(low, SHIFT))
         tl.store(lasts + row, last)
