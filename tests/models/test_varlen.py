@@ -177,7 +177,6 @@ def test_padding_pays_if_at_most_half_is_padding():
 @pytest.fixture
 def kernel(monkeypatch):
     """`kernel("cudnn")` names the kernel of packed rows, as a process that starts with it does."""
-
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)  # which another test may leave
 
     def choose(name):
