@@ -21,7 +21,8 @@ from support.errors import BenchmarkError
 
 from hybridflow.models.paged_kv_cache import pages_of
 from hybridflow.models.varlen import KERNEL_VARIABLE
-from hybridflow.rollout.paged_decoding import READ_EVERY, _power_of_two
+from hybridflow.rollout.decoding_state import table_width
+from hybridflow.rollout.paged_decoding import READ_EVERY
 
 HOUR_S = 3600
 
@@ -135,7 +136,7 @@ def test_rows_of_the_steady_step_keep_the_shape_of_their_step():
     for sizes in (SIZES["decode"], OF_7B):
         few, many = sizes["steps"]
         for _, context in sizes["rows_and_contexts"]:
-            tables = {_power_of_two(pages_of(context + steps + READ_EVERY)) for steps in range(few, many)}
+            tables = {table_width(pages_of(context + steps + READ_EVERY)) for steps in range(few, many)}
             assert len(tables) == 1, context
 
 

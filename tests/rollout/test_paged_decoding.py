@@ -18,8 +18,8 @@ from hybridflow.models.kv_cache import PrefillPlan
 from hybridflow.models.loading import load_causal_lm
 from hybridflow.models.paged_kv_cache import PAGE_SIZE, PagedKVCache
 from hybridflow.rollout import Completion, EmbeddedRollout, Request, SamplingParams, generate, load_weights
-from hybridflow.rollout.decoding_state import DecodingState, Emitted, StepShape, decode_step
-from hybridflow.rollout.paged_decoding import READ_EVERY, row_sizes
+from hybridflow.rollout.decoding_state import DecodingState, Emitted, StepShape, decode_step, row_sizes
+from hybridflow.rollout.paged_decoding import READ_EVERY
 from hybridflow.rollout.sampling import SamplingKinds
 from hybridflow.rollout.step_graphs import DecodingSteps
 

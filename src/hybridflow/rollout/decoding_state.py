@@ -24,6 +24,10 @@ NO_TOKEN = -1
 """What a row that does not run emits."""
 
 
+SMALLEST_TABLE = 8
+"""The smallest number of pages per row that a step has; larger ones are powers of two."""
+
+
 @dataclass(frozen=True)
 class StepShape:
     """The fixed shapes of a step: its first `rows` rows, with `pages` pages each, and the kinds of sampling."""
@@ -31,6 +35,18 @@ class StepShape:
     rows: int
     pages: int
     kinds: SamplingKinds
+
+
+def row_sizes(max_running_sequences: int) -> list[int]:
+    """Return the numbers of rows that steps have: 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, ... up to the largest."""
+    powers = [1 << n for n in range(max_running_sequences.bit_length())]
+    sizes = {*powers, *(3 * power // 2 for power in powers if power >= 16), max_running_sequences}
+    return sorted(size for size in sizes if size <= max_running_sequences)
+
+
+def table_width(pages: int) -> int:
+    """Return the number of pages per row of a step whose rows have up to this number: a power of two."""
+    return max(SMALLEST_TABLE, 1 << (pages - 1).bit_length())
 
 
 class DecodingState:

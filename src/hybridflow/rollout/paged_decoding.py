@@ -15,16 +15,13 @@ import numpy as np
 import torch
 
 from hybridflow.errors import RolloutConfigError
-from hybridflow.models.continued_prefill import PagedContinuedPlan
 from hybridflow.models.forward import Forward
-from hybridflow.models.kernels.triton_support import generation_kernels
 from hybridflow.models.kv_cache import PrefillPlan
-from hybridflow.models.paged_kv_cache import PAGE_SIZE, PagedKVCache, PagedPrefillPlan, PageTable, pages_of
-from hybridflow.models.varlen import upload
+from hybridflow.models.paged_kv_cache import PAGE_SIZE, PagedKVCache, PageTable, pages_of
 from hybridflow.rollout.base import Completion, Request
-from hybridflow.rollout.decoding_batch import split_by_tokens
-from hybridflow.rollout.decoding_state import NO_TOKEN, Emitted, StepShape
+from hybridflow.rollout.decoding_state import NO_TOKEN, Emitted, StepShape, row_sizes, table_width
 from hybridflow.rollout.kept_sequences import KeptSequences
+from hybridflow.rollout.paged_prompts import Prefill, write_prompts
 from hybridflow.rollout.requests import StopStrings, not_finite
 from hybridflow.rollout.running_row import RunningRow, final_length, first_pages, most_pages, shared_pages
 from hybridflow.rollout.sampling import SamplingKinds
@@ -35,9 +32,6 @@ from hybridflow.runtime.random_streams import uniform_state
 READ_EVERY = 4
 """Steps in a window. A row that stops stays in the steps until its window is read, at the end of the next one; it emits
 nothing."""
-
-SMALLEST_TABLE = 8
-"""The smallest number of pages per row that a step has; larger ones are powers of two."""
 
 HOST_MEMORY = 2**30
 """Memory of keys and values on a CPU, in bytes."""
@@ -76,7 +70,7 @@ class PagedDecoding:
         self._windows: deque[_Window] = deque()  # that have ended and were not read
         self._versions: list[int] = []  # of the steps in the present window
         self._due = 0  # the number of its steps after which a row reaches its limit
-        self._shape = StepShape(1, SMALLEST_TABLE, SamplingKinds())
+        self._shape = StepShape(1, table_width(1), SamplingKinds())
 
     @property
     def num_running(self) -> int:
@@ -138,11 +132,11 @@ class PagedDecoding:
         """Write the keys and values of all rows again; return the rows that had ended before."""
         done = self._read()
         seen: set[int] = set()
-        parts: list[_Prefill] = []
+        parts: list[Prefill] = []
         for row in self._rows:
             if row:
                 tokens = [*row.request.prompt_ids, *row.tokens][:-1]
-                parts.append(_Prefill(tokens, [(row, row.request.request_id in seen)]))
+                parts.append(Prefill(tokens, [(row, row.request.request_id in seen)]))
                 seen.add(row.request.request_id)
         self._prefill(parts)
         self._num_stale = 0
@@ -328,9 +322,13 @@ class PagedDecoding:
             greedy=any(sampling.temperature == 0 for sampling in samplings),
             restricted=any(bool(sampling.top_k) or sampling.top_p < 1 for sampling in samplings),
         )
-        pages = _power_of_two(max(len(row.pages) for row in rows))
+        pages = table_width(max(len(row.pages) for row in rows))
         self._shape = StepShape(self._size(len(self._rows)), pages, kinds)
         self._due = min(row.since + row.remaining - row.in_flight for row in rows)
+
+    def _prefill(self, parts: Sequence[Prefill]) -> None:
+        assert self._cache is not None
+        write_prompts(self._forward, self._cache, self._device, parts)
 
     # ------------------------------------------------------------------------------------ new rows
 
@@ -368,12 +366,12 @@ class PagedDecoding:
             groups[row.request.request_id][1].append(row)
         self._prefill(
             [
-                _Prefill(request.prompt_ids[:-1], [(row, bool(row.index)) for row in group], group[0].num_known)
+                Prefill(request.prompt_ids[:-1], [(row, bool(row.index)) for row in group], group[0].num_known)
                 for request, group in groups.values()
             ]
         )
         stops = [row.request.sampling.stop_token_ids for row in rows]
-        longest = _power_of_two(max(pages_of(final_length(row.request)) for row in rows))
+        longest = table_width(max(pages_of(final_length(row.request)) for row in rows))
         if self._state.widen(stop_ids=max(map(len, stops)), tables=longest):
             self._steps.graphs.clear()
         # In the order of the rows, which are listed by request and index.
@@ -397,42 +395,6 @@ class PagedDecoding:
             tables=[row.pages for row in rows],
         )
 
-    def _prefill(self, parts: Sequence["_Prefill"]) -> None:
-        """Write keys and values of sequences into the pages of their rows, in passes of a bounded size."""
-        for is_continued in (False, True):
-            group = [part for part in parts if len(part.tokens) > part.start and bool(part.start) == is_continued]
-            first = 0
-            for count in split_by_tokens([len(part.tokens) - part.start for part in group]):
-                self._prefill_pass(group[first : first + count])
-                first += count
-
-    def _prefill_pass(self, parts: Sequence["_Prefill"]) -> None:
-        assert self._cache is not None
-        lengths = [len(part.tokens) - part.start for part in parts]
-        tokens, slots = [], []  # of copies of packed tokens
-        for first, part in zip(np.cumsum([0, *lengths]), parts, strict=False):
-            for row, has_shared in part.rows:
-                written = shared_pages(row.request) * PAGE_SIZE if has_shared else 0
-                places = np.arange(max(written, part.start), len(part.tokens))
-                tokens.append(first + places - part.start)
-                slots.append(np.array(row.pages)[places // PAGE_SIZE] * PAGE_SIZE + places % PAGE_SIZE)
-        ids = np.concatenate([np.array(part.tokens[part.start :]) for part in parts])
-        positions = np.concatenate([np.arange(part.start, len(part.tokens)) for part in parts])
-        columns = (ids, positions, np.concatenate(tokens), np.concatenate(slots))
-        ids, positions, tokens, slots = (upload(column, self._device) for column in columns)
-        if parts[0].start:
-            pages = [part.rows[0][0].pages for part in parts]
-            plan = PagedContinuedPlan(self._cache, tokens, slots, pages, [len(part.tokens) for part in parts], lengths)
-        else:
-            plan = PagedPrefillPlan(self._cache, lengths, tokens, slots)
-        with generation_kernels():
-            self._forward(
-                ids[None],
-                position_ids=positions[None],
-                attention_plan=plan,
-                logits_to_keep=torch.zeros(0, dtype=torch.int64, device=self._device),
-            )
-
 
 @dataclass(frozen=True)
 class _Window:
@@ -441,26 +403,3 @@ class _Window:
     rows: Sequence[tuple[RunningRow, int] | None]
     versions: Sequence[int]
     emitted: Emitted
-
-
-@dataclass(frozen=True)
-class _Prefill:
-    """Tokens whose keys and values are written for several rows, except those before `start`, which are kept ones.
-
-    True: the row's shared pages are written already.
-    """
-
-    tokens: Sequence[int]
-    rows: Sequence[tuple[RunningRow, bool]]
-    start: int = 0
-
-
-def row_sizes(max_running_sequences: int) -> list[int]:
-    """Return the numbers of rows that steps have: 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, ... up to the largest."""
-    powers = [1 << n for n in range(max_running_sequences.bit_length())]
-    sizes = {*powers, *(3 * power // 2 for power in powers if power >= 16), max_running_sequences}
-    return sorted(size for size in sizes if size <= max_running_sequences)
-
-
-def _power_of_two(pages: int) -> int:
-    return max(SMALLEST_TABLE, 1 << (pages - 1).bit_length())
