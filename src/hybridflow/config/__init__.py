@@ -7,7 +7,7 @@ from hybridflow.config.render import reference_markdown, reference_text, refusal
 from hybridflow.config.sections.base import RoleName, Section
 from hybridflow.config.sections.config import Config
 from hybridflow.config.sections.data import DataConfig, RewardConfig
-from hybridflow.config.sections.generation import EnvironmentConfig, RolloutConfig, ValidationConfig
+from hybridflow.config.sections.generation import AgentConfig, EnvironmentConfig, RolloutConfig, ValidationConfig
 from hybridflow.config.sections.learning import (
     ActorConfig,
     AlgorithmConfig,
@@ -29,6 +29,7 @@ from hybridflow.config.sections.run import ControllerConfig, PlacementConfig, Tr
 
 __all__ = [
     "ActorConfig",
+    "AgentConfig",
     "AlgorithmConfig",
     "Config",
     "ControllerConfig",

@@ -27,7 +27,6 @@ EPISODE_COLUMNS = (
 def episode_batch(
     episodes: Sequence[PlayedEpisode],
     episode_ids: Sequence[int],
-    num_first_messages: Sequence[int],
     rows_per_episode: int,
     tokenizer: PreTrainedTokenizerBase,
     dtype: torch.dtype = torch.float32,
@@ -35,7 +34,7 @@ def episode_batch(
 ) -> DataProto:
     """Return the columns of `ROLLOUT_COLUMNS` and `EPISODE_COLUMNS`, `rows_per_episode` rows for each episode.
 
-    `num_first_messages`: how many messages of each episode are its prompt. `dtype`: dtype of the log-probs.
+    `dtype`: dtype of the log-probs.
     """
     padding = pad_token_id(tokenizer)
     rows: list[EpisodeRow] = []
@@ -53,7 +52,7 @@ def episode_batch(
     tensors |= {name: column.repeat_interleave(rows_per_episode) for name, column in of_episodes.items()}
     texts = response_texts(tokenizer, [row.ids for row in rows], stop_ids, [row.is_sampled for row in rows])
     prompts = tokenizer.batch_decode([row.prompt_ids for row in rows], skip_special_tokens=False)
-    said = [each.episode.messages[first:] for each, first in zip(episodes, num_first_messages, strict=True)]
+    said = [each.episode.messages[each.num_first_messages :] for each in episodes]
     return DataProto.from_dict(
         tensors,
         {

@@ -33,6 +33,7 @@ from hybridflow.errors import EnvironmentConfigError, RolloutError
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.meta_info import NOISE_KEY
 from hybridflow.rollout import RolloutEngine, SamplingParams
+from hybridflow.workers.agents import AgentWorker
 from hybridflow.workers.episode_batch import episode_batch, repeated
 from hybridflow.workers.reward import result_columns
 
@@ -56,7 +57,7 @@ class EpisodeWorker:
     ) -> None:
         environment, reward = config.environment, config.reward
         self._config, self._tokenizer, self._stop_ids, self._rank = config, tokenizer, stop_ids, rank
-        limits = CallLimits(reward.timeout_s, reward.concurrency)
+        limits = CallLimits(reward.timeout_s, reward.concurrency, config.agent.timeout_s)
         self._pool = EnvironmentPool(
             environment.classes,
             num_processes=reward.processes,
@@ -64,7 +65,10 @@ class EpisodeWorker:
             memory_bytes=reward.memory_bytes,
             closures=closures,
         )
-        self._renderers = {name: ChatRenderer(tokenizer, kind.schemas) for name, kind in self._pool.kinds.items()}
+        kinds = self._pool.kinds
+        self._renderers = {name: ChatRenderer(tokenizer, kind.schemas) for name, kind in kinds.items()}
+        has_agents = any(kind.is_agent for kind in kinds.values())
+        self._agents = AgentWorker(config, tokenizer, stop_ids, self._pool) if has_agents else None
         data = config.data
         self._limits = EpisodeLimits(
             turns=environment.max_turns,
@@ -124,8 +128,12 @@ class EpisodeWorker:
                 "extra_info": columns["extra_infos"][number] or {},
             }
             for index in range(group_size):
-                client = self._client(name, len(starts), (group, index), journal)
-                player = Player(client, self._renderers[name], self._stop_ids, self._limits)
+                key = (group, index)
+                if self._agents and self._pool.kinds[name].is_agent:
+                    player = self._agents.player(name, len(starts), key, journal, self._limits, sampling)
+                else:
+                    client = self._client(name, len(starts), key, journal)
+                    player = Player(client, self._renderers[name], self._stop_ids, self._limits)
                 starts.append(EpisodeStart(player, row, (*noise, group), index))
         running = RunningEpisodes(
             engine,
@@ -136,6 +144,7 @@ class EpisodeWorker:
             in_order=self._config.trainer.deterministic,
             loop_limit_s=LOOP_LIMIT_S if self._config.reward.processes else None,  # here user code may be debugged
             between_steps=between_steps,
+            most_running=self._config.reward.concurrency * max(1, self._config.reward.processes) if self._agents else 0,
         )
         return PlayedBatch(self, running, starts, groups, group_size, journal, step)
 
@@ -146,9 +155,8 @@ class EpisodeWorker:
         groups = [batch.groups[number] for number in numbers]
         scored = self._with_group_rewards(played, sources, groups, size, batch.journal)
         ids = [group * size + index for group in groups for index in range(size)]
-        first = [batch.starts[n * size + index].player.num_first_messages for n in numbers for index in range(size)]
         dtype = torch.float64 if self._config.model.dtype == "float64" else torch.float32
-        rows = episode_batch(scored, ids, first, rows_per_episode, self._tokenizer, dtype, self._stop_ids)
+        rows = episode_batch(scored, ids, rows_per_episode, self._tokenizer, dtype, self._stop_ids)
         result = self._scores(scored, batch.step)
         rows.batch["turn_rewards"][result.failed.repeat_interleave(rows_per_episode)] = 0.0
         rewards = result_columns(result).union(DataProto.from_dict({}, {"answers": repeated(result.answers, 1)}))

@@ -3,7 +3,7 @@
 from hybridflow.config.sections.advice import AdviceConfig
 from hybridflow.config.sections.base import Section
 from hybridflow.config.sections.data import DataConfig, RewardConfig
-from hybridflow.config.sections.generation import EnvironmentConfig, RolloutConfig, ValidationConfig
+from hybridflow.config.sections.generation import AgentConfig, EnvironmentConfig, RolloutConfig, ValidationConfig
 from hybridflow.config.sections.learning import ActorConfig, AlgorithmConfig, CriticConfig, OfflineConfig
 from hybridflow.config.sections.models import (
     DTypeName,
@@ -34,6 +34,7 @@ class Config(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     reward: RewardConfig = RewardConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
+    agent: AgentConfig = AgentConfig()
     trainer: TrainerConfig = TrainerConfig()
     controller: ControllerConfig = ControllerConfig()
     placement: PlacementConfig = PlacementConfig()

@@ -110,8 +110,9 @@ class EnvironmentConfig(Section):
 
     classes: dict[str, str] = Field(
         default={},
-        description="Classes of environments by name, as in {calculator = 'path.py:Calculator'}. With several, the "
-        "data_source of a row names its class. They give the rewards, and run in reward.processes.",
+        description="Classes of environments or `async` functions of agents by name, as in {calculator = "
+        "'path.py:Calculator'}; an agent may also be 'command:COMMAND'. With several, the data_source of a row names its "
+        "class. They give the rewards, and run in reward.processes.",
     )
     weights: dict[str, Annotated[float, Field(ge=0)]] = Field(
         default={},
@@ -125,6 +126,25 @@ class EnvironmentConfig(Section):
     )
     max_rows: NonNegative = Field(
         default=0,
-        description="Rows of tokens that an episode may have, each with what the template makes of the turns before; "
-        "0: 1 if the template never changes earlier turns (`hybridflow check-template`), otherwise max_turns.",
+        description="Rows of tokens that an episode may have, each with what the template makes of the turns before, "
+        "or of a branch of an agent; 0: 1 if the template never changes earlier turns (`hybridflow check-template`) and "
+        "there is no agent, otherwise max_turns.",
+    )
+
+
+class AgentConfig(Section):
+    """Agents among environment.classes, which call the model behind a base URL."""
+
+    timeout_s: Annotated[Annotated[float, Field(gt=0)] | None, NoneAsText] = Field(
+        default=600.0, description="Seconds that an agent may take for an episode; 'none': no limit."
+    )
+    train_branches: Literal["all", "last"] = Field(
+        default="all",
+        description="all: every turn of an agent is trained, in the rows of all branches of its conversations; last: "
+        "those of the conversation with the last turn.",
+    )
+    override_sampling: bool = Field(
+        default=False,
+        description="Replace temperature, top_p and top_k of an agent's requests by those of the run; false: refuse "
+        "requests with others.",
     )

@@ -1,6 +1,8 @@
-"""A request for a turn and its reply, without the words of a protocol: what OpenAI's and Anthropic's APIs have in common."""
+"""A request for a turn and its reply, without the words of a protocol: what the APIs of OpenAI and Anthropic share."""
 
-from collections.abc import Mapping
+import hashlib
+from array import array
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,18 +30,35 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class ChatReply:
-    """A turn of the model. `tokens`: the text and the log-prob of each sampled token.
+    """A turn of the model, and its tokens as they were sampled, with the one that ended it.
 
-    A turn that is `cut` reached a limit of tokens. `stopped_at` is the stop string that ended it; the text of `said`
-    does not have it.
+    `said` has no stop string, and nothing of a message that the request began. A turn that is `cut` reached a limit of
+    tokens. `stopped_at`: the stop string of the request that ended it. `prompt_ids`: the tokens before the turn.
     """
 
     turn_id: str
     said: AssistantTurn
     cut: bool
     stopped_at: str | None
-    num_prompt_tokens: int
-    tokens: tuple[tuple[str, float], ...]
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    text_of: Callable[[int], str]
+
+    @property
+    def digest(self) -> str:
+        """A digest of the sampled tokens."""
+        return hashlib.blake2b(array("q", self.token_ids).tobytes(), digest_size=8).hexdigest()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The number of tokens before the turn."""
+        return len(self.prompt_ids)
+
+    @property
+    def tokens(self) -> tuple[tuple[str, float], ...]:
+        """The text and the log-prob of each sampled token."""
+        return tuple(zip(map(self.text_of, self.token_ids), self.log_probs, strict=True))
 
 
 class RefusedError(Exception):

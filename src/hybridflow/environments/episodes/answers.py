@@ -1,5 +1,7 @@
 """What an episode asks of its environment, and what comes back: plain values, which a process or a journal can hold."""
 
+import math
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -26,11 +28,25 @@ class TakeTurn:
 
 
 @dataclass(frozen=True)
+class RunAgent:
+    """Run an agent on a row of the data, with the endpoint at `base_url` and its key."""
+
+    row: Mapping[str, Any]
+    base_url: str
+    api_key: str
+
+
+@dataclass(frozen=True)
 class Finish:
-    """Say what the episode is worth, and release it. `cut_turn`: the last turn, which a limit has cut."""
+    """Say what the episode is worth, and release it. `cut_turn`: the last turn, which a limit has cut.
+
+    `episode`: that of an agent, whose turns its object has not seen. `rewards`: what it is worth, if that is known.
+    """
 
     ended: EndReason
     cut_turn: AssistantTurn | None = None
+    episode: Episode | None = None
+    rewards: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -40,7 +56,7 @@ class ScoreGroup:
     episodes: Sequence[Episode]
 
 
-Question = Begin | TakeTurn | Finish | ScoreGroup
+Question = Begin | TakeTurn | RunAgent | Finish | ScoreGroup
 
 
 @dataclass(frozen=True)
@@ -48,7 +64,7 @@ class Answer:
     """New messages, results of tools, whether the episode has ended, and rewards; or how the environment failed.
 
     `reward` is that of the turn, `rewards` (of `Finish`) what the episode is worth by name, `group` that of
-    `ScoreGroup`. `is_late`: the episode has taken longer than it may.
+    `ScoreGroup`. `is_late`: the episode has taken longer than it may. `output`: what a command has printed.
     """
 
     messages: tuple[Message, ...] = ()
@@ -60,6 +76,7 @@ class Answer:
     is_late: bool = False
     failure: Failure | None = None
     error: str = ""
+    output: str = ""
 
     def to_message(self) -> dict[str, Any]:
         """Return the answer as values of JSON."""
@@ -83,6 +100,26 @@ class Answer:
                 is_late=bool(message["is_late"]),
                 failure=message["failure"],
                 error=str(message["error"]),
+                output=str(message.get("output", "")),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{str(message)[:200]} is not an answer of an environment: {error}") from error
+
+
+def rewards_of(found: object) -> dict[str, Any]:
+    """Return rewards by name, numbers and texts, of a number or a mapping. Raises ValueError for other values."""
+    given = found if isinstance(found, Mapping) else {"score": found}
+    rewards: dict[str, Any] = {}
+    for name, value in given.items():
+        if isinstance(value, str) and name != "score":
+            rewards[as_unicode(str(name))] = as_unicode(value)
+        elif isinstance(value, numbers.Real) and math.isfinite(value):
+            rewards[as_unicode(str(name))] = float(value)
+        else:
+            raise ValueError(f"{name}={value!r:.100}; expected a finite number, or several by name")
+    return rewards
+
+
+def as_unicode(text: str) -> str:
+    """Return a text without halves of characters, which no tokenizer takes."""
+    return text.encode("utf-8", "replace").decode("utf-8")

@@ -4,14 +4,14 @@ import asyncio
 import itertools
 import queue
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from hybridflow.environments.episodes.playing import PlayedEpisode, Player
+from hybridflow.environments.episodes.playing import EpisodePlayer, NextTurn, PlayedEpisode
 from hybridflow.errors import EnvironmentConfigError, RolloutError
 from hybridflow.rollout import Completion, Request, RolloutEngine, SamplingParams
 from hybridflow.rollout.running_groups import longest_first
@@ -34,7 +34,7 @@ FIRST_TURNS = 64
 class EpisodeStart:
     """An episode to play: its player, its row of the data, and the noise key and index in its group of its tokens."""
 
-    player: Player
+    player: EpisodePlayer
     row: Mapping[str, Any]
     noise_key: tuple[int, ...]
     index: int = 0
@@ -61,7 +61,7 @@ class RunningEpisodes:
     noise of its position among the episode's sampled tokens. With `in_order`, turns begin at certain steps of the
     engine, which waits for their environments then: so the sequences that run beside each other, and with them the
     rounding, do not depend on how long environments take, nor does the order in which groups end. `between_steps` is
-    called after each step of the engine; it may load weights.
+    called after each step of the engine; it may load weights. At most `most_running` episodes run at a time; 0: all.
     """
 
     def __init__(
@@ -75,13 +75,18 @@ class RunningEpisodes:
         in_order: bool = True,
         loop_limit_s: float | None = LOOP_LIMIT_S,
         between_steps: Callable[[], None] = lambda: None,
+        most_running: int = 0,
     ) -> None:
         self._engine, self._starts, self._sampling, self._in_order = engine, starts, sampling, in_order
         self._group_size, self._between_steps = group_size, between_steps
         on_loop = _Loop(loop, loop_limit_s)
         self._turns, self._ends = _Tasks(on_loop), _Tasks(on_loop)
         self._num_steps = 0
-        self._running: dict[int, list[int]] = {}  # the episodes of each request
+        self._running: dict[int, list[tuple[int, NextTurn]]] = {}  # the episodes and turns of each request
+        self._num_sampled: Counter[int] = Counter()  # turns of each episode that the engine samples
+        self._has_ended: set[int] = set()
+        self._to_begin = deque(range(len(starts)))
+        self._most_running = most_running or len(starts)
         self._request_ids = itertools.count()  # an episode goes on while others of its first request still run
         self._num_ended: Counter[int] = Counter()  # of each group
         self._ended: list[int] = []  # groups that have ended and were not returned yet, in order
@@ -118,27 +123,35 @@ class RunningEpisodes:
             raise
         self.num_left -= count
         if not self.num_left:
-            self._engine.forget_kept()
+            self._make_idle()
         return [(group, [played[n] for n in numbers]) for group, numbers in zip(groups, members, strict=True)]
 
     def abandon(self) -> None:
         """End all episodes; the engine is idle then."""
         self._turns.cancel()
         self._ends.cancel()
+        self._make_idle()
+        self.num_left = 0
+
+    def _make_idle(self) -> None:
         for request in self._running:
             with suppress(RolloutError):  # finished
                 self._engine.abort(request)
         self._engine.finished()
         self._engine.forget_kept()
-        self.num_left = 0
 
     def _begin(self) -> None:
         self._has_begun = True
-        firsts = {number: start.player.begin(start.row) for number, start in enumerate(self._starts)}
-        self._turns.start(firsts, self._num_steps)
+        self._begin_some(self._most_running)
         self._submit(self._turns.wait(self._turns.oldest()))  # all: the responses to one prompt run as one group
 
-    def _ready(self) -> list[tuple[int, Any]]:
+    def _begin_some(self, count: int) -> None:
+        numbers = [self._to_begin.popleft() for _ in range(min(count, len(self._to_begin)))]
+        starts = {number: self._starts[number] for number in numbers}
+        begins = {number: start.player.start(start.row) for number, start in starts.items()}
+        self._turns.start(begins, self._num_steps)
+
+    def _ready(self) -> list[tuple[int, list[NextTurn]]]:
         """Return what environments have returned, as far as it may be used now."""
         is_idle = not self._engine.has_unfinished()
         if not self._in_order:
@@ -149,70 +162,94 @@ class RunningEpisodes:
             return []
         return self._turns.wait(self._turns.oldest(started_before=self._num_steps - ROUND_STEPS))
 
-    def _submit(self, results: Sequence[tuple[int, Any]]) -> None:
-        """Go on with episodes in their order: with a turn, or with their end."""
-        contexts: dict[int, list[int]] = {}
+    def _submit(self, results: Sequence[tuple[int, list[NextTurn]]]) -> None:
+        """Go on with episodes in their order: with their turns, or with their end."""
+        turns: list[tuple[int, NextTurn]] = []
         ends: dict[int, Coroutine[Any, Any, PlayedEpisode]] = {}
-        for number, context in sorted(results, key=lambda each: each[0]):
-            if context is None:
-                ends[number] = self._starts[number].player.finish()
+        more: dict[int, Coroutine[Any, Any, list[NextTurn]]] = {}
+        for number, asked in sorted(results, key=lambda each: each[0]):
+            player = self._starts[number].player
+            turns += [(number, turn) for turn in asked]
+            self._num_sampled[number] += len(asked)
+            if not asked:
+                self._has_ended.add(number)
+                ends[number] = player.finish()
                 group = number // self._group_size
                 self._num_ended[group] += 1
                 if self._num_ended[group] == self._group_size:
                     self._ended.append(group)
-            else:
-                contexts[number] = context
+            elif player.is_parallel:
+                more[number] = player.next_turns()
         self._ends.start(ends, self._num_steps)
-        requests = [self._request(numbers, contexts[numbers[0]]) for numbers in self._groups(contexts)]
+        self._turns.start(more)
+        self._begin_some(len(ends))
+        requests = [self._request(group) for group in self._groups(turns)]
         for request in sorted(requests, key=longest_first):
             self._engine.submit(request)
 
-    def _groups(self, contexts: Mapping[int, list[int]]) -> Iterator[list[int]]:
-        """Yield the episodes that begin with one prompt as responses of one group, and others alone."""
-        group: list[int] = []
-        for number, context in contexts.items():
-            if group and self._is_next_of_group(number, group[-1]) and context == contexts[group[0]]:
-                group.append(number)
+    def _groups(self, turns: Sequence[tuple[int, NextTurn]]) -> Iterator[list[tuple[int, NextTurn]]]:
+        """Yield the turns that begin with one prompt as responses of one group, and others alone."""
+        group: list[tuple[int, NextTurn]] = []
+        for each in turns:
+            if group and self._is_next_of_group(each, group[-1]):
+                group.append(each)
                 continue
             if group:
                 yield group
-            group = [number]
+            group = [each]
         if group:
             yield group
 
-    def _is_next_of_group(self, number: int, last: int) -> bool:
-        this, other = self._starts[number], self._starts[last]
-        begins = not (this.player.num_sampled or other.player.num_sampled)
-        return begins and this.noise_key == other.noise_key and this.index == other.index + 1
+    def _is_next_of_group(self, each: tuple[int, NextTurn], last: tuple[int, NextTurn]) -> bool:
+        (this, turn), (other, before) = (self._starts[each[0]], each[1]), (self._starts[last[0]], last[1])
+        same_noise = (
+            this.noise_key == other.noise_key and turn.noise == before.noise and not (turn.offset or before.offset)
+        )
+        is_same = turn.context == before.context and turn.room == before.room
+        return same_noise and this.index == other.index + 1 and is_same
 
-    def _request(self, numbers: list[int], context: list[int]) -> Request:
-        start = self._starts[numbers[0]]
-        own = replace(self._sampling, max_new_tokens=min(self._sampling.max_new_tokens, start.player.room))
+    def _request(self, group: list[tuple[int, NextTurn]]) -> Request:
+        number, turn = group[0]
+        start, sampling = self._starts[number], self._sampling
+        own = replace(
+            sampling,
+            max_new_tokens=min(sampling.max_new_tokens, turn.room),
+            stop_strings=(*sampling.stop_strings, *turn.stop_strings),
+        )
         request_id = next(self._request_ids)
-        self._running[request_id] = numbers
+        self._running[request_id] = group
         return Request(
             request_id,
-            context,
+            turn.context,
             own,
-            group_size=len(numbers),
-            noise_key=start.noise_key,
-            resume_offset=start.player.num_sampled,
+            group_size=len(group),
+            noise_key=(*start.noise_key, *turn.noise),
+            resume_offset=turn.offset,
             first_index=start.index,
-            keep=start.player.may_go_on,
-            total_tokens=start.player.longest_row,
+            keep=turn.keep,
+            total_tokens=turn.total_tokens,
         )
 
     def _take_finished(self) -> None:
-        turns: dict[int, Coroutine[Any, Any, list[int] | None]] = {}
+        turns: dict[int, Coroutine[Any, Any, list[NextTurn]]] = {}
         for completion in self._engine.finished():
-            number = self._running[completion.request_id][completion.index]
-            turns[number] = _take(self._starts[number].player, completion)
+            number, turn = self._running[completion.request_id][completion.index]
+            player = self._starts[number].player
+            self._num_sampled[number] -= 1
+            if number in self._has_ended:  # its agent has ended without this turn
+                continue
+            if not player.is_parallel:
+                turns[number] = _go_on(player, turn, completion)
+                continue
+            self._turns.call(player.deliver, turn, completion)
+            if not self._num_sampled[number]:
+                self._turns.wait_from(number, self._num_steps)
         self._turns.start(turns, self._num_steps)
 
 
-def _take(player: Player, completion: Completion) -> Coroutine[Any, Any, list[int] | None]:
-    has_stopped = completion.finish_reason == "stop"
-    return player.take(completion.token_ids, completion.log_probs, completion.versions, has_stopped=has_stopped)
+async def _go_on(player: EpisodePlayer, turn: NextTurn, completion: Completion) -> list[NextTurn]:
+    player.deliver(turn, completion)
+    return await player.next_turns()
 
 
 class _Loop:
@@ -253,7 +290,7 @@ class _Tasks:
 
     def __init__(self, loop: _Loop) -> None:
         self._loop = loop
-        self._running: dict[int, int] = {}  # by episode: the step at its start
+        self._running: dict[int, int | None] = {}  # by episode: the step since which it is waited for, if it is
         self._tasks: dict[int, asyncio.Task[Any]] = {}  # the same, those that have begun; for the loop
         self._queue = queue.SimpleQueue[tuple[int, asyncio.Task[Any]]]()
         self._done: dict[int, asyncio.Task[Any]] = {}  # taken from the queue
@@ -262,8 +299,11 @@ class _Tasks:
         """Return whether some have not been returned."""
         return bool(self._running)
 
-    def start(self, coroutines: Mapping[int, Coroutine[Any, Any, Any]], step: int) -> None:
-        """Run coroutines by episode, which has no other one. The loop is woken once for all."""
+    def start(self, coroutines: Mapping[int, Coroutine[Any, Any, Any]], step: int | None = None) -> None:
+        """Run coroutines by episode, which has no other one. The loop is woken once for all.
+
+        Those without a `step` are not waited for until `wait_from`.
+        """
         if coroutines:
             self._running.update(dict.fromkeys(coroutines, step))
             try:
@@ -273,15 +313,28 @@ class _Tasks:
                     coroutine.close()
                 raise
 
+    def wait_from(self, number: int, step: int) -> None:
+        """Wait for the coroutine of an episode as if it had been started at a step."""
+        if number in self._running:
+            self._running[number] = step
+
+    def call(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call a function on the loop."""
+        self._loop.call(function, *arguments)
+
     def oldest(self, started_before: int | None = None) -> list[int]:
         """Return the episodes whose coroutines were started up to a step, in the order of steps and numbers."""
-        started = sorted((step, number) for number, step in self._running.items())
+        started = sorted((step, number) for number, step in self._running.items() if step is not None)
         return [number for step, number in started if started_before is None or step <= started_before]
 
     def wait(self, numbers: Sequence[int]) -> list[tuple[int, Any]]:
-        """Wait for the coroutines of these episodes and return what they returned. Raises what one raised."""
+        """Wait for the coroutines of these episodes; return what they, and those not waited for, returned.
+
+        Raises what one raised.
+        """
         self._wait(lambda: all(number in self._done for number in numbers))
-        return [(number, self._pop(number)) for number in numbers]
+        others = [number for number in self._done if self._running[number] is None]
+        return [(number, self._pop(number)) for number in (*numbers, *others)]
 
     def some(self, count: int) -> list[tuple[int, Any]]:
         """Wait until `count` coroutines have returned, if so many run; return what all that have done returned."""

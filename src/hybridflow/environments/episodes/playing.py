@@ -5,7 +5,7 @@ begin(row) ──> prompt ──> engine ──> take(tokens) ──> prompt ─
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from hybridflow.data.chat_prompts import is_begun
 from hybridflow.data.turn_rendering import NextPrompt
@@ -15,6 +15,7 @@ from hybridflow.environments.episodes.episode_tokens import EpisodeRow
 from hybridflow.environments.episodes.messages import AssistantTurn
 from hybridflow.environments.episodes.rendering import ChatRenderer
 from hybridflow.errors import HybridFlowError
+from hybridflow.rollout import Completion
 
 Ask = Callable[[Question], Awaitable[Answer]]
 """Asks the environment of an episode."""
@@ -38,7 +39,8 @@ class EpisodeLimits:
 class PlayedEpisode:
     """An episode that has ended: its rows of tokens, and its rewards by name, none after a `failure`.
 
-    `bonus` is the sum of the rewards of turns, and that of `group_rewards`; it is added to the score.
+    `bonus` is the sum of the rewards of turns, and that of `group_rewards`; it is added to the score. `output`: what a
+    command has printed.
     """
 
     episode: Episode
@@ -46,10 +48,58 @@ class PlayedEpisode:
     rewards: Mapping[str, Any] = field(default_factory=dict)
     bonus: float = 0.0
     failure: Failure | None = None
+    num_first_messages: int = 0
+    output: str = ""
+
+
+@dataclass(frozen=True)
+class NextTurn:
+    """A turn that an engine is to sample: the tokens before it, and how many it may have.
+
+    Its noise follows from the key of the episode, the words `noise` and the position `offset` of its first token.
+    `keep`, `total_tokens`: see `Request`. `own`: what the player knows of it.
+    """
+
+    context: list[int]
+    room: int
+    keep: bool
+    total_tokens: int
+    offset: int = 0
+    noise: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    own: Any = None
+
+
+class EpisodePlayer(Protocol):
+    """What plays one episode: it asks for turns of the model, and gets them."""
+
+    async def start(self, row: Mapping[str, Any]) -> list[NextTurn]:
+        """Return the first turns; none if the episode has ended."""
+        ...
+
+    def deliver(self, turn: NextTurn, completion: Completion) -> None:
+        """Get a turn; called on the event loop."""
+        ...
+
+    async def next_turns(self) -> list[NextTurn]:
+        """Return the turns that follow from what was delivered; none if the episode has ended.
+
+        With `is_parallel` also those that are asked for while others are sampled.
+        """
+        ...
+
+    async def finish(self) -> "PlayedEpisode":
+        """Return the episode with its rewards: none after a failure."""
+        ...
+
+    is_parallel: bool
+    """Whether several turns may be sampled at a time."""
 
 
 class Player:
     """Plays one episode of an environment. A failure of the environment ends it, and is in `Episode.error`."""
+
+    is_parallel = False
 
     def __init__(self, ask: Ask, renderer: ChatRenderer, stop_ids: Sequence[int], limits: EpisodeLimits) -> None:
         self._ask, self._renderer, self._stop_ids, self._limits = ask, renderer, stop_ids, limits
@@ -60,6 +110,7 @@ class Player:
         self._cut_turn: AssistantTurn | None = None
         self._failure: Failure | None = None
         self._bonus = 0.0
+        self._delivered = Completion(0, 0)
 
     @property
     def num_sampled(self) -> int:
@@ -71,16 +122,26 @@ class Player:
         """The number of tokens that the next turn may have."""
         return self._room(self.rows[-1].num_tokens, len(self.rows[-1].ids))
 
-    @property
-    def may_go_on(self) -> bool:
-        """Whether another turn may follow the next one."""
-        return len(self.episode.turns) + 1 < self._limits.turns
+    async def start(self, row: Mapping[str, Any]) -> list[NextTurn]:
+        """Return the first turn; nothing if the environment failed."""
+        return self._turns(await self.begin(row))
 
-    @property
-    def longest_row(self) -> int:
-        """The number of tokens that the present row may have at the end of the episode; 0: no other turn may follow."""
+    def deliver(self, turn: NextTurn, completion: Completion) -> None:
+        """Get the turn."""
+        self._delivered = completion
+
+    async def next_turns(self) -> list[NextTurn]:
+        """Return the turn after the one that was delivered; nothing if the episode has ended."""
+        got = self._delivered
+        has_stopped = got.finish_reason == "stop"
+        return self._turns(await self.take(got.token_ids, got.log_probs, got.versions, has_stopped=has_stopped))
+
+    def _turns(self, context: list[int] | None) -> list[NextTurn]:
+        if context is None:
+            return []
+        may_go_on = len(self.episode.turns) + 1 < self._limits.turns
         most = min(self._limits.context_tokens, len(self.rows[-1].prompt_ids) + self._limits.tokens)
-        return most if self.may_go_on else 0
+        return [NextTurn(context, self.room, may_go_on, most if may_go_on else 0, self.num_sampled)]
 
     async def begin(self, row: Mapping[str, Any]) -> list[int] | None:
         """Return the prompt of the first turn; None if the environment failed."""
@@ -133,7 +194,7 @@ class Player:
         if answer.failure:
             self._fail(answer.failure, answer.error)
         rewards = {} if self._failure else dict(answer.rewards or {})
-        return PlayedEpisode(self.episode, self.rows, rewards, self._bonus, self._failure)
+        return PlayedEpisode(self.episode, self.rows, rewards, self._bonus, self._failure, self.num_first_messages)
 
     def _note(self, said: AssistantTurn, answer: Answer) -> None:
         turn = Turn(len(self.episode.turns), said.content, said.reasoning, answer.called, said.malformed)

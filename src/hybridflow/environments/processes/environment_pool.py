@@ -9,10 +9,11 @@ others; a second loss is a failure of that episode.
 
 import asyncio
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hybridflow.environments.agents.agent import environment_class
 from hybridflow.environments.episodes.answers import Answer, Question
 from hybridflow.environments.processes.client import EnvironmentHandle, LocalEnvironment
 from hybridflow.environments.processes.closure import Closure
@@ -24,6 +25,13 @@ from hybridflow.runtime.user_import import load_user_function
 
 GRACE_S = 10.0
 """Seconds beyond the limit of a call without a sign of life, after which a process is killed."""
+
+
+ALONE = 4
+"""Processes of their own that run at a time, for episodes whose process was lost."""
+
+AskAgent = Callable[[Question, bool], Awaitable[Answer]]
+"""Asks the agent of one episode, in a shared process or alone in a new one. Raises LostError if it is lost."""
 
 
 class _EnvironmentProcess(UserProcess):
@@ -70,7 +78,7 @@ class EnvironmentPool(ProcessPool[_EnvironmentProcess]):
         self._limits, self._closures = limits, {each.name: each for each in closures}
         self._shared: list[_EnvironmentProcess | None] = [None] * num_processes
         self._starting = [asyncio.Lock() for _ in range(num_processes)]
-        self._alone, self._ids = asyncio.Lock(), itertools.count()
+        self._alone, self._ids = asyncio.Semaphore(ALONE), itertools.count()
         self._settings = {
             "sources": [self._resolved(source) for source in classes.values()],
             "classes": {name: self._resolved(source) for name, source in classes.items()},
@@ -78,6 +86,7 @@ class EnvironmentPool(ProcessPool[_EnvironmentProcess]):
             "memory_bytes": memory_bytes,
             "timeout_s": limits.seconds,
             "concurrency": limits.concurrency,
+            "agent_timeout_s": limits.agent_seconds,
         }
         self._classes: dict[str, Any] = {}
         super().__init__("environments")
@@ -102,7 +111,8 @@ class EnvironmentPool(ProcessPool[_EnvironmentProcess]):
                 key = f"environment.classes.{name}"
                 found = load_user_function(source, key, EnvironmentConfigError, is_class=True)
                 digest = source_of(found)
-            self._classes[name], kinds[name] = found, EnvironmentKind.of(found, source, digest)
+            self._classes[name] = environment_class(found, source)
+            kinds[name] = EnvironmentKind.of(self._classes[name], source, digest)
         return kinds
 
     def _resolved(self, source: str) -> str:
@@ -116,6 +126,21 @@ class EnvironmentPool(ProcessPool[_EnvironmentProcess]):
         if not self._shared:
             return LocalEnvironment(lambda: EnvironmentHost(self._classes[name], self._limits, self._slots))
         return _RemoteEnvironment(self, name, number % len(self._shared))
+
+    def agent(self, name: str, number: int) -> AskAgent:
+        """Return what asks the agent of one episode; `number` chooses its process."""
+        if not self._shared:
+            host = EnvironmentHost(self._classes[name], self._limits, self._slots)
+            return lambda question, is_alone: host.answer(question)
+        agent_id = self.new_id()
+
+        async def ask(question: Question, is_alone: bool) -> Answer:
+            if is_alone:
+                return await self.ask_alone(name, [question])
+            process = await self.shared(number % len(self._shared))
+            return await process.answer(_answer_of, agent_id, name, question)
+
+        return ask
 
     def renew(self, *, all_of_them: bool = False) -> None:
         """End processes, while no episode is played: those in which calls still run that were given up, or all."""

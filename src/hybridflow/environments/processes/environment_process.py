@@ -28,7 +28,8 @@ BEAT_S = 0.5
 def main() -> None:
     """Load the classes that the settings name, and answer questions until stdin ends."""
     settings, replies, questions = begin()
-    from hybridflow.environments.processes.host import EnvironmentKind  # within the limits of this process
+    from hybridflow.environments.agents.agent import environment_class  # within the limits of this process
+    from hybridflow.environments.processes.host import EnvironmentKind
     from hybridflow.errors import EnvironmentConfigError
     from hybridflow.runtime.user_code import load_user_function
 
@@ -37,11 +38,12 @@ def main() -> None:
         kinds = {}
         for name, source in settings["classes"].items():
             if source in settings["closures"]:
-                classes[name], digest = by_value(*settings["closures"][source]), ""
+                found, digest = by_value(*settings["closures"][source]), ""
             else:
                 key = f"environment.classes.{name}"
-                classes[name] = load_user_function(source, key, EnvironmentConfigError, is_class=True)
-                digest = source_of(classes[name])
+                found = load_user_function(source, key, EnvironmentConfigError, is_class=True)
+                digest = source_of(found)
+            classes[name] = environment_class(found, source)
             kinds[name] = EnvironmentKind.of(classes[name], source, digest).to_message()
     except BaseException as error:  # a user's file may raise anything
         is_ours = isinstance(error, EnvironmentConfigError)
@@ -55,7 +57,7 @@ async def _serve(classes: dict[str, Any], questions: BinaryIO, replies: Replies,
     from hybridflow.environments.episodes.answers import Answer, Finish, ScoreGroup
     from hybridflow.environments.processes.host import CallLimits, EnvironmentHost
 
-    limits = CallLimits(settings["timeout_s"], settings["concurrency"])
+    limits = CallLimits(settings["timeout_s"], settings["concurrency"], settings["agent_timeout_s"])
     slots = asyncio.Semaphore(limits.concurrency)
     hosts: dict[int, EnvironmentHost] = {}
 

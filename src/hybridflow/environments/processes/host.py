@@ -8,10 +8,23 @@ import math
 import numbers
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hybridflow.environments.episodes.answers import Answer, Begin, Failure, Finish, Question, ScoreGroup, TakeTurn
+from hybridflow.environments.agents.agent import Agent, AgentSession
+from hybridflow.environments.episodes.answers import (
+    Answer,
+    Begin,
+    Failure,
+    Finish,
+    Question,
+    RunAgent,
+    ScoreGroup,
+    TakeTurn,
+    as_unicode,
+    rewards_of,
+)
 from hybridflow.environments.episodes.environment import METHODS, CalledTool, Done, Environment, Episode, Reply, Turn
 from hybridflow.environments.episodes.messages import AssistantTurn, Message, ToolCall
 from hybridflow.environments.episodes.tools import Tool, tool_of, tools_of
@@ -28,10 +41,14 @@ CANCEL_S = 0.1
 
 @dataclass(frozen=True)
 class CallLimits:
-    """Seconds of each call of the user's code (None: no limit), and how many run at a time."""
+    """Seconds of each call of the user's code (None: no limit), and how many run at a time.
+
+    `agent_seconds`: those of a whole episode of an agent.
+    """
 
     seconds: float | None = 60.0
     concurrency: int = CONCURRENT_CALLS
+    agent_seconds: float | None = 600.0
 
 
 class _FailedError(Exception):
@@ -69,9 +86,11 @@ class EnvironmentHost:
                 return await self._take_turn(question.said)
             if isinstance(question, ScoreGroup):
                 return await self._score_group(question.episodes)
+            if isinstance(question, RunAgent):
+                return await self._run_agent(question)
             return await self._finish(question)
         except _FailedError as failed:
-            failure, error = failed.failure, _unicode(str(failed))
+            failure, error = failed.failure, as_unicode(str(failed))
         except asyncio.CancelledError:
             raise
         except BaseException as raised:  # of a value of the user's code, such as one whose `repr` fails
@@ -92,8 +111,22 @@ class EnvironmentHost:
         environment = self._environment
         if environment is None:
             environment = self._environment = await self._within(self._name, self._make)
-            self._tools = tools_of(environment, METHODS)
+            self._tools = _tools_of(environment)
         return environment
+
+    async def _run_agent(self, question: RunAgent) -> Answer:
+        agent, session = await self._made(), AgentSession(question.base_url, question.api_key)
+        assert isinstance(agent, Agent)
+        row = copy.deepcopy(question.row)
+        failure: Failure | None = None
+        error, rewards = "", None
+        try:
+            found = await self._within("the agent", lambda: agent.run(session, row), self._limits.agent_seconds)
+            rewards = None if found is None else _rewards_of("the agent", found)
+        except _FailedError as failed:
+            failure, error = failed.failure, as_unicode(str(failed))
+        output = as_unicode(str(getattr(agent, "output", "")))
+        return Answer(is_done=True, rewards=rewards, failure=failure, error=error, output=output)
 
     async def _take_turn(self, said: AssistantTurn) -> Answer:
         environment = await self._made()
@@ -116,14 +149,18 @@ class EnvironmentHost:
     async def _finish(self, question: Finish) -> Answer:
         if question.cut_turn is not None:
             self._note(question.cut_turn)
+        if question.episode is not None:
+            self._episode, _ = question.episode, await self._made()
         environment = self._environment
         try:
             if question.ended == "error" or environment is None:
                 return Answer(is_done=True)
             self._episode.ended = question.ended
+            if question.rewards is not None:
+                return Answer(is_done=True, rewards=question.rewards)
             rewards: Mapping[str, Any] = {"score": 0.0}
             if type(environment).reward is not Environment.reward:
-                rewards = _rewards_of(await self._within("reward", lambda: environment.reward(self._episode)))
+                rewards = _rewards_of("reward", await self._within("reward", lambda: environment.reward(self._episode)))
             return Answer(is_done=True, rewards=rewards)
         finally:
             if environment is not None:
@@ -148,16 +185,19 @@ class EnvironmentHost:
             result = await self._limited(call.name, lambda: _run(tool, arguments))
             return CalledTool(call, _text_of(result, tool.name))
         except (ToolError, _FailedError) as error:
-            return CalledTool(call, _unicode(f"error: {error}"), is_error=True)
+            return CalledTool(call, as_unicode(f"error: {error}"), is_error=True)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # of the user's tool, also SystemExit
             return CalledTool(call, f"error: {type(error).__name__}: {_shown(error)}", is_error=True)
 
-    async def _within(self, what: str, call: Callable[[], Any]) -> Any:
-        """Return what a method of the environment returns. Raises _FailedError if it raises or takes too long."""
+    async def _within(self, what: str, call: Callable[[], Any], *seconds: float | None) -> Any:
+        """Return what a method of the environment returns. Raises _FailedError if it raises or takes too long.
+
+        `seconds` replaces the limit of a call.
+        """
         try:
-            return await self._limited(what, call)
+            return await self._limited(what, call, *seconds)
         except (_FailedError, asyncio.CancelledError):
             raise
         except EnvironmentConfigError as error:
@@ -167,12 +207,16 @@ class EnvironmentHost:
         except BaseException as error:  # of the user's environment, also SystemExit
             raise _FailedError("raised", f"{what} raised {type(error).__name__}: {_shown(error)}") from error
 
-    async def _limited(self, what: str, call: Callable[[], Any]) -> Any:
-        """Return what a call returns, `async` or not, in a task of its own, which may ignore that it is cancelled."""
-        async with self._slots:
+    async def _limited(self, what: str, call: Callable[[], Any], *seconds: float | None) -> Any:
+        """Return what a call returns, `async` or not, in a task of its own, which may ignore that it is cancelled.
+
+        A call with a limit of its own, which may wait for others, takes no slot.
+        """
+        (limit,) = seconds or (self._limits.seconds,)
+        async with nullcontext() if seconds else self._slots:
             task = asyncio.ensure_future(_outcome(call))
             try:
-                await asyncio.wait({task}, timeout=self._limits.seconds)
+                await asyncio.wait({task}, timeout=limit)
             finally:
                 is_late = not task.done()
                 task.cancel()
@@ -181,7 +225,7 @@ class EnvironmentHost:
                 if not task.done():
                     EnvironmentHost.num_stuck += 1
                     task.add_done_callback(_one_less_is_stuck)
-                raise _FailedError("timeout", f"{what} took longer than {self._limits.seconds:g} s")
+                raise _FailedError("timeout", f"{what} took longer than {limit:g} s")
             value, error = task.result()
             if isinstance(error, asyncio.CancelledError):  # by the user's code
                 raise _FailedError("raised", f"{what} was cancelled: asyncio.CancelledError") from error
@@ -200,6 +244,8 @@ def require_rewards(environment: type[Environment], name: str) -> None:
         raise EnvironmentConfigError(
             f"'{name}' does not name a subclass of hybridflow.environments.Environment; derive the class from it."
         )
+    if issubclass(environment, Agent):
+        return
     if environment.reward is Environment.reward and not scores_groups(environment):
         raise EnvironmentConfigError(
             f"{environment.__name__} has no method `reward`, so no episode of it has a score; write one."
@@ -222,13 +268,15 @@ class EnvironmentKind:
     schemas: tuple[Mapping[str, Any], ...]
     scores_groups: bool
     source: str
+    is_agent: bool = False
 
     @classmethod
     def of(cls, environment: type[Environment], name: str, source: str = "") -> "EnvironmentKind":
         """Return the kind of a class. Raises EnvironmentConfigError if it has no reward, or a tool without a schema."""
         require_rewards(environment, name)
-        tools = tools_of(object.__new__(environment), METHODS)  # types and docstrings do not depend on the object
-        return cls(name, tuple(tool.schema() for tool in tools.values()), scores_groups(environment), source)
+        tools = _tools_of(object.__new__(environment))  # types and docstrings do not depend on the object
+        schemas = tuple(tool.schema() for tool in tools.values())
+        return cls(name, schemas, scores_groups(environment), source, issubclass(environment, Agent))
 
     def to_message(self) -> dict[str, Any]:
         """Return the kind as values of JSON."""
@@ -238,8 +286,16 @@ class EnvironmentKind:
     def of_message(cls, message: Mapping[str, Any]) -> "EnvironmentKind":
         """Return the kind that `to_message` has written."""
         return cls(
-            str(message["name"]), tuple(message["schemas"]), bool(message["scores_groups"]), str(message["source"])
+            str(message["name"]),
+            tuple(message["schemas"]),
+            bool(message["scores_groups"]),
+            str(message["source"]),
+            bool(message["is_agent"]),
         )
+
+
+def _tools_of(environment: Environment) -> dict[str, Tool]:
+    return {} if isinstance(environment, Agent) else tools_of(environment, METHODS)
 
 
 async def _outcome(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
@@ -289,7 +345,7 @@ def _settle(outcome: "asyncio.Future[Any]", value: Any, error: BaseException | N
 
 def _shown(error: BaseException) -> str:
     try:
-        return _unicode(str(error)[:500])
+        return as_unicode(str(error)[:500])
     except BaseException as problem:  # a user's class may raise anything
         return f"an exception whose text is missing: __str__ raised {type(problem).__name__}"
 
@@ -303,12 +359,7 @@ def _text_of(result: object, name: str) -> str:
             raise ToolError(f"{name} returned a {type(result).__name__}, not a text or a value of JSON") from error
     if len(text) > MAX_RESULT_CHARS:
         raise ToolError(f"the result of {name} has {len(text):,} characters; at most {MAX_RESULT_CHARS:,}")
-    return _unicode(text)
-
-
-def _unicode(text: str) -> str:
-    """Return a text without halves of characters, which no tokenizer takes."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return as_unicode(text)
 
 
 def _messages_of(what: str, value: object) -> tuple[Message, ...]:
@@ -324,7 +375,7 @@ def _messages_of(what: str, value: object) -> tuple[Message, ...]:
             text = json.dumps(dict(each), ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise _FailedError("raised", wrong) from error
-        messages.append(json.loads(_unicode(text)))
+        messages.append(json.loads(as_unicode(text)))
     return tuple(messages)
 
 
@@ -334,20 +385,11 @@ def _number_of(what: str, value: object) -> float:
     return float(value)
 
 
-def _rewards_of(found: object) -> dict[str, Any]:
-    """Return rewards by name, numbers and texts."""
-    given = found if isinstance(found, Mapping) else {"score": found}
-    rewards: dict[str, Any] = {}
-    for name, value in given.items():
-        if isinstance(value, str) and name != "score":
-            rewards[_unicode(str(name))] = _unicode(value)
-        elif isinstance(value, numbers.Real) and math.isfinite(value):
-            rewards[_unicode(str(name))] = float(value)
-        else:
-            raise _FailedError(
-                "raised", f"reward returned {name}={value!r:.100}; expected a finite number, or several by name"
-            )
-    return rewards
+def _rewards_of(what: str, found: object) -> dict[str, Any]:
+    try:
+        return rewards_of(found)
+    except ValueError as error:
+        raise _FailedError("raised", f"{what} returned {error}") from error
 
 
 def _results(called: Sequence[CalledTool], said: AssistantTurn) -> list[Message]:

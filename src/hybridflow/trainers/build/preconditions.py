@@ -119,14 +119,11 @@ def settle_rows(config: Config) -> Config:
         )
     if environment.max_rows:
         return config
-    changing = [each.check for each in findings if each.state == "rows"]
-    rows = environment.max_turns if changing else 1
-    if changing:
-        logger.info(
-            "the chat template changes earlier turns (%s), so that an episode may have %d rows of tokens",
-            ", ".join(changing),
-            rows,
-        )
+    reasons = [f"the chat template changes earlier turns ({each.check})" for each in findings if each.state == "rows"]
+    reasons += [f"{name} is an agent" for name, source in environment.classes.items() if names_agent(source)]
+    rows = environment.max_turns if reasons else 1
+    if reasons:
+        logger.info("an episode may have %d rows of tokens: %s", rows, ", ".join(reasons))
     settled = config.model_copy(update={"environment": environment.model_copy(update={"max_rows": rows})})
     check(settled)
     return settled

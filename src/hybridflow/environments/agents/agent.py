@@ -1,0 +1,70 @@
+"""The user's side of an agent: a program that calls the model itself, by the address that it gets."""
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from hybridflow.environments.episodes.environment import Environment
+from hybridflow.environments.processes.reward_process import returns_awaitable
+from hybridflow.errors import EnvironmentConfigError
+
+
+@dataclass(frozen=True)
+class AgentSession:
+    """The address of the model for one episode, and the key for it.
+
+    `base_url` is that of OpenAI's clients. Requests may also be those of Anthropic's clients.
+    """
+
+    base_url: str
+    api_key: str
+
+    @property
+    def anthropic_base_url(self) -> str:
+        """The address for Anthropic's clients, which add `/v1` themselves."""
+        return self.base_url.removesuffix("/v1")
+
+
+class Agent(Environment):
+    """Base class of agents. A class may also have `reward`, `group_rewards` and `close`; it has no tools.
+
+    A function `async def agent(session, row)` is an agent whose class has nothing else.
+    """
+
+    async def run(self, session: AgentSession, row: Mapping[str, Any]) -> float | Mapping[str, Any] | None:
+        """Play the episode of a row; return what it is worth, or None if `reward` or reward.function says it."""
+        raise NotImplementedError
+
+
+class FunctionAgent(Agent):
+    """An agent that is a function of the user."""
+
+    function: ClassVar[Callable[..., Any]]
+
+    async def run(self, session: AgentSession, row: Mapping[str, Any]) -> float | Mapping[str, Any] | None:
+        """Call the function."""
+        result = type(self).function(session, row)
+        return await result if isinstance(result, Awaitable) else result
+
+
+def environment_class(found: Any, name: str) -> type[Environment]:
+    """Return what the user has named as a class: itself, or the agent of a function.
+
+    Raises EnvironmentConfigError for a function that is not `async` or does not take a session and a row.
+    """
+    if isinstance(found, type):
+        return found
+    if not returns_awaitable(getattr(found, "func", found)):
+        raise EnvironmentConfigError(
+            f"'{name}' is neither a class nor an `async` function; an environment is a subclass of "
+            "hybridflow.environments.Environment, an agent is `async def agent(session, row)`."
+        )
+    try:
+        inspect.signature(found).bind(None, {})
+    except TypeError as error:
+        raise EnvironmentConfigError(
+            f"the agent '{name}' cannot be called as agent(session, row): {error}; change its parameters."
+        ) from error
+    title = getattr(found, "__name__", "agent")
+    return type(title, (FunctionAgent,), {"function": staticmethod(found), "__doc__": inspect.getdoc(found)})

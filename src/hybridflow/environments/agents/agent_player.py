@@ -1,0 +1,227 @@
+"""Plays the episode of an agent: its requests are turns for the engine, what it returns is the reward.
+
+An episode that has ended is in the journal of the step: what was asked, after which answers, and the outcome. A step
+that is repeated acts it out without the agent, as long as the model says the same; otherwise the agent runs again.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+from hybridflow.environments.agents.chat import ChatReply, ChatRequest, RefusedError
+from hybridflow.environments.agents.session import Session
+from hybridflow.environments.agents.turn_tree import TreeTurn
+from hybridflow.environments.episodes.answers import Answer, Finish, RunAgent
+from hybridflow.environments.episodes.environment import CalledTool, Episode, Turn
+from hybridflow.environments.episodes.playing import NextTurn, PlayedEpisode
+from hybridflow.environments.processes.environment_pool import AskAgent
+from hybridflow.environments.processes.pool import LostError
+from hybridflow.environments.rewards.journal import Call, RewardJournal
+from hybridflow.environments.rewards.outcome import Outcome
+from hybridflow.errors import RewardError
+from hybridflow.rollout import Completion
+
+
+class _DivergedError(Exception):
+    """The model said something else than in the journal."""
+
+
+class SessionHost(Protocol):
+    """What gives sessions an address."""
+
+    def add(self, session: Session) -> str:
+        """Serve a session; return the address for OpenAI's clients."""
+        ...
+
+    def remove(self, session: Session) -> None:
+        """End that."""
+        ...
+
+
+class AgentPlayer:
+    """Plays one episode of an agent, see `EpisodePlayer`; `key` names the episode in the journal.
+
+    `ask` asks the agent in its process. With `only_last`, turns that the newest conversation does not have are not
+    trained.
+    """
+
+    is_parallel = True
+
+    def __init__(
+        self,
+        ask: AskAgent,
+        make_session: Callable[[], Session],
+        endpoint: SessionHost,
+        *,
+        only_last: bool = False,
+        key: Sequence[int] = (),
+        journal: RewardJournal | None = None,
+    ) -> None:
+        self._ask, self._make_session, self._endpoint, self._only_last = ask, make_session, endpoint, only_last
+        self._key, self._journal = list(key), journal
+        self._row: Mapping[str, Any] = {}
+        self._session: Session | None = None
+        self._agent: asyncio.Task[Answer] | None = None
+
+    async def start(self, row: Mapping[str, Any]) -> list[NextTurn]:
+        """Start the agent; return its first turns."""
+        self._row, self._session = row, self._make_session()
+        self._agent = asyncio.create_task(self._play(self._session))
+        return await self.next_turns()
+
+    def deliver(self, turn: NextTurn, completion: Completion) -> None:
+        """Answer the request of a turn."""
+        assert self._session is not None
+        self._session.deliver(turn.own, completion)
+
+    async def next_turns(self) -> list[NextTurn]:
+        """Return the turns that the agent has asked for; none when it has ended."""
+        assert self._session is not None
+        assert self._agent is not None
+        try:
+            return [_next_turn(turn) for turn in await self._session.next_turns()]
+        except asyncio.CancelledError:
+            self._agent.cancel()
+            raise
+
+    async def finish(self) -> PlayedEpisode:
+        """Return the episode with its rewards: none after a failure."""
+        session, agent = self._session, self._agent
+        assert session is not None
+        assert agent is not None
+        answer, tree = await agent, session.tree
+        failure, error = answer.failure, answer.error
+        rows = tree.rows(only_last=self._only_last)
+        if not failure and not rows:
+            failure, error = (
+                "raised",
+                "the agent ended without a turn of the model; it must use its address",
+            )
+        messages, num_first = tree.messages()
+        ended = "error" if failure else session.limit or "done"
+        episode = Episode(self._row, messages, _turns(tree.kept), ended, error)
+        rewards = answer.rewards if answer.rewards is not None else session.reward
+        if not failure and rewards is None:
+            scored = await self._scored(Finish(ended, episode=episode))
+            rewards, failure, error = scored.rewards, scored.failure, scored.error
+            if failure:
+                episode.ended, episode.error = "error", error
+        return PlayedEpisode(episode, rows, {} if failure else rewards or {}, 0.0, failure, num_first, answer.output)
+
+    async def _scored(self, question: Finish) -> Answer:
+        problem: LostError | None = None
+        for is_alone in (False, True):
+            try:
+                return await self._ask(question, is_alone)
+            except LostError as lost:
+                problem = lost
+        return _lost(problem)
+
+    async def _play(self, session: Session) -> Answer:
+        """Act the episode out as the journal has it, or let the agent play it; end the session."""
+        call = None
+        try:
+            if self._journal:
+                call = self._journal.call({"episode": self._key, "agent": dict(self._row)}, None)
+                if call.known and (call.known.kind is None or self._journal.keeps_failures):
+                    with suppress(_DivergedError):
+                        return await _act_out(session, call.known, self._journal)
+                    session.restart()
+            answer = await self._run(session)
+            if self._journal and call:
+                self._write(self._journal, call, session, answer)
+            return answer
+        finally:
+            session.end()
+
+    async def _run(self, session: Session) -> Answer:
+        """Return the answer of the agent, which starts again, alone in a process, if its process is lost."""
+        problem: LostError | None = None
+        address = self._endpoint.add(session)
+        try:
+            for is_alone in (False, True):
+                if problem:
+                    session.restart()
+                try:
+                    return await self._ask(RunAgent(self._row, address, session.key), is_alone)
+                except LostError as lost:
+                    problem = lost
+            return _lost(problem)
+        finally:
+            self._endpoint.remove(session)
+
+    def _write(self, journal: RewardJournal, call: Call, session: Session, answer: Answer) -> None:
+        script = {
+            "events": session.events,
+            "reward": session.reward,
+            "limit": session.limit,
+            "answer": answer.to_message(),
+        }
+        journal.write(call, Outcome(json.dumps(script)), is_answer=answer.failure is None)
+
+
+async def _act_out(session: Session, known: Outcome, journal: RewardJournal) -> Answer:
+    """Ask what the agent has asked, each after the same answers. Raises _DivergedError if one of these differs."""
+    tasks: list[asyncio.Task[ChatReply]] = []
+    try:
+        script = json.loads(known.result)
+        for kind, *what in script["events"]:
+            if kind == "ask":
+                tasks.append(asyncio.create_task(session.complete(_request_of(what[0]))))
+                await asyncio.sleep(0)
+            elif kind == "got":
+                reply = await tasks[what[0]]
+                if reply.digest != what[1]:
+                    raise _DivergedError
+            elif tasks[what[0]].done():
+                session.drop(tasks[what[0]].result().turn_id)
+            else:
+                tasks[what[0]].cancel()
+        session.reward, session.limit = script["reward"], script["limit"]
+        return Answer.of_message(script["answer"])
+    except RefusedError as error:
+        raise _DivergedError from error
+    except (TypeError, ValueError, KeyError, IndexError) as error:
+        raise RewardError(
+            f"the journal '{journal.directory}' has a row that is not an episode of an agent ({error}); remove the "
+            "directory, so that agents run again."
+        ) from error
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _request_of(values: Mapping[str, Any]) -> ChatRequest:
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return ChatRequest(**given)
+
+
+def _next_turn(turn: TreeTurn) -> NextTurn:
+    return NextTurn(turn.context, turn.max_tokens, True, turn.most_tokens, 0, turn.noise, turn.request.stop, turn)
+
+
+def _turns(kept: Sequence[TreeTurn]) -> list[Turn]:
+    """Return the turns of an episode, with what the agent has told the model of the results of their calls."""
+    turns = []
+    for number, turn in enumerate(kept):
+        assert turn.reply is not None
+        said, results = turn.reply.said, list[str]()
+        if turn.children:
+            after = turn.children[0].request.messages[turn.position + 1 :]
+            results = [str(message.get("content")) for message in after if message["role"] == "tool"]
+        called = [
+            CalledTool(call, results[place] if place < len(results) else "") for place, call in enumerate(said.calls)
+        ]
+        turns.append(Turn(number, said.content, said.reasoning, tuple(called)))
+    return turns
+
+
+def _lost(problem: LostError | None) -> Answer:
+    assert problem is not None
+    how = "ended: " if problem.reason == "exited" else ""
+    return Answer(
+        failure="timeout" if problem.reason == "late" else "died", error=f"the process of the agent {how}{problem}"
+    )
