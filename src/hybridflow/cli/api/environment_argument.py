@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from hybridflow.config.environment_sources import scheme_of
 from hybridflow.environments import Environment
 from hybridflow.environments.episodes.tools import evaluated
 from hybridflow.environments.processes.closure import ENVIRONMENT, Closure
@@ -61,5 +62,8 @@ def _named(environments: Any) -> dict[str, Any]:
             f"environments={environments!r:.100} is a {type(environments).__name__}; expected a class, its name as in "
             "'path.py:Class', or a dict of several by data source."
         )
-    name = environments.rpartition(":")[2] if isinstance(environments, str) else environments.__name__
+    if isinstance(environments, str):
+        name = scheme_of(environments) or environments.rpartition(":")[2]
+    else:
+        name = environments.__name__
     return {re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower(): environments}
