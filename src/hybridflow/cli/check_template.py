@@ -23,8 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tools",
-        metavar="FILE.py:CLASS",
-        help="a class whose public methods are the tools, without arguments (default: one tool of the check)",
+        metavar="SOURCE",
+        help="FILE.py:CLASS, whose public methods are the tools, or another value of environment.classes (default: one "
+        "tool of the check)",
     )
 
 
@@ -33,14 +34,14 @@ def run(args: argparse.Namespace) -> int:
     from hybridflow.data import load_tokenizer, stop_token_ids
     from hybridflow.data.watched_tokenizer import watched
     from hybridflow.environments import check_template, tools_of
+    from hybridflow.environments.adapters import load
     from hybridflow.models.hub import local_model
-    from hybridflow.runtime.user_import import load_user_function
 
     directory = local_model("MODEL", args.model)
     tokenizer = load_tokenizer(directory, chat_template=args.chat_template)
     tools = []
     if args.tools:
-        found = load_user_function(args.tools, "class of --tools", EnvironmentConfigError, is_class=True)
+        found, _ = load(args.tools, "--tools")
         try:
             instance = found()
         except Exception as error:  # a class of the user

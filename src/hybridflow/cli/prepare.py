@@ -1,7 +1,8 @@
 """Write a dataset as train.parquet and test.parquet, ready for training.
 
-countdown and multiplication are generated, the others are converted from .jsonl, .json, .csv or .parquet files: table
-from any file with prompts and answers, the rest from files in the format of the data set.
+countdown and multiplication are generated, environment takes the rows of another package's environment, the others are
+converted from .jsonl, .json, .csv or .parquet files: table from any file with prompts and answers, the rest from files
+in the format of the data set.
 """
 
 import argparse
@@ -18,6 +19,8 @@ from hybridflow.data import (
 )
 from hybridflow.data.parquet_rows import shorten_text
 from hybridflow.data.prepare.datasets import DATASETS, OPTIONS, options_of
+from hybridflow.data.prepare.prompt_file import write_splits
+from hybridflow.environments.adapters import rows_of
 from hybridflow.models.hub import local_file
 
 
@@ -56,6 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt-template", default=MULTIPLICATION_PROMPT, metavar="TEXT", help="with {a} and {b}"
     )
 
+    environment = _add_task(tasks, "environment", "rows of an environment of another package")
+    environment.add_argument("source", metavar="SOURCE", help="a value of environment.classes, SCHEME:NAME")
+    _add_sizes(environment)
+
     for name, kind in DATASETS.items():
         task = _add_task(tasks, name, kind.summary)
         _add_files(task)
@@ -77,12 +84,21 @@ def run(args: argparse.Namespace) -> int:
     for option in ("train_file", "test_file"):
         if options.get(option):
             options[option] = local_file(f"--{option.replace('_', '-')}", options[option])
-    generate = {"countdown": prepare_countdown, "multiplication": prepare_multiplication}.get(task)
+    generate = {
+        "countdown": prepare_countdown,
+        "multiplication": prepare_multiplication,
+        "environment": _prepare_environment,
+    }.get(task)
     if generate:
         _report(generate(output_dir, **options))
     else:
         _report(prepare_files(task, options.pop("train_file"), output_dir, **options))
     return 0
+
+
+def _prepare_environment(output_dir: str, *, source: str, train_size: int, test_size: int, seed: int) -> PreparedFiles:
+    train, test = (rows_of(source, split, size, seed) for split, size in (("train", train_size), ("test", test_size)))
+    return write_splits(output_dir, train, test)
 
 
 def _report(files: PreparedFiles) -> None:

@@ -8,7 +8,7 @@ EPISODES = "environment.classes={a='a.py:A'} environment.max_rows=2"
 CONTRADICTIONS = [
     (f"{EPISODES} environment.weights={{a=1,walk=1}}", "environment.weights.walk weighs no environment"),
     (f"{EPISODES} environment.weights={{a=0}}", "environment.weights are all 0"),
-    ("environment.classes={a='a.py'}", "environment.classes.a='a.py' names no class"),
+    ("environment.classes={a='a.py'}", "environment.classes.a='a.py' is invalid: expected 'path.py:Class'"),
     (
         f"{EPISODES} data.chat_template=false",
         "what separates the turns of environment.classes; use true",

@@ -2,19 +2,22 @@
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from hybridflow.config.environment_sources import scheme_of
 from hybridflow.environments import Environment
+from hybridflow.environments.agents.agent import environment_class
 from hybridflow.environments.episodes.tools import evaluated
 from hybridflow.environments.processes.closure import ENVIRONMENT, Closure
 from hybridflow.environments.processes.host import require_rewards
 from hybridflow.errors import EnvironmentConfigError
 
-Environments = type[Environment] | str | Mapping[str, type[Environment] | str] | None
-"""A class, or "path.py:Class", or several by the data source of their rows."""
+Given = type[Environment] | Callable[..., Any] | str
+Environments = Given | Mapping[str, Given] | None
+"""A class, an `async` function of an agent, "path.py:Class", or several by the data source of their rows."""
 
 
 def environment_sources(environments: Environments) -> tuple[dict[str, str], list[Closure]]:
@@ -28,7 +31,9 @@ def environment_sources(environments: Environments) -> tuple[dict[str, str], lis
         if isinstance(given, str):
             sources[name] = given
             continue
-        require_rewards(given, getattr(given, "__name__", repr(given)[:100]))
+        title = getattr(given, "__name__", repr(given)[:100])
+        given = environment_class(given, title)
+        require_rewards(given, title)
         _read_types(given)
         closure = Closure.of(given, ENVIRONMENT)
         number = sum(closure.name == other.name.partition("#")[0] for other in closures)
@@ -56,10 +61,13 @@ def _named(environments: Any) -> dict[str, Any]:
         if not environments:
             raise EnvironmentConfigError("environments={} names no class; give one, or leave environments out.")
         return {str(name): given for name, given in environments.items()}
-    if not isinstance(environments, str | type):
+    if not isinstance(environments, str | type) and not callable(environments):
         raise EnvironmentConfigError(
             f"environments={environments!r:.100} is a {type(environments).__name__}; expected a class, its name as in "
             "'path.py:Class', or a dict of several by data source."
         )
-    name = environments.rpartition(":")[2] if isinstance(environments, str) else environments.__name__
+    if isinstance(environments, str):
+        name = scheme_of(environments) or environments.rpartition(":")[2]
+    else:
+        name = getattr(environments, "__name__", "agent")
     return {re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower(): environments}

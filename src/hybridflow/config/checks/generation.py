@@ -5,6 +5,7 @@ from typing import Any
 
 from hybridflow.algorithms.declarations import ESTIMATORS
 from hybridflow.config.checks.refusal import Refusal, any_of
+from hybridflow.config.environment_sources import FORMS, is_source
 from hybridflow.config.sections.config import Config
 
 
@@ -121,8 +122,8 @@ def _environments(config: Config) -> Iterator[str]:
             yield f"environment.weights={environment.weights} needs environment.classes, which is empty; set it"
         return
     for name, source in environment.classes.items():
-        if ":" not in source.strip(":"):
-            yield (f"environment.classes.{name}={source!r} names no class; write 'path.py:Class' or 'module:Class'")
+        if not is_source(source):
+            yield f"environment.classes.{name}={source!r} is invalid: expected {FORMS}"
     classes = ", ".join(environment.classes)
     for name in environment.weights:
         if name not in environment.classes:

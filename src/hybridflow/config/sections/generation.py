@@ -110,9 +110,9 @@ class EnvironmentConfig(Section):
 
     classes: dict[str, str] = Field(
         default={},
-        description="Classes of environments or `async` functions of agents by name, as in {calculator = "
-        "'path.py:Calculator'}; an agent may also be 'command:COMMAND'. With several, the data_source of a row names its "
-        "class. They give the rewards, and run in reward.processes.",
+        description="Classes of environments and `async` functions of agents by name, as in {calculator = "
+        "'path.py:Calculator'}, commands of agents ('command:COMMAND'), or environments of other packages "
+        "('SCHEME:NAME'). With several, the data_source of a row names its class. They run in reward.processes.",
     )
     weights: dict[str, Annotated[float, Field(ge=0)]] = Field(
         default={},
@@ -127,8 +127,8 @@ class EnvironmentConfig(Section):
     max_rows: NonNegative = Field(
         default=0,
         description="Rows of tokens that an episode may have, each with what the template makes of the turns before, "
-        "or of a branch of an agent; 0: 1 if the template never changes earlier turns (`hybridflow check-template`) and "
-        "there is no agent, otherwise max_turns.",
+        "or a branch of an agent's conversations; 0: 1 if there is no agent and the template never changes earlier turns "
+        "(`hybridflow check-template`), otherwise max_turns.",
     )
 
 

@@ -13,15 +13,15 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hybridflow.config.environment_sources import scheme_of
+from hybridflow.environments.adapters import load
 from hybridflow.environments.agents.agent import environment_class
 from hybridflow.environments.episodes.answers import Answer, Question
 from hybridflow.environments.processes.client import EnvironmentHandle, LocalEnvironment
 from hybridflow.environments.processes.closure import Closure
 from hybridflow.environments.processes.host import CallLimits, EnvironmentHost, EnvironmentKind
 from hybridflow.environments.processes.pool import START_TIMEOUT_S, LostError, ProcessPool, UserProcess
-from hybridflow.environments.processes.reward_process import source_of
 from hybridflow.errors import EnvironmentConfigError
-from hybridflow.runtime.user_import import load_user_function
 
 GRACE_S = 10.0
 """Seconds beyond the limit of a call without a sign of life, after which a process is killed."""
@@ -108,9 +108,7 @@ class EnvironmentPool(ProcessPool[_EnvironmentProcess]):
             if closure := self._closures.get(source):
                 found, digest = closure.function(), ""
             else:
-                key = f"environment.classes.{name}"
-                found = load_user_function(source, key, EnvironmentConfigError, is_class=True)
-                digest = source_of(found)
+                found, digest = load(source, f"environment.classes.{name}")
             self._classes[name] = environment_class(found, source)
             kinds[name] = EnvironmentKind.of(self._classes[name], source, digest)
         return kinds
@@ -118,7 +116,7 @@ class EnvironmentPool(ProcessPool[_EnvironmentProcess]):
     def _resolved(self, source: str) -> str:
         """Return the name of a class with the whole path of its file."""
         path, _, name = source.rpartition(":")
-        is_file = path.endswith(".py") and source not in self._closures
+        is_file = path.endswith(".py") and source not in self._closures and not scheme_of(source)
         return f"{Path(path).expanduser().resolve()}:{name}" if is_file else source
 
     def environment(self, name: str, number: int) -> EnvironmentHandle:

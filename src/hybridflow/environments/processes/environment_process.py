@@ -18,7 +18,6 @@ from hybridflow.environments.processes.reward_process import (
     by_value,
     described,
     serve,
-    source_of,
 )
 
 BEAT_S = 0.5
@@ -28,7 +27,8 @@ BEAT_S = 0.5
 def main() -> None:
     """Load the classes that the settings name, and answer questions until stdin ends."""
     settings, replies, questions = begin()
-    from hybridflow.environments.agents.agent import environment_class  # within the limits of this process
+    from hybridflow.environments.adapters import load  # within the limits of this process
+    from hybridflow.environments.agents.agent import environment_class
     from hybridflow.environments.processes.host import EnvironmentKind
     from hybridflow.errors import EnvironmentConfigError
     from hybridflow.runtime.user_code import load_user_function
@@ -40,9 +40,7 @@ def main() -> None:
             if source in settings["closures"]:
                 found, digest = by_value(*settings["closures"][source]), ""
             else:
-                key = f"environment.classes.{name}"
-                found = load_user_function(source, key, EnvironmentConfigError, is_class=True)
-                digest = source_of(found)
+                found, digest = load(source, f"environment.classes.{name}", load_user_function)
             classes[name] = environment_class(found, source)
             kinds[name] = EnvironmentKind.of(classes[name], source, digest).to_message()
     except BaseException as error:  # a user's file may raise anything

@@ -9,13 +9,15 @@ from typing import Any, cast, get_args
 
 from hybridflow.checkpoint import CheckpointStore
 from hybridflow.config import Config, DTypeName, check
+from hybridflow.config.environment_sources import names_agent
 from hybridflow.data import RLHFDataset, load_tokenizer
 from hybridflow.data.chat_templates import chat_template_of
 from hybridflow.data.tokenizer import CLOCK, reads_clock, require_tokenizer, stop_token_ids, tokenizer_of
 from hybridflow.data.watched_tokenizer import require_sound, watched
 from hybridflow.environments import check_template
 from hybridflow.environments.processes.arguments import check_names, check_signature
-from hybridflow.environments.processes.closure import closure_of
+from hybridflow.environments.agents.agent import Agent
+from hybridflow.environments.processes.closure import ENVIRONMENT, closure_of
 from hybridflow.environments.rewards.table import require_known
 from hybridflow.errors import (
     ConfigError,
@@ -120,13 +122,18 @@ def settle_rows(config: Config) -> Config:
     if environment.max_rows:
         return config
     reasons = [f"the chat template changes earlier turns ({each.check})" for each in findings if each.state == "rows"]
-    reasons += [f"{name} is an agent" for name, source in environment.classes.items() if names_agent(source)]
+    reasons += [f"{name} is an agent" for name, source in environment.classes.items() if _is_agent(source)]
     rows = environment.max_turns if reasons else 1
     if reasons:
         logger.info("an episode may have %d rows of tokens: %s", rows, ", ".join(reasons))
     settled = config.model_copy(update={"environment": environment.model_copy(update={"max_rows": rows})})
     check(settled)
     return settled
+
+
+def _is_agent(source: str) -> bool:
+    closure = closure_of(source, ENVIRONMENT)
+    return issubclass(closure.function(), Agent) if closure else names_agent(source)
 
 
 def require_model_directory(key: str, path: str) -> None:
