@@ -24,7 +24,8 @@ class AgentWorker:
     ) -> None:
         self._config, self._stop_ids, self._pool = config, stop_ids, pool
         self._renderers = Renderers(tokenizer)
-        self._endpoint = asyncio.run_coroutine_threadsafe(Endpoint.started(), pool.loop).result()
+        self._endpoint = Endpoint()
+        asyncio.run_coroutine_threadsafe(self._endpoint.start(), pool.loop).result()
 
     def player(
         self,

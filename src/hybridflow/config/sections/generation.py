@@ -127,7 +127,7 @@ class EnvironmentConfig(Section):
     max_rows: NonNegative = Field(
         default=0,
         description="Rows of tokens that an episode may have, each with what the template makes of the turns before, "
-        "or a branch of an agent's conversations; 0: 1 if there is no agent and the template never changes earlier turns "
+        "or a branch of an agent's conversations; 0: 1 without agents if the template never changes earlier turns "
         "(`hybridflow check-template`), otherwise max_turns.",
     )
 

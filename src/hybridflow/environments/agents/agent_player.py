@@ -6,6 +6,7 @@ that is repeated acts it out without the agent, as long as the model says the sa
 
 import asyncio
 import json
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -29,13 +30,18 @@ class _DivergedError(Exception):
 
 
 class SessionHost(Protocol):
-    """What gives sessions an address."""
+    """What serves sessions at addresses."""
 
-    def add(self, session: Session) -> str:
-        """Serve a session; return the address for OpenAI's clients."""
+    @property
+    def base_url(self) -> str:
+        """The address of all sessions."""
         ...
 
-    def remove(self, session: Session) -> None:
+    def add(self, session_id: str, session: Session) -> None:
+        """Serve a session at an address of its own."""
+        ...
+
+    def remove(self, session_id: str) -> None:
         """End that."""
         ...
 
@@ -139,7 +145,9 @@ class AgentPlayer:
     async def _run(self, session: Session) -> Answer:
         """Return the answer of the agent, which starts again, alone in a process, if its process is lost."""
         problem: LostError | None = None
-        address = self._endpoint.add(session)
+        session_id = secrets.token_hex(8)
+        address = f"{self._endpoint.base_url}/{session_id}/v1"
+        self._endpoint.add(session_id, session)
         try:
             for is_alone in (False, True):
                 if problem:
@@ -150,7 +158,7 @@ class AgentPlayer:
                     problem = lost
             return _lost(problem)
         finally:
-            self._endpoint.remove(session)
+            self._endpoint.remove(session_id)
 
     def _write(self, journal: RewardJournal, call: Call, session: Session, answer: Answer) -> None:
         script = {

@@ -15,8 +15,8 @@ from hybridflow.data.chat_templates import chat_template_of
 from hybridflow.data.tokenizer import CLOCK, reads_clock, require_tokenizer, stop_token_ids, tokenizer_of
 from hybridflow.data.watched_tokenizer import require_sound, watched
 from hybridflow.environments import check_template
-from hybridflow.environments.processes.arguments import check_names, check_signature
 from hybridflow.environments.agents.agent import Agent
+from hybridflow.environments.processes.arguments import check_names, check_signature
 from hybridflow.environments.processes.closure import ENVIRONMENT, closure_of
 from hybridflow.environments.rewards.table import require_known
 from hybridflow.errors import (
