@@ -11,7 +11,7 @@ import pytest
 
 from hybridflow import __version__
 from hybridflow.cli.arguments import add_recipe_arguments, add_stop_after, config_of
-from hybridflow.cli.checkpoint_arguments import add_checkpoint_arguments, chosen_checkpoint, recipe_of_run
+from hybridflow.cli.checkpoint_arguments import add_checkpoint_arguments, config_and_checkpoint
 from hybridflow.cli.exit_codes import exit_codes_text
 from hybridflow.cli.main import COMMANDS, Command, main, module_of
 from hybridflow.cli.output import write_rows
@@ -104,7 +104,9 @@ def test_an_unexpected_error_shows_its_traceback(fake_command, shown):
 
 def test_status_75_ends_with_the_hint_of_the_command(fake_command, shown, monkeypatch):
     fake_command(fail_with(WorkerDiedError("worker actor/0 died")))
-    monkeypatch.setattr(sys.modules["hybridflow.cli.fake"], "how_to_go_on", lambda args: f"Run {args.word}.", raising=False)
+    monkeypatch.setattr(
+        sys.modules["hybridflow.cli.fake"], "how_to_go_on", lambda args: f"Run {args.word}.", raising=False
+    )
     assert shown("fake", "it", status=75)[1] == "error: worker actor/0 died\nRun it.\n"
 
 
@@ -217,9 +219,9 @@ def test_options_of_checkpoints_and_steps_are_checked(capsys):
         assert f"N must be a positive integer, got {text!r}" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         parse("--run", "a", "--checkpoint", "b")
-    assert chosen_checkpoint(parse()) is recipe_of_run(parse()) is None
+    assert config_and_checkpoint(parse()) == (load_config(None), None)
     with pytest.raises(ConfigError, match="--step 4 needs a run; add --run DIR"):
-        chosen_checkpoint(parse("--step", "4"))
+        config_and_checkpoint(parse("--step", "4"))
 
 
 def test_rows_replace_the_contents_of_a_file(tmp_path):
@@ -227,7 +229,7 @@ def test_rows_replace_the_contents_of_a_file(tmp_path):
     file.write_text("old\n")
     write_rows(file, [{"a": 1}, {"b": "ü"}])
     assert file.read_text("utf-8") == '{"a": 1}\n{"b": "ü"}\n'
-    with pytest.raises(DataError, match=r"--output .*absent/rows\.jsonl cannot be written"):
+    with pytest.raises(DataError, match=r"--output=.*absent/rows\.jsonl cannot be written"):
         write_rows(Path("absent/rows.jsonl"), [])
 
 
