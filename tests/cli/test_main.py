@@ -5,16 +5,15 @@ import os
 import signal
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from hybridflow import __version__
 from hybridflow.cli.arguments import add_recipe_arguments, add_stop_after, config_of
-from hybridflow.cli.checkpoint_arguments import add_checkpoint_arguments, chosen_checkpoint, recipe_of_run
+from hybridflow.cli.checkpoint_arguments import add_checkpoint_arguments, config_and_checkpoint
 from hybridflow.cli.exit_codes import exit_codes_text
-from hybridflow.cli.main import COMMANDS, Command, main
+from hybridflow.cli.main import COMMANDS, Command, main, module_of
 from hybridflow.cli.output import write_rows
 from hybridflow.config import leaf_keys, load_config, reference_markdown, reference_text, to_toml
 from hybridflow.config.render import toml_value
@@ -32,8 +31,8 @@ def fake_command(monkeypatch):
         module.__doc__ = "Does something fake.\n\nIn two paragraphs."
         module.add_arguments = lambda parser: parser.add_argument("word", nargs="?")  # type: ignore[attr-defined]
         module.run = run  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "fake_command", module)
-        monkeypatch.setitem(COMMANDS, "fake", Command("fake_command", "do something fake", "fake it"))
+        monkeypatch.setitem(sys.modules, "hybridflow.cli.fake", module)
+        monkeypatch.setitem(COMMANDS, "fake", Command("do something fake", "fake it"))
 
     return add
 
@@ -61,7 +60,7 @@ def test_help_of_a_command_has_an_example_and_its_keys(name, shown):
     out, _ = shown(name, "--help")
     assert f"usage: hybridflow {name} " in out
     assert f"example: hybridflow {COMMANDS[name].example}" in out
-    keys = getattr(import_module(COMMANDS[name].module), "KEYS", ())
+    keys = getattr(module_of(name), "KEYS", ())
     assert set(keys) <= leaf_keys().keys()
     assert all(f"\n  {key} = {toml_value(leaf_keys()[key])}\n" in out for key in keys)
     assert max(map(len, out.splitlines())) <= 120
@@ -105,7 +104,9 @@ def test_an_unexpected_error_shows_its_traceback(fake_command, shown):
 
 def test_status_75_ends_with_the_hint_of_the_command(fake_command, shown, monkeypatch):
     fake_command(fail_with(WorkerDiedError("worker actor/0 died")))
-    monkeypatch.setattr(sys.modules["fake_command"], "how_to_go_on", lambda args: f"Run {args.word}.", raising=False)
+    monkeypatch.setattr(
+        sys.modules["hybridflow.cli.fake"], "how_to_go_on", lambda args: f"Run {args.word}.", raising=False
+    )
     assert shown("fake", "it", status=75)[1] == "error: worker actor/0 died\nRun it.\n"
 
 
@@ -147,7 +148,7 @@ def test_lost_output_is_an_error_unless_a_run_has_files_or_the_reader_left(fake_
     os.close(read_end)
     assert (status(write_end), capfd.readouterr().err) == (0, "")
     assert (status("/dev/full"), capfd.readouterr().err) == (75, "error: [Errno 28] No space left on device\n")
-    monkeypatch.setattr(sys.modules["fake_command"], "how_to_go_on", lambda args: "", raising=False)
+    monkeypatch.setattr(sys.modules["hybridflow.cli.fake"], "how_to_go_on", lambda args: "", raising=False)
     assert status("/dev/full") == 0
     assert "the files of the run have everything" in capfd.readouterr().err
     assert len(done) == 3
@@ -218,9 +219,9 @@ def test_options_of_checkpoints_and_steps_are_checked(capsys):
         assert f"N must be a positive integer, got {text!r}" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         parse("--run", "a", "--checkpoint", "b")
-    assert chosen_checkpoint(parse()) is recipe_of_run(parse()) is None
+    assert config_and_checkpoint(parse()) == (load_config(None), None)
     with pytest.raises(ConfigError, match="--step 4 needs a run; add --run DIR"):
-        chosen_checkpoint(parse("--step", "4"))
+        config_and_checkpoint(parse("--step", "4"))
 
 
 def test_rows_replace_the_contents_of_a_file(tmp_path):
@@ -228,7 +229,7 @@ def test_rows_replace_the_contents_of_a_file(tmp_path):
     file.write_text("old\n")
     write_rows(file, [{"a": 1}, {"b": "ü"}])
     assert file.read_text("utf-8") == '{"a": 1}\n{"b": "ü"}\n'
-    with pytest.raises(DataError, match=r"--output .*absent/rows\.jsonl cannot be written"):
+    with pytest.raises(DataError, match=r"--output=.*absent/rows\.jsonl cannot be written"):
         write_rows(Path("absent/rows.jsonl"), [])
 
 

@@ -133,7 +133,7 @@ def test_performance_is_a_table_of_workers_and_nodes(shown, runs):
         problem = f"'{steps}' is invalid: expected a step or FIRST-LAST"
         assert problem in shown("report-performance", run, f"--steps={steps}", status=2)[1]
     assert "has no event of these steps" in shown("report-performance", run, "--steps", "7-9", status=2)[1]
-    assert "calls.jsonl not found" in shown("report-performance", runs / "b", status=2)[1]
+    assert "has no event of these steps" in shown("report-performance", runs / "b", status=2)[1]
     JsonlWriter(run / "trace" / "calls.jsonl").write({"step": 1.5})
     assert "the row has no integer step; remove the line or" in shown("report-performance", run, status=1)[1]
     whole = {"step": 1, **trace_row(EVENTS[1][0])}

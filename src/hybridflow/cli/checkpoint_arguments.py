@@ -1,9 +1,12 @@
 """Options that select a checkpoint: its directory, or a run and a step."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hybridflow.cli.arguments import config_of
+from hybridflow.config import Config
 from hybridflow.config.run_paths import absolute_paths
 from hybridflow.errors import CheckpointConfigError, ConfigError
 
@@ -27,31 +30,25 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def chosen_checkpoint(args: argparse.Namespace) -> "Checkpoint | None":
-    """Return the checkpoint that the options select; None without `--run` and `--checkpoint`."""
-    source = args.run or args.checkpoint
+def config_and_checkpoint(args: argparse.Namespace, more: Sequence[str] = ()) -> tuple[Config, "Checkpoint | None"]:
+    """Return the configuration, without a RECIPE that of `--run`, and the checkpoint; None without these options.
+
+    `more`: overrides that apply before those of the arguments.
+    """
+    recipe, paths = None, []
+    if args.run is not None:
+        recipe = args.run / "config.toml"
+        if not recipe.is_file():
+            raise ConfigError(
+                f"--run '{args.run}' is not the directory of a run: '{recipe}' does not exist. "
+                "Give the trainer.run_dir of a run of `hybridflow train`, `sft`, `dpo` or `reward-model`."
+            )
+        if args.recipe is None or "=" in args.recipe:
+            paths = absolute_paths(recipe)
+    config, source = config_of(args, default_recipe=recipe, more=[*paths, *more]), args.run or args.checkpoint
     if source is None and args.step is not None:
         raise ConfigError(f"--step {args.step} needs a run; add --run DIR.")
-    return None if source is None else find_checkpoint(source, args.step)
-
-
-def recipe_of_run(args: argparse.Namespace) -> Path | None:
-    """Return the config.toml of `--run`, the configuration of its last start; None without `--run`."""
-    if args.run is None:
-        return None
-    if not (file := args.run / "config.toml").is_file():
-        raise ConfigError(
-            f"--run '{args.run}' is not the directory of a run: '{file}' does not exist. "
-            "Give the trainer.run_dir of a run of `hybridflow train`, `sft`, `dpo` or `reward-model`."
-        )
-    return file
-
-
-def paths_of_run(args: argparse.Namespace) -> list[str]:
-    """Return the overrides that make the paths of `--run`'s config.toml absolute; none if a RECIPE is given."""
-    file = recipe_of_run(args)
-    has_recipe = args.recipe is not None and "=" not in args.recipe
-    return [] if file is None or has_recipe else absolute_paths(file)
+    return config, None if source is None else find_checkpoint(source, args.step)
 
 
 def find_checkpoint(source: Path, step: int | None) -> "Checkpoint":

@@ -7,8 +7,7 @@ For fish:  hybridflow completion fish > ~/.config/fish/completions/hybridflow.fi
 
 import argparse
 import os
-from collections.abc import Iterable, Mapping
-from importlib import import_module
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def complete(commands: Mapping[str, Any]) -> None:
+def complete(commands: Mapping[str, Any], module_of: Callable[[str], Any]) -> None:
     """Answer a shell that asks for completions of the `Command`s by name, and end this process.
 
     The shell has set `_ARGCOMPLETE`.
@@ -41,7 +40,7 @@ def complete(commands: Mapping[str, Any]) -> None:
     for name, command in commands.items():
         of_command = of_names.add_parser(name, help=command.help)
         if typed == [name]:
-            import_module(command.module).add_arguments(of_command)
+            module_of(name).add_arguments(of_command)
             for action in of_command._actions:
                 _add_completer(action)
     argcomplete.autocomplete(parser, validator=lambda found, prefix: found.startswith(prefix))

@@ -6,13 +6,8 @@ one greedy response for each prompt; validation.group_size=8 validation.temperat
 
 import argparse
 
-from hybridflow.cli.arguments import add_recipe_arguments, config_of
-from hybridflow.cli.checkpoint_arguments import (
-    add_checkpoint_arguments,
-    chosen_checkpoint,
-    paths_of_run,
-    recipe_of_run,
-)
+from hybridflow.cli.arguments import add_recipe_arguments
+from hybridflow.cli.checkpoint_arguments import add_checkpoint_arguments, config_and_checkpoint
 from hybridflow.cli.output import add_output, write_rows
 from hybridflow.errors import ConfigError
 
@@ -31,8 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the validation metrics."""
-    config = config_of(args, default_recipe=recipe_of_run(args), more=paths_of_run(args))
-    checkpoint = chosen_checkpoint(args)
+    config, checkpoint = config_and_checkpoint(args)
     if not config.model.path:
         raise ConfigError("no model is named; give --run DIR, a RECIPE or model.path=DIR.")
     from hybridflow.trainers import build_validator

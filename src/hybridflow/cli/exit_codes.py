@@ -1,6 +1,7 @@
 """The exit status of every command: a table from error classes to codes."""
 
 import errno
+import inspect
 import sys
 from collections.abc import Iterator
 from enum import IntEnum
@@ -27,41 +28,14 @@ MEANINGS = {
 }
 
 CODES: dict[type[BaseException], ExitCode] = {
-    errors.HybridFlowError: ExitCode.FAILED,
-    errors.DataError: ExitCode.FAILED,
-    errors.BatchError: ExitCode.FAILED,
-    errors.FieldError: ExitCode.FAILED,
-    errors.AlgorithmError: ExitCode.FAILED,
-    errors.DispatchError: ExitCode.FAILED,
-    errors.WorkerError: ExitCode.FAILED,
-    errors.ModelError: ExitCode.FAILED,
-    errors.OutOfMemoryError: ExitCode.FAILED,
-    errors.RolloutError: ExitCode.FAILED,
-    errors.WeightSyncError: ExitCode.FAILED,
-    errors.RewardError: ExitCode.FAILED,
-    errors.ToolError: ExitCode.FAILED,
-    errors.NonFiniteError: ExitCode.FAILED,
-    errors.CheckpointError: ExitCode.FAILED,
     errors.ConfigError: ExitCode.USAGE,
-    errors.DataConfigError: ExitCode.USAGE,
-    errors.AlgorithmConfigError: ExitCode.USAGE,
-    errors.ModelConfigError: ExitCode.USAGE,
-    errors.RolloutConfigError: ExitCode.USAGE,
-    errors.RewardConfigError: ExitCode.USAGE,
-    errors.EnvironmentConfigError: ExitCode.USAGE,
-    errors.CheckpointConfigError: ExitCode.USAGE,
     errors.LostWorkerError: ExitCode.AGAIN,
-    errors.LostClusterError: ExitCode.AGAIN,
-    errors.WorkerDiedError: ExitCode.AGAIN,
-    errors.WorkerMemoryError: ExitCode.AGAIN,
-    errors.WorkerTimeoutError: ExitCode.AGAIN,
-    errors.LostWeightSyncError: ExitCode.AGAIN,
     errors.RunInUseError: ExitCode.AGAIN,
     KeyboardInterrupt: ExitCode.INTERRUPTED,
     Exception: ExitCode.FAILED,
 }
-"""Exit status by error class; the most derived class counts. Errors for lack of disk space are always AGAIN, and those
-of a path that cannot exist are USAGE."""
+"""Exit status by error class; the first base class that is here counts. Errors for lack of disk space are always AGAIN,
+and those of a path that cannot exist are USAGE."""
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
@@ -73,7 +47,11 @@ def exit_code(error: BaseException) -> ExitCode:
         return ExitCode.AGAIN
     if isinstance(error, OSError) and error.errno in _NO_PATH:
         return ExitCode.USAGE
-    return next(CODES[cls] for cls in type(error).__mro__ if cls in CODES)
+    return _code_of(type(error))
+
+
+def _code_of(kind: type[BaseException]) -> ExitCode:
+    return next(CODES[cls] for cls in kind.__mro__ if cls in CODES)
 
 
 def exit_codes_text() -> str:
@@ -83,9 +61,9 @@ def exit_codes_text() -> str:
 
 def exit_codes_markdown() -> str:
     """Return the codes with their meanings and classes as a Markdown table."""
-    rows = []
+    rows, known = [], [*filter(inspect.isclass, vars(errors).values()), KeyboardInterrupt, Exception]
     for code, meaning in MEANINGS.items():
-        classes = [f"`{cls.__name__}`" for cls, its_code in CODES.items() if its_code is code]
+        classes = [f"`{cls.__name__}`" for cls in known if _code_of(cls) is code]
         rows.append(f"| {code:d} | {meaning} | {', '.join(classes)} |")
     return "\n".join(["| status | meaning | errors |", "|---|---|---|", *rows]) + "\n"
 

@@ -9,13 +9,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from hybridflow.cli.arguments import add_recipe_arguments, config_of
-from hybridflow.cli.checkpoint_arguments import (
-    add_checkpoint_arguments,
-    chosen_checkpoint,
-    paths_of_run,
-    recipe_of_run,
-)
+from hybridflow.cli.arguments import add_recipe_arguments
+from hybridflow.cli.checkpoint_arguments import add_checkpoint_arguments, config_and_checkpoint
 from hybridflow.cli.output import add_output, write_rows
 from hybridflow.config.render import toml_value
 from hybridflow.errors import ConfigError
@@ -45,8 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the responses."""
     more = [f"model.path={toml_value(str(args.model))}"] if args.model else []
-    config = config_of(args, default_recipe=recipe_of_run(args), more=[*paths_of_run(args), *more])
-    checkpoint = chosen_checkpoint(args)
+    config, checkpoint = config_and_checkpoint(args, more)
     from hybridflow.trainers import build_generator
     from hybridflow.trainers.build.preconditions import with_required_files
     from hybridflow.trainers.run.text_generation import prompts_of_files, typed_prompts, with_system

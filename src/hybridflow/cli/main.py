@@ -34,86 +34,51 @@ MAX_LINE_CHARS = 2000
 
 
 class Command(NamedTuple):
-    """Module, help text and example of a command."""
+    """Help text and example of a command."""
 
-    module: str
     help: str
     example: str
 
 
 COMMANDS = {
-    "init": Command("hybridflow.cli.init", "write a new task that runs at once", "init mytask"),
-    "demo": Command("hybridflow.cli.demo", "watch a small model learn, in minutes on a CPU", "demo"),
-    "prepare": Command(
-        "hybridflow.cli.prepare", "write a dataset as parquet", "prepare countdown --output-dir data/countdown"
-    ),
-    "sft": Command("hybridflow.cli.sft", "train on given responses (SFT)", "sft recipes/countdown_sft.toml"),
-    "dpo": Command("hybridflow.cli.dpo", "train on preferences by DPO or IPO", "dpo recipes/rlhf/dpo.toml"),
-    "reward-model": Command(
-        "hybridflow.cli.reward_model",
-        "train a reward model on preferences",
-        "reward-model recipes/rlhf/reward_model.toml",
-    ),
-    "train": Command(
-        "hybridflow.cli.train",
-        "train by reinforcement learning",
-        "train recipes/countdown_grpo.toml actor.optimizer.lr=1e-5",
-    ),
+    "init": Command("write a new task that runs at once", "init mytask"),
+    "demo": Command("watch a small model learn, in minutes on a CPU", "demo"),
+    "prepare": Command("write a dataset as parquet", "prepare countdown --output-dir data/countdown"),
+    "sft": Command("train on given responses (SFT)", "sft recipes/countdown_sft.toml"),
+    "dpo": Command("train on preferences by DPO or IPO", "dpo recipes/rlhf/dpo.toml"),
+    "reward-model": Command("train a reward model on preferences", "reward-model recipes/rlhf/reward_model.toml"),
+    "train": Command("train by reinforcement learning", "train recipes/countdown_grpo.toml actor.optimizer.lr=1e-5"),
     "generate": Command(
-        "hybridflow.cli.generate",
         "write responses to prompts",
         'generate recipes/countdown_grpo.toml --prompt "12 5 3 => 10 :"',
     ),
-    "evaluate": Command(
-        "hybridflow.cli.evaluate", "score a model on the validation data", "evaluate --run runs/countdown/grpo"
-    ),
-    "export": Command(
-        "hybridflow.cli.export", "save a checkpoint as a Hugging Face model", "export runs/countdown/grpo exported/"
-    ),
-    "graph": Command("hybridflow.cli.graph", "show the dataflow of a recipe", "graph recipes/countdown_ppo.toml"),
-    "memory": Command(
-        "hybridflow.cli.memory", "estimate the memory of a run on each rank", "memory recipes/gpu/one_gpu.toml"
-    ),
-    "replay": Command(
-        "hybridflow.cli.replay",
-        "learn a step of a run again",
-        "replay runs/countdown/grpo --step 12 actor.optimizer.lr=1e-5",
-    ),
+    "evaluate": Command("score a model on the validation data", "evaluate --run runs/countdown/grpo"),
+    "export": Command("save a checkpoint as a Hugging Face model", "export runs/countdown/grpo exported/"),
+    "graph": Command("show the dataflow of a recipe", "graph recipes/countdown_ppo.toml"),
+    "memory": Command("estimate the memory of a run on each rank", "memory recipes/gpu/one_gpu.toml"),
+    "replay": Command("learn a step of a run again", "replay runs/countdown/grpo --step 12 actor.optimizer.lr=1e-5"),
     "report-performance": Command(
-        "hybridflow.cli.report_performance",
-        "show the transfers of a run",
-        "report-performance runs/countdown/grpo --steps 10-20",
+        "show the transfers of a run", "report-performance runs/countdown/grpo --steps 10-20"
     ),
-    "timeline": Command(
-        "hybridflow.cli.timeline",
-        "show what steps waited for",
-        "timeline runs/countdown/grpo --output trace.json",
-    ),
-    "diagnose": Command(
-        "hybridflow.cli.diagnose", "say what is wrong with a run, and what to change", "diagnose runs/countdown/grpo"
-    ),
-    "report": Command("hybridflow.cli.report", "write a page that shows a run", "report runs/countdown/grpo"),
-    "watch": Command("hybridflow.cli.watch", "show the page of a run while it goes on", "watch runs/countdown/grpo"),
-    "runs": Command("hybridflow.cli.runs", "list the runs of a directory", "runs runs --sort written"),
-    "compare": Command(
-        "hybridflow.cli.compare", "show what differs between two runs", "compare runs/countdown/grpo runs/countdown/ppo"
-    ),
-    "convert-config": Command(
-        "hybridflow.cli.convert_config",
-        "make a recipe of a configuration of verl",
-        "convert-config verl.yaml",
-    ),
+    "timeline": Command("show what steps waited for", "timeline runs/countdown/grpo --output trace.json"),
+    "diagnose": Command("say what is wrong with a run, and what to change", "diagnose runs/countdown/grpo"),
+    "report": Command("write a page that shows a run", "report runs/countdown/grpo"),
+    "watch": Command("show the page of a run while it goes on", "watch runs/countdown/grpo"),
+    "runs": Command("list the runs of a directory", "runs runs --sort written"),
+    "compare": Command("show what differs between two runs", "compare runs/countdown/grpo runs/countdown/ppo"),
+    "convert-config": Command("make a recipe of a configuration of verl", "convert-config verl.yaml"),
     "check-template": Command(
-        "hybridflow.cli.check_template",
-        "check whether a chat template serves episodes",
-        "check-template models/Qwen3-0.6B --tools tools.py:Calculator",
+        "check whether a chat template serves episodes", "check-template models/Qwen3-0.6B --tools tools.py:Calculator"
     ),
-    "doctor": Command("hybridflow.cli.doctor", "check this machine before a run", "doctor --dir runs"),
-    "completion": Command("hybridflow.cli.completion", "print a script that completes in a shell", "completion bash"),
-    "config": Command(
-        "hybridflow.cli.config", "show the configuration of a run, or all keys", "config recipes/countdown_grpo.toml"
-    ),
+    "doctor": Command("check this machine before a run", "doctor --dir runs"),
+    "completion": Command("print a script that completes in a shell", "completion bash"),
+    "config": Command("show the configuration of a run, or all keys", "config recipes/countdown_grpo.toml"),
 }
+
+
+def module_of(name: str) -> ModuleType:
+    """Import the module of a command and return it; it has the name of the command."""
+    return import_module(f"hybridflow.cli.{name.replace('-', '_')}")
 
 
 def command() -> int:
@@ -121,7 +86,7 @@ def command() -> int:
     if "_ARGCOMPLETE" in os.environ:
         from hybridflow.cli.completion import complete
 
-        complete(COMMANDS)
+        complete(COMMANDS, module_of)
     open_standard_files()
     status = main()
     if status == ExitCode.INTERRUPTED:  # threads of native code may abort when the interpreter ends beside them
@@ -175,7 +140,7 @@ def _status_of_lost_output(error: Exception, status: int, arguments: list[str]) 
 
     A run has files, and `hybridflow config --reference | head` closes the pipe early; a full disk has lost a result.
     """
-    if not status and hasattr(import_module(COMMANDS[arguments[0]].module), "how_to_go_on"):
+    if not status and hasattr(module_of(arguments[0]), "how_to_go_on"):
         print(f"stdout could not be written ({error}): the files of the run have everything", file=sys.stderr)
     elif not status and not isinstance(error, BrokenPipeError) and getattr(error, "errno", None) != errno.EIO:
         _print_error(error)
@@ -226,7 +191,7 @@ def _shortened(line: str) -> str:
 
 
 def _print_how_to_go_on(arguments: list[str]) -> None:
-    module = import_module(COMMANDS[arguments[0]].module)
+    module = module_of(arguments[0])
     if hasattr(module, "how_to_go_on"):
         print(module.how_to_go_on(_arguments_of(module, arguments)), file=sys.stderr)
 
@@ -243,7 +208,7 @@ def _run(arguments: list[str]) -> int:
         hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(COMMANDS)}."
         parser.error(f"{name!r} is not a command; {hint}")
     require_usable_process()
-    module = import_module(COMMANDS[name].module)
+    module = module_of(name)
     return module.run(_arguments_of(module, arguments))
 
 

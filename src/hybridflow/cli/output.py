@@ -3,12 +3,14 @@
 import argparse
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import DataConfigError
 from hybridflow.runtime.files import write_text_atomically
+from hybridflow.runtime.observe.jsonl import to_json_line
 from hybridflow.runtime.observe.run_files import RunFiles
 from hybridflow.runtime.plain_files import require_plain_file
 
@@ -49,20 +51,13 @@ def add_output(parser: argparse.ArgumentParser, what: str) -> None:
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Replace a file atomically by rows as JSON lines. Raises DataConfigError if it cannot be written."""
-    from hybridflow.runtime.observe.jsonl import to_json_line
-
     write_output(path, "".join(map(to_json_line, rows)))
 
 
 def write_output(path: Path, text: str) -> None:
     """Replace a file atomically by a text. Raises DataConfigError if it cannot be written."""
-    from hybridflow.runtime.files import write_text_atomically
-
-    try:
+    with _naming(path):
         write_text_atomically(path, text)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        reason = getattr(error, "strerror", None) or error
-        raise DataConfigError(f"--output {path} cannot be written: {reason}.") from error
 
 
 COMPARED = 15
@@ -75,13 +70,19 @@ def write_derived_file(path: Path, text: str, runs: Sequence[RunFiles]) -> None:
     Raises DataConfigError if it cannot be written, and for a file in the directory of a run that begins with other
     characters than the text: it is the run's.
     """
-    try:
+    with _naming(path):
         require_plain_file(path)  # a link could lead to any file
         if path.exists() and any(path.resolve().is_relative_to(run.path.resolve()) for run in runs):
             with open(path, "rb") as file:
                 if file.read(COMPARED) != text[:COMPARED].encode():
                     raise DataConfigError(f"--output={path} is a file of the run; name a file that may be replaced.")
         write_text_atomically(path, text)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or error
         raise DataConfigError(f"--output={path} cannot be written: {reason}.") from error

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from hybridflow.config.load import packaged_recipe
 from hybridflow.errors import DataError, HybridFlowError
 from hybridflow.runtime.observe.jsonl import read_last_rows
-from hybridflow.runtime.observe.run_files import METRICS, read_starts
+from hybridflow.runtime.observe.run_files import METRICS, known_starts
 
 MAX_DEPTH = 4
 """Levels of directories below the one that is searched."""
@@ -99,9 +99,7 @@ def run_row(path: Path) -> RunRow:
 
 def _row(path: Path) -> RunRow:
     is_running = _is_locked(path)  # first: the last row of a run that ends meanwhile is read below
-    starts = read_starts(path)
-    if not starts or not all(isinstance(start, dict) for start in starts):
-        raise DataError(f"'{path / 'run.json'}' has no start of a run; restore the file.")
+    starts = known_starts(path)
     start, metrics = starts[-1], path / METRICS
     rows = read_last_rows(metrics, LAST_ROWS) if os.path.lexists(metrics) else []
     step = rows[-1].get("step") if rows else 0

@@ -229,11 +229,6 @@ class WorkerProcess:
             self._memory = now, memory_bytes().get("resident", 0)
         return self._memory[1]
 
-    def drop(self, role: str) -> int:
-        """Drop the object of a role; return the number of remaining roles."""
-        self._instances.pop(role, None)
-        return len(self._instances)
-
     def __repr__(self) -> str:
         return self.label
 

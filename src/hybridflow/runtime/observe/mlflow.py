@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridflow.errors import ConfigError
-from hybridflow.runtime.observe.tracker import CleanNumbers, sample_table, utf8_text
+from hybridflow.runtime.observe.tracker import CleanNumbers, needing, sample_table, utf8_text
 
 EXPERIMENT = "hybridflow"
 KEY = "hybridflow.run"
@@ -36,14 +35,9 @@ class MLflowTracker:
     """
 
     def __init__(self, directory: Path, run_id: str, name: str, config: Mapping[str, Any]) -> None:
-        try:
+        with needing("mlflow"):
             from mlflow import MlflowClient
             from mlflow.entities import Metric, Param
-        except ImportError as error:
-            raise ConfigError(
-                "trainer.trackers contains 'mlflow', but the package is not installed; run "
-                "`pip install 'hybridflow[trackers]'`, or remove it from trainer.trackers."
-            ) from error
         self._metric: Any = Metric
         self._numbers = CleanNumbers(metric_name)
         directory = directory.absolute()
@@ -55,7 +49,7 @@ class MLflowTracker:
         self._run = (
             found[0] if found else self._client.create_run(experiment, tags={KEY: run_id}, run_name=utf8_text(name))
         )
-        self._id: str | None = self._run.info.run_id
+        self._id: str = self._run.info.run_id
         known = self._run.data.params
         given = {metric_name(key): utf8_text(str(value)[:MAX_CHARS]) for key, value in config.items()}
         params = [Param(key, value) for key, value in given.items() if key not in known]
@@ -67,24 +61,17 @@ class MLflowTracker:
         now = int(time.time() * 1000)
         numbers = [self._metric(name, number, now, step) for name, number in self._numbers(metrics).items()]
         for start in range(0, len(numbers), 1000):  # the most that one call takes
-            self._client.log_batch(self._require_open(step), metrics=numbers[start : start + 1000])
+            self._client.log_batch(self._id, metrics=numbers[start : start + 1000])
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Log samples of a step as a table, `samples/step_N.json`."""
         data = sample_table(samples)
-        self._client.log_table(self._require_open(step), data=data, artifact_file=f"samples/step_{step:06d}.json")
+        self._client.log_table(self._id, data=data, artifact_file=f"samples/step_{step:06d}.json")
 
     def close(self) -> None:
         """Mark the MLflow run as finished."""
-        if self._id is not None:
-            self._client.set_terminated(self._id)
-            self._id = None
+        self._client.set_terminated(self._id)
 
     def _experiment(self, name: str, artifacts: str | None) -> str:
         found = self._client.get_experiment_by_name(name)
         return found.experiment_id if found else self._client.create_experiment(name, artifact_location=artifacts)
-
-    def _require_open(self, step: int) -> str:
-        if self._id is None:
-            raise ConfigError(f"step {step} cannot be logged: the MLflow tracker is closed.")
-        return self._id

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridflow.errors import ConfigError
-from hybridflow.runtime.observe.tracker import CleanNumbers, utf8_text
+from hybridflow.runtime.observe.tracker import CleanNumbers, needing, utf8_text
 
 LOOPBACK = "127.0.0.1"
 
@@ -23,13 +23,8 @@ class PrometheusTracker:
     """
 
     def __init__(self, port: int, name: str) -> None:
-        try:
+        with needing("prometheus"):
             import prometheus_client
-        except ImportError as error:
-            raise ConfigError(
-                "trainer.trackers contains 'prometheus', but the package is not installed; run "
-                "`pip install 'hybridflow[trackers]'`, or remove it from trainer.trackers."
-            ) from error
         self._gauge: Any = prometheus_client.Gauge
         self._registry, self._gauges = prometheus_client.CollectorRegistry(), dict[str, Any]()
         self._name, self._numbers = utf8_text(name), CleanNumbers(gauge_name)
@@ -48,8 +43,6 @@ class PrometheusTracker:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Set the gauges to the numbers of a step."""
-        if not self._is_open:
-            raise ConfigError(f"step {step} cannot be logged: the Prometheus tracker is closed.")
         for name, number in self._numbers({**metrics, "step": step}).items():
             if name not in self._gauges:
                 self._gauges[name] = self._gauge(name, name, ["run"], registry=self._registry)

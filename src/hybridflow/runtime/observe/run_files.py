@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Container, Mapping
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,14 @@ def read_starts(directory: Path) -> list[dict[str, Any]]:
         raise CheckpointError(f"'{file}' is damaged ({error}); move it out of the directory to continue.") from error
 
 
+def known_starts(directory: Path) -> list[dict[str, Any]]:
+    """Return what `read_starts` does. Raises DataError unless there is a start, and each is an object."""
+    starts = read_starts(directory)
+    if not starts or not all(isinstance(start, dict) for start in starts):
+        raise DataError(f"'{directory / 'run.json'}' has no start of a run; restore the file.")
+    return starts
+
+
 class RunFiles:
     """The files of the run in a directory, each read when it is first asked for.
 
@@ -73,10 +82,7 @@ class RunFiles:
     @cached_property
     def starts(self) -> list[dict[str, Any]]:
         """The starts of the run: time, step, configuration, versions and hardware of each."""
-        starts = read_starts(self.path)
-        if not starts or not all(isinstance(start, dict) for start in starts):
-            raise DataError(f"'{self.path / 'run.json'}' has no start of a run; restore the file.")
-        return starts
+        return known_starts(self.path)
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -191,13 +197,8 @@ def performance_report(run_dir: str | Path, steps: Container[Any] = ALL_STEPS) -
     Times are in seconds, sizes in bytes. Step 0 is the start. Raises DataError if the run has no trace of these steps,
     or a damaged one.
     """
-    file = Path(run_dir) / TRACE_FILE
-    rows = read_jsonl(file)
-    for i, row in enumerate(rows, start=1):
-        if not isinstance(row.get("step"), int):
-            raise DataError(f"{file}, line {i}: the row has no integer step; remove the line or the file.")
-    rows = [row for row in rows if row["step"] in steps]
-    if not rows:
+    events = {step: of_step for step, of_step in RunFiles(run_dir).events.items() if step in steps}
+    if not events:
+        file = Path(run_dir) / TRACE_FILE
         raise DataConfigError(f"'{file}' has no event of these steps; metrics.jsonl of the run shows its steps.")
-    numbers = [row["step"] for row in rows]
-    return {"steps": [min(numbers), max(numbers)], **transfer_report(map(trace_event, rows))}
+    return {"steps": [min(events), max(events)], **transfer_report(chain.from_iterable(events.values()))}

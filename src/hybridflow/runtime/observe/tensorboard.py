@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridflow.errors import ConfigError
-from hybridflow.runtime.observe.tracker import CleanNumbers, utf8_text
+from hybridflow.runtime.observe.tracker import CleanNumbers, needing, utf8_text
 
 
 class TensorBoardTracker:
@@ -16,26 +15,17 @@ class TensorBoardTracker:
     """
 
     def __init__(self, directory: str | Path, purge_step: int | None = None) -> None:
-        try:
+        with needing("tensorboard", "tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                "trainer.trackers contains 'tensorboard', but the package is not installed; run "
-                "`pip install 'hybridflow[tensorboard]'`, or remove it from trainer.trackers."
-            ) from error
         self._numbers = CleanNumbers(utf8_text)
-        self._writer: SummaryWriter | None = SummaryWriter(str(directory), purge_step=purge_step)
+        self._writer = SummaryWriter(str(directory), purge_step=purge_step)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write the numbers of a step and flush the file."""
-        if self._writer is None:
-            raise ConfigError(f"step {step} cannot be logged: the TensorBoard tracker is closed.")
         for name, number in self._numbers(metrics).items():
             self._writer.add_scalar(name, number, step)
         self._writer.flush()
 
     def close(self) -> None:
         """Close the event file."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        self._writer.close()

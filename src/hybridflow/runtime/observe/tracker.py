@@ -1,9 +1,12 @@
 """Trackers, which receive the metrics of each step."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any, Protocol
+
+from hybridflow.errors import ConfigError
 
 Metrics = Mapping[str, Any]
 """Metric name -> number; see docs/metrics.md."""
@@ -22,6 +25,18 @@ class Tracker(Protocol):
     def close(self) -> None:
         """Write pending data and close files; a second call does nothing."""
         ...
+
+
+@contextmanager
+def needing(package: str, extra: str = "trackers") -> Iterator[None]:
+    """Raise ConfigError, with the fix, if the block cannot import the package of a tracker, which has its name."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(
+            f"trainer.trackers contains '{package}', but the package is not installed; run "
+            f"`pip install 'hybridflow[{extra}]'`, or remove it from trainer.trackers."
+        ) from error
 
 
 SAMPLE_COLUMNS = ("step", "row", "prompt", "response", "ground_truth", "score", "length", "finish_reason", "failed")

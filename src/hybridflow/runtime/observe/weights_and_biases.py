@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridflow.errors import ConfigError
-from hybridflow.runtime.observe.tracker import CleanNumbers, sample_table, utf8_text
+from hybridflow.runtime.observe.tracker import CleanNumbers, needing, sample_table, utf8_text
 
 PROJECT = "hybridflow"
 
@@ -21,13 +20,8 @@ class WandbTracker:
     """
 
     def __init__(self, directory: Path, run_id: str, name: str, config: Mapping[str, Any]) -> None:
-        try:
+        with needing("wandb"):
             import wandb
-        except ImportError as error:
-            raise ConfigError(
-                "trainer.trackers contains 'wandb', but the package is not installed; run "
-                "`pip install 'hybridflow[trackers]'`, or remove it from trainer.trackers."
-            ) from error
         self._wandb: Any = wandb
         self._numbers = CleanNumbers(lambda name: utf8_text(f"metric{name}" if name[:1] in ("", "_") else name))
         self._run: Any = wandb.init(
@@ -42,7 +36,7 @@ class WandbTracker:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Log the numbers of a step."""
-        self._require_open(step).log(self._numbers(metrics), step=step)
+        self._run.log(self._numbers(metrics), step=step)
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Log samples of a step as a table."""
@@ -52,15 +46,8 @@ class WandbTracker:
             data=[list(row) for row in zip(*columns.values(), strict=True)],
             allow_mixed_types=True,  # the answer of one row is a number, that of another a text
         )
-        self._require_open(step).log({"samples": table}, step=step)
+        self._run.log({"samples": table}, step=step)
 
     def close(self) -> None:
         """End the W&B run, which uploads or writes what is pending."""
-        if self._run is not None:
-            self._run.finish()
-            self._run = None
-
-    def _require_open(self, step: int) -> Any:
-        if self._run is None:
-            raise ConfigError(f"step {step} cannot be logged: the W&B tracker is closed.")
-        return self._run
+        self._run.finish()

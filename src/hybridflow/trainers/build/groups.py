@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol, Self
+from typing import Self
 
 from hybridflow.config import Config
 from hybridflow.config.roles import ROLES, RoleTraits
@@ -70,22 +70,12 @@ def build_backend(config: Config) -> Backend:
     )
 
 
-class Closable(Protocol):
-    """Something that must be closed at the end of a run."""
-
-    def close(self) -> None:
-        """Remove what it has made."""
-        ...
-
-
 class BackendOwner:
     """Base class of programs that stop their workers: use it as a context manager, or call `close`."""
 
     events: list[TraceEvent] = []  # noqa: RUF012  (replaced, never mutated)
 
     backend: Backend | None = None
-
-    recovery: "Closable | None" = None
 
     def trace_metrics(self) -> dict[str, float]:
         """Return times and transfers since the last call; append the trace events to `events`, for the log."""
@@ -106,11 +96,9 @@ class BackendOwner:
         self.close()
 
     def close(self) -> None:
-        """Stop the workers, and the Ray cluster if the run started it; remove the snapshots."""
+        """Stop the workers, and the Ray cluster if the run started it."""
         if self.backend is not None:
             self.backend.close()
-        if self.recovery is not None:
-            self.recovery.close()
 
 
 @contextmanager

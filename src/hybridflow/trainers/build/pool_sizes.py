@@ -8,16 +8,17 @@ the same order, and the loss is that of the whole batch as before; its sums over
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hybridflow.config import Config
 from hybridflow.config.checks import contradictions
 from hybridflow.controller import Backend, Role, WorkerGroup, move_colocated
 from hybridflow.errors import ConfigError, LostWorkerError
-from hybridflow.runtime.observe import TraceEvent, get_logger
+from hybridflow.runtime.observe import get_logger
 from hybridflow.trainers.build.groups import build_pool, meshes_of, pool_of, pools_of
-from hybridflow.trainers.run.rank_speeds import RankSpeeds, SlowRankWatch, measured_shares, watch_slow_ranks
-from hybridflow.trainers.run.speed import Speedometer, measured_speedometer
+from hybridflow.trainers.run.rank_speeds import measured_shares, watch_slow_ranks
+from hybridflow.trainers.run.speed import measured_speedometer
+from hybridflow.trainers.run.trainer import Trainer
 
 if TYPE_CHECKING:
     from hybridflow.controller.ray import RayBackend, RayResourcePool
@@ -109,19 +110,7 @@ class PoolSizes:
             )
 
 
-class Resizable(Protocol):
-    """A trainer whose groups may get other numbers of ranks."""
-
-    config: Config
-    groups: Mapping[Role, WorkerGroup]
-    backend: Backend | None
-    events: list[TraceEvent]
-    speedometer: Speedometer
-    rank_speeds: RankSpeeds | None
-    slow_ranks: SlowRankWatch | None
-
-
-def use_sizes(trainer: Resizable, config: Config) -> None:
+def use_sizes(trainer: Trainer, config: Config) -> None:
     """Let a trainer use the pools of this configuration, which its groups have already."""
     groups = trainer.groups
     trainer.speedometer = measured_speedometer(config, trainer.speedometer.learners, groups)

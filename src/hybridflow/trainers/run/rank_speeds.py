@@ -11,13 +11,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hybridflow.config import Config
 from hybridflow.controller import Backend, Role, WorkerGroup
 from hybridflow.controller.part_sizes import SteadyShares
 from hybridflow.runtime.observe import TraceEvent, get_logger
 from hybridflow.trainers.build.groups import STAGE_OF_WORKER_METHOD, groups_of_pools, pool_of, traits_of
+from hybridflow.trainers.run.trainer import Trainer
 
 if TYPE_CHECKING:
     from hybridflow.controller.ray import RayBackend
@@ -164,17 +165,10 @@ def find_slow_ranks(speeds: Mapping[Rank, float], factor: float) -> dict[Rank, f
     return slow
 
 
-class Watched(Protocol):
-    """A trainer whose ranks are watched."""
-
-    config: Config
-    events: list[TraceEvent]
-
-
 class SlowRankWatch:
     """The watch of one run over `groups`, one for each pool of processes: measures them after a slow step."""
 
-    def __init__(self, trainer: Watched, groups: Sequence[WorkerGroup], backend: "RayBackend") -> None:
+    def __init__(self, trainer: Trainer, groups: Sequence[WorkerGroup], backend: "RayBackend") -> None:
         self._trainer, self._groups, self._backend = trainer, groups, backend
         self._factor = trainer.config.recovery.slow_factor
         self._slow_ranks = SlowRanks(self._factor)
@@ -214,7 +208,7 @@ class SlowRankWatch:
         return find_slow_ranks(speeds, self._factor)
 
 
-def watch_slow_ranks(trainer: Watched, groups: Mapping[Role, WorkerGroup], backend: Backend) -> SlowRankWatch | None:
+def watch_slow_ranks(trainer: Trainer, groups: Mapping[Role, WorkerGroup], backend: Backend) -> SlowRankWatch | None:
     """Return the watch of a run on Ray; None without ranks to measure, and with recovery.slow_factor = 0."""
     config = trainer.config
     if config.controller.backend != "ray" or not config.recovery.slow_factor:

@@ -5,8 +5,8 @@ import json
 import os
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
@@ -132,18 +132,6 @@ class RunDirectory:
         if self.checkpoint:
             logger.info("continuing '%s' after step %d", self.path, self.step)
         return metrics, samples, rollouts, trace
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Lock the directory while files are written before `begin`. Raises RunInUseError and CheckpointError."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock_directory()
-            yield
-        except OSError as error:
-            raise CheckpointConfigError(f"trainer.run_dir='{self.path}' cannot be written: {error}.") from error
-        finally:
-            self.end()
 
     def end(self) -> None:
         """Release the lock of the directory."""

@@ -50,6 +50,7 @@ class RunTrainer(BackendOwner):
 
     figures: Mapping[str, str]
     global_step: int
+    total_steps: int
     metrics: dict[str, Any]
     recovery: Recovery | None = None
     slow_ranks: SlowRankWatch | None = None
@@ -99,6 +100,12 @@ class RunTrainer(BackendOwner):
     def fit(self, stop_after: int | None = None) -> None:
         """Train to the last step, or to step `stop_after`; see `training_loop.fit`."""
         fit(self, stop_after)
+
+    def close(self) -> None:
+        """Stop the workers, and the Ray cluster if the run started it; remove the snapshots."""
+        super().close()
+        if self.recovery is not None:
+            self.recovery.close()
 
     def get_performance_report(self) -> dict[str, Any]:
         """Return the transfers of the completed steps, see `performance_report`."""

@@ -2,40 +2,26 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hybridflow.config import Config, TrainerConfig
-from hybridflow.controller import Role, WorkerGroup
 from hybridflow.errors import CheckpointConfigError, HybridFlowError, WorkerError
 from hybridflow.runtime.cores import CoreUse
 from hybridflow.runtime.fault_points import fault_point
-from hybridflow.runtime.observe import TraceEvent, get_logger, memory_bytes
+from hybridflow.runtime.observe import get_logger, memory_bytes
 from hybridflow.runtime.observe.slow_start import named_if_slow
 from hybridflow.runtime.stop_signals import StopRequest
 from hybridflow.trainers.build.groups import groups_of_pools
-from hybridflow.trainers.run.rank_speeds import RankSpeeds, SlowRankWatch
-from hybridflow.trainers.run.recovery.recovery import Recovery, recovering
-from hybridflow.trainers.run.run_directory import RunDirectory
+from hybridflow.trainers.run.recovery.recovery import recovering
 from hybridflow.trainers.run.run_log import RunLog
 from hybridflow.trainers.run.samples import Samples
+from hybridflow.trainers.run.trainer import Trainer
 
 
-class Profiled(Protocol):
-    """A trainer whose steps can be profiled."""
-
-    config: Config
-    groups: Mapping[Role, WorkerGroup]
-    global_step: int
-
-    def train_step(self) -> Samples:
-        """Train on the next batch, count the step and replace `metrics`; return samples to log."""
-        ...
-
-
-def train_step(trainer: Profiled) -> Samples:
+def train_step(trainer: Trainer) -> Samples:
     """Make the trainer's next step, and write its profile if that is configured. Results do not depend on it."""
     how, step = trainer.config.trainer, trainer.global_step + 1
     if step not in how.profile_steps:
@@ -90,44 +76,6 @@ CROWD_STEPS = 5
 """Steps of a start in which other programs are looked for."""
 
 logger = get_logger(__name__)
-
-
-class Trainer(Profiled, Protocol):
-    """The interface of a trainer for the loop. `metrics` are those of the current step."""
-
-    config: Config
-    run: RunDirectory
-    total_steps: int
-    global_step: int
-    metrics: dict[str, Any]
-    recovery: Recovery | None
-    slow_ranks: SlowRankWatch | None
-    rank_speeds: RankSpeeds | None
-
-    @property
-    def figures(self) -> Mapping[str, str]:
-        """The figures on the console: label -> metric."""
-        ...
-
-    def train_step(self) -> Samples:
-        """Train on the next batch, count the step and replace `metrics`; return samples to log."""
-        ...
-
-    def take_events(self) -> list[TraceEvent]:
-        """Return the trace events since the last call."""
-        ...
-
-    def validate(self) -> dict[str, float]:
-        """Return the validation metrics of the current weights; empty without validation data."""
-        ...
-
-    def save(self) -> None:
-        """Save a checkpoint of the full training state, or begin to; `finish_save` completes it."""
-        ...
-
-    def finish_save(self) -> None:
-        """Wait until a background save is complete."""
-        ...
 
 
 def fit(trainer: Trainer, stop_after: int | None = None) -> None:

@@ -8,50 +8,21 @@ A step depends only on the state at its begin, the data and the seed, so the rep
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
-from hybridflow.checkpoint import Checkpoint, CheckpointStore
+from hybridflow.checkpoint import Checkpoint
 from hybridflow.controller import Backend, Role, WorkerGroup
 from hybridflow.errors import CheckpointError, DataError, HybridFlowError, LostWorkerError
 from hybridflow.runtime.observe import JsonlWriter, TraceEvent, get_logger
 from hybridflow.runtime.observe.run_files import RECOVERIES
-from hybridflow.trainers.build.pool_sizes import PoolSizes, Resizable, use_sizes
+from hybridflow.trainers.build.pool_sizes import PoolSizes, use_sizes
 from hybridflow.trainers.build.token_budgets import TokenBudgets
 from hybridflow.trainers.run.recovery.failures import Action, Tries, action_for, fault_of
 from hybridflow.trainers.run.recovery.restarted_groups import RestartedGroups
 from hybridflow.trainers.run.recovery.snapshots import Snapshots, memory_problem, snapshot_directory
-from hybridflow.trainers.run.run_directory import RunDirectory
-from hybridflow.trainers.run.training_state import TrainingSaver
+from hybridflow.trainers.run.trainer import Trainer
 
 logger = get_logger(__name__)
-
-
-class Recoverable(Resizable, Protocol):
-    """A trainer whose run can go back to an earlier state."""
-
-    run: RunDirectory
-    global_step: int
-    saver: TrainingSaver
-
-    def new_saver(self, store: CheckpointStore, *, in_background: bool) -> TrainingSaver:
-        """Return a saver of the training state into a store."""
-        ...
-
-    def save_with(self, saver: TrainingSaver) -> None:
-        """Save the training state, or begin to."""
-        ...
-
-    def save(self) -> None:
-        """Save a checkpoint, or begin to."""
-        ...
-
-    def finish_save(self) -> None:
-        """Wait until the checkpoint is complete."""
-        ...
-
-    def restore(self, checkpoint: Checkpoint, *, verify: bool = False) -> None:
-        """Continue from a checkpoint; with `verify`, compare the state of the workers with it."""
-        ...
 
 
 class Recovery:
@@ -62,7 +33,7 @@ class Recovery:
 
     def __init__(
         self,
-        trainer: Recoverable,
+        trainer: Trainer,
         groups: RestartedGroups,
         budgets: TokenBudgets,
         snapshots: Snapshots | None,
@@ -240,7 +211,7 @@ def recovering(recovery: Recovery | None, rewind: Any) -> Iterator[None]:
 
 
 def build_recovery(
-    trainer: Recoverable,
+    trainer: Trainer,
     groups: Mapping[Role, WorkerGroup],
     backend: Backend,
     budgets: TokenBudgets,

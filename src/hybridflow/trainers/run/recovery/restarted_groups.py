@@ -1,27 +1,12 @@
 """The worker groups of a run, some of which get new processes after a failure."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hybridflow.controller import WorkerGroup
-from hybridflow.controller.backend import WorkerRef
 
-
-class Restartable(Protocol):
-    """What a backend offers for recovery; see `RayBackend`."""
-
-    def settle(self, workers: Sequence[Any], timeout_s: float) -> Sequence[Any]:
-        """Wait until no call of the workers is unfinished; return the workers of groups that cannot go on."""
-        ...
-
-    def restart(self, workers: Sequence[Any]) -> None:
-        """Replace the processes of the groups of these workers by new ones, or by their standbys."""
-        ...
-
-    def keep_standbys(self, workers: Sequence[Any]) -> None:
-        """Start a standby for each rank of the groups of these workers that has none; does not wait for them."""
-        ...
-
+if TYPE_CHECKING:
+    from hybridflow.controller.ray import RayBackend
 
 SETTLE_TIMEOUT_S = 60.0
 """Seconds in which groups that did not fail finish their calls; after that their processes are replaced too."""
@@ -37,7 +22,7 @@ class RestartedGroups:
 
     def __init__(
         self,
-        backend: Restartable,
+        backend: "RayBackend",
         groups: Mapping[str, WorkerGroup],
         *,
         connected: bool,
@@ -48,7 +33,7 @@ class RestartedGroups:
         self._move = move
 
     @property
-    def _workers(self) -> list[WorkerRef]:
+    def _workers(self) -> list[Any]:
         return [worker for group in self._groups.values() for worker in group.workers]
 
     def keep_standbys(self) -> None:
@@ -71,7 +56,8 @@ class RestartedGroups:
         """Start new processes for the named groups; let the others discard what the unfinished step has left."""
         moved = self._move(names) if self._move else ()
         rest = [name for name in names if name not in moved]
-        self._backend.restart([worker for name in rest for worker in self._groups[name].workers])
+        workers: list[Any] = [worker for name in rest for worker in self._groups[name].workers]
+        self._backend.restart(workers)
         for name, group in self._groups.items():
             if name not in names and "abandon_step" in group.methods:
                 group.abandon_step()
