@@ -258,5 +258,5 @@ def test_a_run_with_environments_generates_plain_responses(episode_task):
 def test_a_call_that_cannot_be_read_counts_as_a_wrong_call():
     turn = Turn(0, "", called=(CalledTool(ToolCall("f"), "1"),), malformed=("a call is not JSON",))
     played = PlayedEpisode(Episode({}, turns=[turn], ended="done"), [EpisodeRow([1])])
-    columns = episode_batch([played], [0], [0], 1, chat_tokenizer("qwen2_5")).batch
+    columns = episode_batch([played], [0], 1, chat_tokenizer("qwen2_5")).batch
     assert (columns["num_tool_calls"].tolist(), columns["num_tool_errors"].tolist()) == ([2], [1])

@@ -21,11 +21,11 @@ def played():
     calls = (CalledTool(ToolCall("add"), "7"), CalledTool(ToolCall("add"), "error: no", is_error=True))
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     first = Episode({}, said, [Turn(0, "b", called=calls)], "done")
-    return [PlayedEpisode(first, [row, other]), PlayedEpisode(Episode({}, [], [], "error"), [], failure="raised")]
+    return [PlayedEpisode(first, [row, other], num_first_messages=1), PlayedEpisode(Episode({}, [], [], "error"), [], failure="raised")]
 
 
 def test_rows_hold_prompts_turns_and_answers():
-    batch = episode_batch(played(), [6, 7], [1, 0], 2, TOKENIZER)
+    batch = episode_batch(played(), [6, 7], 2, TOKENIZER)
     columns, objects, pad = batch.batch, batch.non_tensor_batch, batch.meta_info["pad_token_id"]
     assert columns["prompts"].tolist() == [[pad, 5, 6], [4, 5, 6], [pad, pad, pad], [pad, pad, pad]]
     assert columns["prompt_mask"].sum(-1).tolist() == [2, 3, 1, 1]

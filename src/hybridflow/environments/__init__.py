@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from hybridflow.environments.agents.agent import Agent, AgentSession
     from hybridflow.environments.episodes.answers import Answer
     from hybridflow.environments.episodes.environment import CalledTool, Done, Environment, Episode, Reply, Turn
     from hybridflow.environments.episodes.episode_tokens import EpisodeRow
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from hybridflow.environments.processes.host import CallLimits, EnvironmentHost, EnvironmentKind
 
 _NAMES = {
+    "agents.agent": ("Agent", "AgentSession"),
     "episodes.answers": ("Answer",),
     "processes.client": ("EpisodeClient", "LocalEnvironment"),
     "episodes.environment": ("CalledTool", "Done", "Environment", "Episode", "Reply", "Turn"),
@@ -42,6 +44,8 @@ _MODULES = {name: f"hybridflow.environments.{module}" for module, names in _NAME
 
 __all__ = [
     "FORMATS",
+    "Agent",
+    "AgentSession",
     "Answer",
     "AssistantTurn",
     "CallLimits",

@@ -209,6 +209,9 @@ _FIELDS = (
     Field("episode_messages", ROW, object,
           example="[[{'role': 'assistant', 'content': '12'}], []]",
           description="The messages of the episode after its prompt.", producer="rollout", consumer="samples"),
+    Field("agent_outputs", ROW, object,
+          example="['7\\n1.0\\n', '']",
+          description="What the command of an agent has printed.", producer="rollout", consumer="samples"),
 )
 # fmt: on
 

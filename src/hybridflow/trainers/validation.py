@@ -16,7 +16,7 @@ from hybridflow.protocol.meta_info import NOISE_KEY
 from hybridflow.trainers.build.groups import BackendOwner
 from hybridflow.trainers.episode_rows import EpisodeRows
 from hybridflow.trainers.read_columns import read
-from hybridflow.trainers.run.samples import TEXTS, bounded_json, numbers_of_episodes, prompt_text
+from hybridflow.trainers.run.samples import OF_EPISODES, TEXTS, bounded_json, numbers_of_episodes, prompt_text
 from hybridflow.trainers.sampling.generation import response_rows
 
 VALIDATION_STREAM = 1
@@ -57,7 +57,7 @@ class Validator(BackendOwner):
             has_episodes = bool(self.config.environment.classes)
             if not has_episodes:
                 future = future.union(self.rewards.score_validation.remote(future))
-            names = (*READ_COLUMNS, "episode_messages", "finish_reasons") if has_episodes else READ_COLUMNS
+            names = (*READ_COLUMNS, *OF_EPISODES, "finish_reasons") if has_episodes else READ_COLUMNS
             batch, episodes = read(future, names), EpisodeRows(future)
             numbers = numbers_of_episodes(future, episodes) if has_episodes else {}
             lengths += episodes.joined(batch.batch)["response_mask"].sum(-1).tolist()
@@ -74,7 +74,7 @@ class Validator(BackendOwner):
                     "answer": columns["answers"][row],
                     **({"finish_reason": columns["finish_reasons"][row]} if has_episodes else {}),
                     **{name: values[row // episodes.size] for name, values in numbers.items()},
-                    **({"messages": columns["episode_messages"][row]} if has_episodes else {}),
+                    **{name: columns[column][row] for column, name in OF_EPISODES.items() if has_episodes},
                 }
                 for row in range(0, len(batch), episodes.size)
             ]

@@ -19,7 +19,8 @@ from hybridflow.protocol import DataProto
 
 EPISODE_COLUMNS = (
     *("prompts", "prompt_mask", "prompt_texts", "episode_ids", "turn_ids", "turn_rewards"),
-    *("row_lengths", "num_tool_calls", "num_tool_errors", "episode_messages", "answers"),
+    *("row_lengths", "num_tool_calls", "num_tool_errors", "episode_messages"),
+    *("agent_outputs", "answers"),
 )
 """The columns of episodes besides `ROLLOUT_COLUMNS` and those of their rewards."""
 
@@ -60,6 +61,7 @@ def episode_batch(
             "solution_texts": _objects(texts),
             "finish_reasons": repeated([each.episode.ended or "error" for each in episodes], rows_per_episode),
             "episode_messages": repeated(said, rows_per_episode),
+            "agent_outputs": repeated([each.output for each in episodes], rows_per_episode),
         },
         {"pad_token_id": padding},
     )

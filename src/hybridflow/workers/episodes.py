@@ -33,7 +33,6 @@ from hybridflow.errors import EnvironmentConfigError, RolloutError
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.meta_info import NOISE_KEY
 from hybridflow.rollout import RolloutEngine, SamplingParams
-from hybridflow.workers.agents import AgentWorker
 from hybridflow.workers.episode_batch import episode_batch, repeated
 from hybridflow.workers.reward import result_columns
 
@@ -67,8 +66,11 @@ class EpisodeWorker:
         )
         kinds = self._pool.kinds
         self._renderers = {name: ChatRenderer(tokenizer, kind.schemas) for name, kind in kinds.items()}
-        has_agents = any(kind.is_agent for kind in kinds.values())
-        self._agents = AgentWorker(config, tokenizer, stop_ids, self._pool) if has_agents else None
+        self._agents = None
+        if any(kind.is_agent for kind in kinds.values()):
+            from hybridflow.workers.agents import AgentWorker  # with a web server
+
+            self._agents = AgentWorker(config, tokenizer, stop_ids, self._pool)
         data = config.data
         self._limits = EpisodeLimits(
             turns=environment.max_turns,

@@ -26,6 +26,9 @@ _ROW_COLUMNS = ("scores", "group_ids", "response_mask", "reward_failed", "reward
 _ROW_OBJECTS = ("finish_reasons", "data_sources", "raw_prompts")
 TEXTS = ("raw_prompts", "prompt_texts", "ground_truths", "solution_texts")
 
+OF_EPISODES = {"episode_messages": "messages", "agent_outputs": "output"}
+"""Columns of episodes, and their names in a sample."""
+
 TOKEN_NUMBERS = {
     "rollout_log_probs": "log_probs",
     "old_log_probs": "old_log_probs",
@@ -158,8 +161,8 @@ def _samples(
 ) -> list[Sample]:
     present = future.columns or ()
     of_tokens = [name for name in TOKEN_NUMBERS if name in present] if log_tokens else []
-    messages = ["episode_messages"] if "episode_messages" in present else []
-    data = future.get((*TEXTS, "scores", "responses", *messages, *of_tokens))
+    of_episodes = [name for name in OF_EPISODES if name in present]
+    data = future.get((*TEXTS, "scores", "responses", *of_episodes, *of_tokens))
     texts = data.non_tensor_batch
     samples = []
     for i, row in enumerate(rows):
@@ -170,7 +173,7 @@ def _samples(
             "ground_truth": bounded_json(texts["ground_truths"][i]),
             "response": texts["solution_texts"][i],
             **{name: of_rows[row] for name, of_rows in numbers.items() if name != "group"},
-            **({"messages": texts["episode_messages"][i]} if messages else {}),
+            **{OF_EPISODES[name]: texts[name][i] for name in of_episodes},
         }
         if log_tokens:
             sample["tokens"] = _tokens(data, i, min(sample["length"], log_tokens), of_tokens, text_of)

@@ -1,0 +1,96 @@
+"""Runs of agents that know nothing of episodes: trained as environments are, and repeated without being asked again."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fixtures.tiny_episodes import episode_settings
+from fixtures.tiny_run import texts_of
+from hybridflow.checkpoint import CheckpointStore
+from hybridflow.config import load_config
+from hybridflow.errors import RewardError
+from hybridflow.runtime.observe import read_jsonl
+from hybridflow.trainers import build_trainer
+
+HERE = "reward.processes=0"
+
+
+def own_run(why):
+    return lambda test: pytest.mark.runs(pytest.mark.own_run(f"episodes: {why}")(test))
+
+
+def train(task, run_dir, agent, *settings):
+    """Train and return the bytes of the actor's weights and the metrics of each step."""
+    source = agent if ":" in agent else f"{task}/agents.py:{agent}"
+    named = f"environment.classes={{talk = \"{source}\"}}"
+    more = (f"trainer.run_dir={run_dir}", "trainer.save_every=1", "trainer.keep_checkpoints=9", named, *settings)
+    with build_trainer(load_config(None, episode_settings(task, "Talk", "trainer.total_steps=2", *more))) as trainer:
+        trainer.fit()
+    store = CheckpointStore(Path(run_dir) / "checkpoints")
+    weights = (store.path(max(store.list())) / "actor.safetensors").read_bytes()
+    return weights, [row for row in read_jsonl(Path(run_dir) / "metrics.jsonl") if row["step"]]
+
+
+def samples_of(run_dir):
+    return read_jsonl(run_dir / "samples.jsonl")
+
+
+@own_run("an agent beside an environment that does the same")
+def test_an_agent_gets_the_greedy_turns_of_an_environment_that_does_the_same(episode_task, tmp_path):
+    toolless = tmp_path / "toolless.py"
+    toolless.write_text((episode_task / "environments.py").read_text().replace("def count", "def _count"))
+    greedy = (HERE, "rollout.temperature=0", "environment.max_rows=1")
+    _, agent = train(episode_task, tmp_path / "agent", "talk", *greedy)
+    _, environment = train(episode_task, tmp_path / "environment", f"{toolless}:Talk", *greedy)
+    assert texts_of(tmp_path / "agent") == texts_of(tmp_path / "environment") != []
+    for name in ("critic/score/mean", "response_length/mean", "episode/turns/mean", "reward/words/mean"):
+        assert [row[name] for row in agent] == pytest.approx([row[name] for row in environment]), name
+    both = zip(samples_of(tmp_path / "agent"), samples_of(tmp_path / "environment"), strict=True)
+    for one, other in both:
+        assert one["tokens"]["ids"] == other["tokens"]["ids"]
+        assert [each["content"] for each in one["messages"]] == [each["content"] for each in other["messages"]]
+
+
+@own_run("an agent, interrupted")
+def test_a_repeated_step_acts_agents_out_without_running_them(episode_task, tmp_path, monkeypatch):
+    events = tmp_path / "events"
+    monkeypatch.setenv("EVENTS", str(events))
+    whole, metrics = train(episode_task, tmp_path / "run", "talk", HERE)
+    asked = len(events.read_text().split())
+    assert asked == sum(row["episode/turns/mean"] for row in metrics) * 12
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_000002")  # as if it had been killed after step 1
+    repeated, _ = train(episode_task, tmp_path / "run", "talk", HERE)
+    assert repeated == whole
+    assert len(events.read_text().split()) == asked
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_000002")
+    shutil.rmtree(tmp_path / "run" / "environments")
+    again, _ = train(episode_task, tmp_path / "run", "talk", HERE)
+    assert again == whole
+    assert len(events.read_text().split()) > asked
+
+
+@own_run("an agent with branches, in processes")
+def test_branches_are_rows_whose_tokens_have_the_log_probs_of_the_trained_model(episode_task, tmp_path):
+    exact = ("reward.processes=1", "model.dtype=float64", "environment.max_turns=6", "trainer.deterministic=false")
+    _, metrics = train(episode_task, tmp_path / "run", "branches", *exact)
+    for row in metrics:
+        assert row["rollout/log_prob_mismatch_max"] < 1e-12
+        assert row["episode/turns/mean"] == 5
+        assert row["episode/ended_done"] == 1
+    _, last = train(episode_task, tmp_path / "last", "branches", *exact, "agent.train_branches=last")
+    assert [row["episode/turns/mean"] for row in last] != []
+    assert last[0]["response_length/mean"] < metrics[0]["response_length/mean"]
+
+
+@own_run("agents that fail")
+def test_failures_of_agents_are_counted_and_never_a_reward_of_zero(episode_task, tmp_path):
+    lenient = ("reward.processes=1", "agent.timeout_s=3", "reward.on_error=zero", "reward.max_failure_rate=1.0")
+    _, metrics = train(episode_task, tmp_path / "run", "breaks", *lenient, "reward.error_score=-1.0")
+    assert [row["reward/error_rate"] + row["reward/timeout_rate"] for row in metrics] == [0.75, 0.75]
+    assert [row["reward/timeout_rate"] for row in metrics] == [0.25, 0.25]
+    assert [row["reward/zero_rate"] for row in metrics] == [0, 0]
+    with pytest.raises(RewardError, match="map"):
+        train(episode_task, tmp_path / "stopped", "breaks", HERE, "agent.timeout_s=3")
+    with pytest.raises(RewardError, match="the agent ended without a turn of the model"):
+        train(episode_task, tmp_path / "silent", "silent", HERE)
