@@ -23,7 +23,7 @@ def own_run(why):
 def train(task, run_dir, agent, *settings):
     """Train and return the bytes of the actor's weights and the metrics of each step."""
     source = agent if ":" in agent else f"{task}/agents.py:{agent}"
-    named = f"environment.classes={{talk = \"{source}\"}}"
+    named = f'environment.classes={{talk = "{source}"}}'
     more = (f"trainer.run_dir={run_dir}", "trainer.save_every=1", "trainer.keep_checkpoints=9", named, *settings)
     with build_trainer(load_config(None, episode_settings(task, "Talk", "trainer.total_steps=2", *more))) as trainer:
         trainer.fit()
@@ -40,7 +40,7 @@ def samples_of(run_dir):
 def test_an_agent_gets_the_greedy_turns_of_an_environment_that_does_the_same(episode_task, tmp_path):
     toolless = tmp_path / "toolless.py"
     toolless.write_text((episode_task / "environments.py").read_text().replace("def count", "def _count"))
-    greedy = (HERE, "rollout.temperature=0", "environment.max_rows=1")
+    greedy = (HERE, "rollout.top_k=1", "environment.max_rows=1")
     _, agent = train(episode_task, tmp_path / "agent", "talk", *greedy)
     _, environment = train(episode_task, tmp_path / "environment", f"{toolless}:Talk", *greedy)
     assert texts_of(tmp_path / "agent") == texts_of(tmp_path / "environment") != []

@@ -21,7 +21,10 @@ def played():
     calls = (CalledTool(ToolCall("add"), "7"), CalledTool(ToolCall("add"), "error: no", is_error=True))
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     first = Episode({}, said, [Turn(0, "b", called=calls)], "done")
-    return [PlayedEpisode(first, [row, other], num_first_messages=1), PlayedEpisode(Episode({}, [], [], "error"), [], failure="raised")]
+    return [
+        PlayedEpisode(first, [row, other], num_first_messages=1),
+        PlayedEpisode(Episode({}, [], [], "error"), [], failure="raised"),
+    ]
 
 
 def test_rows_hold_prompts_turns_and_answers():
