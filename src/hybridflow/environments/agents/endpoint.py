@@ -1,0 +1,286 @@
+"""The HTTP server of sessions: an ASGI app on a port of loopback, in the event loop that plays the episodes.
+
+    client --HTTP--> path and key: session --> body: ChatRequest --> session.complete --> ChatReply --> response
+
+It knows protocols and whether a client is still there. What a turn is and how it is sampled, the session knows.
+"""
+
+import asyncio
+import hmac
+import logging
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from hybridflow.environments.agents.anthropic_messages import AnthropicCount, AnthropicMessages
+from hybridflow.environments.agents.bodies import json_text, parse_json
+from hybridflow.environments.agents.chat import RefusedError
+from hybridflow.environments.agents.openai_chat import OpenAIChat
+from hybridflow.errors import EnvironmentConfigError
+
+if TYPE_CHECKING:
+    from hybridflow.environments.agents.session import Session
+
+log = logging.getLogger(__name__)
+
+_CALLS = {
+    "chat/completions": ("POST", OpenAIChat),
+    "models": ("GET", OpenAIChat),
+    "reward": ("POST", OpenAIChat),
+    "messages": ("POST", AnthropicMessages),
+    "messages/count_tokens": ("POST", AnthropicCount),
+}
+_PATH = re.compile(r"(?:/(?P<session>[^/]+))?/v1/(?P<call>.+)")
+_NUM_REMEMBERED = 10_000
+"""Sessions that have ended and whose requests get an error that says so."""
+_NUM_BODIES_READ = 16
+"""How much of a body that is too large is read, in bodies of the largest size."""
+_MODEL = {"id": "hybridflow", "object": "model", "created": 0, "owned_by": "hybridflow"} | {
+    "type": "model",
+    "display_name": "hybridflow",
+    "created_at": "1970-01-01T00:00:00Z",
+}
+"""The model as OpenAI and as Anthropic list it."""
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # the program keeps its own handlers
+
+
+@dataclass
+class Endpoint:
+    """Serves sessions at `{base_url}/{SESSION_ID}/v1`, and the session whose id is empty at `{base_url}/v1`.
+
+    All methods are called in one event loop. Port 0 takes a free one. A stream gets a sign of life every `keep_alive_s`
+    seconds until its turn is there.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    keep_alive_s: float = 10.0
+    sessions: dict[str, "Session"] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        try:
+            self._socket = socket.create_server((self.host, self.port), family=family, backlog=2048)
+        except (OSError, OverflowError) as error:
+            found = f"an endpoint cannot listen on {self.host}, port {self.port}: {error}"
+            raise EnvironmentConfigError(f"{found}; use another host or port, or port 0 for a free one") from error
+        self.port = self._socket.getsockname()[1]
+        self._ended: dict[str, None] = {}
+        self._requests: dict[str, set[asyncio.Task[Any]]] = {}
+        config = uvicorn.Config(
+            self,
+            interface="asgi3",
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level=logging.CRITICAL,  # requests that are wrong do not belong into the log of a run
+            access_log=False,
+            proxy_headers=False,
+            timeout_keep_alive=60,
+            timeout_graceful_shutdown=5,
+        )
+        self._server, self._serving = _Server(config), None
+
+    @property
+    def base_url(self) -> str:
+        """The URL of the server, without a session."""
+        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
+
+    async def start(self) -> None:
+        """Serve as a task of the running event loop."""
+        self._serving = asyncio.create_task(self._server.serve([self._socket]))
+        while not self._server.started and not self._serving.done():
+            await asyncio.sleep(0.01)
+
+    async def stop(self) -> None:
+        """End the open requests and the server, and close its sockets."""
+        for session_id in list(self.sessions):
+            self.remove(session_id)
+        if self._serving is None:
+            self._socket.close()
+            return
+        self._server.should_exit = True
+        if requests := [task for tasks in self._requests.values() for task in tasks]:
+            await asyncio.wait(requests, timeout=5)
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()  # a client that does not read would keep it open
+        await self._serving
+
+    def add(self, session_id: str, session: "Session") -> None:
+        """Serve a session."""
+        self.sessions[session_id] = session
+
+    def remove(self, session_id: str) -> None:
+        """End the open requests of a session; they and later ones get an error that says that it has ended."""
+        self.sessions.pop(session_id, None)
+        self._ended[session_id] = None
+        if len(self._ended) > _NUM_REMEMBERED:
+            del self._ended[next(iter(self._ended))]
+        for task in self._requests.get(session_id, ()):
+            task.cancel()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request: the ASGI app."""
+        request, exchange = Request(scope, receive), _Exchange(receive, send, self.keep_alive_s)
+        path = _PATH.fullmatch(scope["path"])
+        session_id, call = (path["session"] or "", path["call"]) if path else ("", "")
+        is_anthropic = call.startswith("messages") or "anthropic-version" in request.headers
+        task = asyncio.current_task()
+        assert task is not None
+        requests = self._requests.setdefault(session_id, set())
+        requests.add(task)
+        try:
+            await self._answer(request, session_id, call, exchange)
+            return
+        except ClientDisconnect:
+            return
+        except RefusedError as error:
+            refused = error
+        except asyncio.CancelledError:  # by `remove`
+            task.uncancel()
+            refused = _has_ended(session_id)
+        except Exception:
+            log.exception("a request to %s failed", scope["path"][:200])
+            refused = RefusedError(500, "internal_error", "the endpoint failed; the log of the run says why")
+        finally:
+            requests.discard(task)
+            if not requests:
+                self._requests.pop(session_id, None)
+        await exchange.refuse(refused, AnthropicMessages if is_anthropic else OpenAIChat)
+
+    async def _answer(self, request: Request, session_id: str, call: str, exchange: "_Exchange") -> None:
+        method, protocol = _CALLS.get(call, ("", OpenAIChat))
+        if not method:
+            known = ", ".join(f"{method} /v1/{name}" for name, (method, _) in _CALLS.items())
+            raise RefusedError(
+                404, "unknown_url", f"{ascii(request.scope['path'])[:200]} is not served; known: {known}"
+            )
+        session = self.sessions.get(session_id)
+        if session is None:
+            unknown = RefusedError(404, "unknown_session", f"there is no session {ascii(session_id)[:100]}")
+            raise _has_ended(session_id) if session_id in self._ended else unknown
+        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+        keys = [request.headers.get("x-api-key", ""), bearer.strip() if scheme.lower() == "bearer" else ""]
+        if not any(hmac.compare_digest(key.encode(), session.key.encode()) for key in keys):
+            wanted = "the key of the session is needed, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            raise RefusedError(401, "invalid_api_key", wanted)
+        if request.method != method:
+            raise RefusedError(405, "wrong_method", f"{request.method} is not supported here; use {method}")
+        with session.open():
+            if call == "models":
+                ids = {"first_id": _MODEL["id"], "last_id": _MODEL["id"]}
+                return await exchange.reply({"object": "list", "data": [_MODEL], "has_more": False, **ids})
+            body = await _body(request, session.max_body_bytes)
+            if call == "reward":
+                session.set_reward(parse_json(body))
+                return await exchange.reply({"accepted": True})
+            asked = protocol.read(body)
+            if protocol is AnthropicCount:
+                return await exchange.reply({"input_tokens": await session.count_tokens(asked.request())})
+            return await exchange.turn(session, asked)
+
+
+@dataclass
+class _Exchange:
+    """The response of one request, and whether the client is still there."""
+
+    receive: Receive
+    send: Send
+    keep_alive_s: float
+    has_begun: bool = False
+
+    async def reply(self, body: dict[str, Any], status: int = 200, *, is_last: bool = True) -> None:
+        """Send a response of JSON."""
+        headers = {"connection": "close"} if status == 413 else {}  # the rest of the body may be unread
+        response = Response(json_text(body), status, headers, "application/json")
+        await self._begin(response)
+        await self._send(bytes(response.body), is_last=is_last)
+
+    async def refuse(self, error: RefusedError, protocol: type[OpenAIChat | AnthropicMessages]) -> None:
+        """Send an error; a stream ends with it."""
+        if self.has_begun:
+            await self._send(protocol.error_event(error).encode(), is_last=True)
+        else:
+            await self.reply(protocol.error(error), error.status)
+
+    async def turn(self, session: "Session", asked: OpenAIChat | AnthropicMessages) -> None:
+        """Send a turn. It is cancelled if the client goes, and dropped if it has not reached the client."""
+        is_delivered = False
+        sampling = asyncio.ensure_future(session.complete(asked.request()))
+        gone = asyncio.ensure_future(self._disconnected())
+        try:
+            while not sampling.done():
+                timeout = self.keep_alive_s if asked.stream else None
+                await asyncio.wait({sampling, gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+                if gone.done():
+                    raise ClientDisconnect
+                if not sampling.done():
+                    await self._send_events(asked.keep_alive)
+            reply = sampling.result()
+            if asked.stream:
+                await self._send_events("".join(asked.events(reply)))
+            else:
+                await self.reply(asked.response(reply), is_last=False)
+            await self._send(b"")  # returns when a slow client has read
+            is_delivered = not gone.done()
+            await self._send(b"", is_last=True)
+        finally:
+            gone.cancel()
+            sampling.cancel()
+            await asyncio.wait({gone, sampling})
+            if not sampling.cancelled() and sampling.exception() is None and not is_delivered:
+                session.drop(sampling.result().turn_id)
+
+    async def _send_events(self, text: str) -> None:
+        if not self.has_begun:
+            await self._begin(Response(None, headers={"cache-control": "no-store"}, media_type="text/event-stream"))
+        await self._send(text.encode())
+
+    async def _begin(self, response: Response) -> None:
+        self.has_begun = True
+        headers = [each for each in response.raw_headers if response.body or each[0] != b"content-length"]
+        await self.send({"type": "http.response.start", "status": response.status_code, "headers": headers})
+
+    async def _send(self, body: bytes, *, is_last: bool = False) -> None:
+        await self.send({"type": "http.response.body", "body": body, "more_body": not is_last})
+
+    async def _disconnected(self) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+
+
+def _has_ended(session_id: str) -> RefusedError:
+    return RefusedError(410, "session_ended", f"the episode of the session {ascii(session_id)[:100]} has ended")
+
+
+async def _body(request: Request, max_bytes: int) -> bytes:
+    """Return the body. Of a larger one some is read and thrown away, because most clients read no error before that."""
+    if encoding := request.headers.get("content-encoding"):
+        raise RefusedError(415, "encoded_body", f"content-encoding={encoding[:50]!r} is not supported; send plain JSON")
+    body, size, most = bytearray(), 0, _NUM_BODIES_READ * max_bytes
+    if int(request.headers.get("content-length", 0)) <= most:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size <= max_bytes:
+                body += chunk
+            elif size > most:
+                break
+    else:
+        size = most
+    if size > max_bytes:
+        raise RefusedError(413, "body_too_large", f"a body may have {max_bytes:,} bytes; this one has more")
+    return bytes(body)
