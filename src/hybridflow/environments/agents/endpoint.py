@@ -102,9 +102,17 @@ class Endpoint:
 
     async def start(self) -> None:
         """Serve as a task of the running event loop."""
-        self._serving = asyncio.create_task(self._server.serve([self._socket]))
+        self._serving = asyncio.create_task(self._serve())
         while not self._server.started and not self._serving.done():
             await asyncio.sleep(0.01)
+
+    async def _serve(self) -> None:
+        try:
+            await self._server.serve([self._socket])
+        finally:  # also if the loop ends, which cancels all tasks
+            for server in self._server.servers:
+                server.close()
+            self._socket.close()
 
     async def stop(self) -> None:
         """End the open requests and the server, and close its sockets."""
