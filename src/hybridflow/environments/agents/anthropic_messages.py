@@ -37,7 +37,7 @@ class _AnthropicResult(Body):
     harmless = frozenset({"cache_control"})
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Parts = ()
+    content: Parts = Field(default=[])
     is_error: bool = False
 
     def text(self) -> str:
@@ -48,13 +48,13 @@ class _AnthropicResult(Body):
 
 class _AnthropicUser(Body):
     role: Literal["user"]
-    content: Annotated[Sequence[Annotated[TextPart | _AnthropicResult, Field(discriminator="type")]], bodies.as_parts]
+    content: Annotated[list[Annotated[TextPart | _AnthropicResult, Field(discriminator="type")]], bodies.as_parts]
 
 
 class _AnthropicTurn(Body):
     role: Literal["assistant"]
     content: Annotated[
-        Sequence[Annotated[TextPart | _AnthropicThinking | _AnthropicToolUse, Field(discriminator="type")]],
+        list[Annotated[TextPart | _AnthropicThinking | _AnthropicToolUse, Field(discriminator="type")]],
         bodies.as_parts,
     ]
 
@@ -88,14 +88,14 @@ class AnthropicMessages(bodies.ChatBody):
     keep_alive: ClassVar[str] = 'event: ping\ndata: {"type":"ping"}\n\n'
     harmless = frozenset({"cache_control", "metadata", "service_tier"})
     messages: Annotated[
-        Sequence[Annotated[_AnthropicUser | _AnthropicTurn | _AnthropicSystem, Field(discriminator="role")]],
+        list[Annotated[_AnthropicUser | _AnthropicTurn | _AnthropicSystem, Field(discriminator="role")]],
         Field(min_length=1, max_length=bodies.MAX_MESSAGES),
     ]
     max_tokens: bodies.Count
-    system: Parts = ()
-    tools: Sequence[_AnthropicTool] = ()
+    system: Parts = Field(default=[])
+    tools: list[_AnthropicTool] = Field(default=[])
     tool_choice: _AnthropicToolChoice = _AnthropicToolChoice(type="auto")
-    stop_sequences: bodies.Stops = ()
+    stop_sequences: bodies.Stops = Field(default=[])
     thinking: _AnthropicThinkingChoice | None = None
 
     def request(self) -> ChatRequest:

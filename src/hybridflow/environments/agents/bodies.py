@@ -20,9 +20,9 @@ PIECE = 1000
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Name = Annotated[str, Field(min_length=1, max_length=128)]
-Empty = Annotated[Sequence[Any], Field(max_length=0)]
+Empty = Annotated[list[Any], Field(max_length=0)]
 Stops = Annotated[
-    Sequence[Annotated[str, Field(min_length=1, max_length=1000)]],
+    list[Annotated[str, Field(min_length=1, max_length=1000)]],
     Field(max_length=16),
     BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
 ]
@@ -48,11 +48,11 @@ class TextPart(Body):
     harmless = frozenset({"cache_control"})
     type: Literal["text"]
     text: str
-    citations: Empty = ()
+    citations: Empty = Field(default=[])
 
 
 as_parts = BeforeValidator(lambda content: [{"type": "text", "text": content}] if isinstance(content, str) else content)
-Parts = Annotated[Sequence[TextPart], as_parts]
+Parts = Annotated[list[TextPart], as_parts]
 
 
 class ChatBody(Body):

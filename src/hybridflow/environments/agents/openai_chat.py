@@ -1,7 +1,7 @@
 """OpenAI's chat completions: the body of a request, the response, the chunks of a stream and the form of errors."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -27,11 +27,13 @@ class _OpenAITool(Body):
 
 
 class _OpenAICalled(Body):
+    harmless = frozenset({"parsed_arguments"})  # of OpenAI's client, beside the text
     name: bodies.Name
     arguments: str
 
 
 class _OpenAICall(Body):
+    harmless = frozenset({"index"})  # of a call that was put together from a stream
     id: bodies.Name
     type: Literal["function"] = "function"
     function: _OpenAICalled
@@ -51,11 +53,12 @@ class _OpenAISaid(Body):
 
 
 class _OpenAITurn(Body):
+    harmless = frozenset({"parsed"})
     role: Literal["assistant"]
-    content: Parts = ()
+    content: Parts = Field(default=[])
     reasoning_content: str = ""
-    tool_calls: Sequence[_OpenAICall] = ()
-    annotations: bodies.Empty = ()
+    tool_calls: list[_OpenAICall] = Field(default=[])
+    annotations: bodies.Empty = Field(default=[])
 
 
 class _OpenAIResult(Body):
@@ -82,14 +85,14 @@ class OpenAIChat(bodies.ChatBody):
         ["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"]
     )
     messages: Annotated[
-        Sequence[Annotated[_OpenAISaid | _OpenAITurn | _OpenAIResult, Field(discriminator="role")]],
+        list[Annotated[_OpenAISaid | _OpenAITurn | _OpenAIResult, Field(discriminator="role")]],
         Field(min_length=1, max_length=bodies.MAX_MESSAGES),
     ]
-    tools: Sequence[_OpenAITool] = ()
+    tools: list[_OpenAITool] = Field(default=[])
     tool_choice: Literal["auto", "none"] = "auto"
     max_tokens: bodies.Count | None = None
     max_completion_tokens: bodies.Count | None = None
-    stop: bodies.Stops = ()
+    stop: bodies.Stops = Field(default=[])
     logprobs: bool = False
     stream_options: _OpenAIStreamOptions = _OpenAIStreamOptions()
     # Of each of these, only the value that changes nothing.
@@ -97,10 +100,10 @@ class OpenAIChat(bodies.ChatBody):
     top_logprobs: Literal[0] = 0
     parallel_tool_calls: Literal[True] = True
     response_format: _OpenAIFormat | None = None
-    modalities: Sequence[Literal["text"]] = ()
+    modalities: list[Literal["text"]] = Field(default=[])
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
     presence_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
-    logit_bias: Annotated[Mapping[str, Any], Field(max_length=0)] | None = None
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
 
     def request(self) -> ChatRequest:
         """Return the request without the words of the protocol."""
