@@ -45,11 +45,16 @@ def results(run_dir):
 
 
 @own_run("its environment answers once, or there is none")
-@pytest.mark.parametrize("changes", [(), ("algorithm.advantage=remax",)], ids=["grpo", "remax"])
-def test_episodes_of_one_turn_equal_a_run_without_environments(episode_task, tmp_path, changes):
-    settings = (*HERE, TWO_STEPS, *changes)
-    episodes, metrics = train(episode_task, tmp_path / "episodes", "Once", *settings)
-    plain = [f"reward.function={episode_task}/environments.py:once", "environment.classes={}", *settings]
+@pytest.mark.parametrize(
+    ("environment", "changes"),
+    [("Once", ()), ("Once", ("algorithm.advantage=remax",)), ("Bare", ())],
+    ids=["grpo", "remax", "function"],
+)
+def test_episodes_of_one_turn_equal_a_run_without_environments(episode_task, tmp_path, environment, changes):
+    settings, function = (*HERE, TWO_STEPS, *changes), f"reward.function={episode_task}/environments.py:once"
+    given = [function] if environment == "Bare" else []  # it scores the episodes
+    episodes, metrics = train(episode_task, tmp_path / "episodes", environment, *settings, *given)
+    plain = [function, "environment.classes={}", *settings]
     responses, without = train(episode_task, tmp_path / "plain", "Once", *plain)
     assert episodes == responses
     for name in ("critic/score/mean", "actor/loss", "actor/grad_norm", "response_length/mean", "prompt_length/mean"):

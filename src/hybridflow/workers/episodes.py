@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -62,6 +63,8 @@ class EpisodeWorker:
             num_processes=reward.processes,
             limits=limits,
             memory_bytes=reward.memory_bytes,
+            reward_function=reward.function,
+            reward_kwargs=reward.kwargs,
             closures=closures,
         )
         kinds = self._pool.kinds
@@ -87,7 +90,8 @@ class EpisodeWorker:
         )
         self._journal = None
         if config.trainer.run_dir:
-            sources = [[name, kind.name, kind.source] for name, kind in self._pool.kinds.items()]
+            sources: list[Any] = [[name, kind.name, kind.source] for name, kind in self._pool.kinds.items()]
+            sources += [[reward.function, reward.kwargs]] if reward.function else []
             directory = Path(config.trainer.run_dir) / JOURNAL
             self._journal = RewardJournal(directory, rank, sources, failures=reward.on_error == "zero")
 

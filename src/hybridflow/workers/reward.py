@@ -37,6 +37,8 @@ def score_columns(config: Config) -> tuple[str, ...]:
 def build_runner(config: Config, closure: Closure | None = None) -> RewardRunner | None:
     """Build the processes for reward.function, or for slow functions of the table; None to call it in this process."""
     reward = config.reward
+    if config.environment.classes:  # their processes call it
+        return None
     source, _, name = reward.function.rpartition(":")
     is_quick = source.startswith("hybridflow.") and name in {function.__name__ for function in QUICK}
     if not reward.processes or is_quick:
@@ -73,9 +75,10 @@ class RewardWorker(Worker):
                 [self.runner.name, self.runner.kwargs, self.runner.source],
                 failures=reward.on_error == "zero",
             )
+        function = closure.function() if closure and not self.runner else reward.function
         num_rows = config.data.train_batch_size * config.rollout.group_size
         self.scorer = RewardScorer(
-            closure.function() if closure and not self.runner else reward.function,
+            "" if config.environment.classes else function,
             on_error=reward.on_error,
             error_score=reward.error_score,
             max_failure_rate=reward.max_failure_rate,

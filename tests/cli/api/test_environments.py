@@ -120,6 +120,39 @@ def test_classes_by_name_and_names_of_files_are_mixed():
 class NoReward(Environment): ...
 
 
+@pytest.mark.parametrize(
+    ("environment", "reward", "message"),
+    [
+        (NoReward, None, "NoReward has no method `reward`, .*; write one, or set reward"),
+        (Talk, lambda completion: 1.0, r"Talk has a method `reward`, and reward='closure:lambda-\w+' is set: both"),
+    ],
+)
+def test_an_episode_has_one_reward(task, tmp_path, environment, reward, message):
+    with pytest.raises(EnvironmentConfigError, match=message):
+        hybridflow.train(task / "model", [{"prompt": "a"}], environments=environment, reward=reward, run_dir=tmp_path)
+
+
+@pytest.mark.runs
+@OWN
+def test_a_function_of_the_program_scores_episodes_of_its_class(task, tmp_path):
+    def many(completion, messages):
+        return float(len(messages)) if messages[-1]["content"] == completion else 0.0
+
+    class Bare(NoReward):
+        async def step(self, turn: Turn):
+            return await Talk.step(self, turn)
+
+    run = hybridflow.train(
+        task / "model",
+        [{"prompt": "a"}, {"prompt": "b"}] * 2,
+        environments=Bare,
+        reward=many,
+        run_dir=tmp_path / "run",
+        **{**SETTINGS, "trainer.total_steps": 1, "rollout.group_size": 2, "reward.processes": 0},
+    ).fit()
+    assert [each["score"] for each in run.samples()] == [4 + 0.375] * 4
+
+
 def scoring(value):
     class Scoring(Talk):
         async def reward(self, episode: Episode):
@@ -169,7 +202,6 @@ def test_types_that_only_annotations_name_travel():
     [
         (Talk(), "is a Talk; expected a class"),
         (int, "'int' does not name a subclass of hybridflow.environments.Environment"),
-        (NoReward, "NoReward has no method `reward`"),
         ({"talk": 3}, "'3' does not name a subclass"),
         ({}, "environments={} names no class"),
         ({"max_turns": 4}, "'4' does not name a subclass"),

@@ -8,7 +8,7 @@ from hybridflow.config.checks.models import REWARD_MODEL_ADAPTERS
 from hybridflow.config.checks.refusal import is_command
 from hybridflow.errors import ConfigError
 
-MOST_REFUSALS = 24
+MOST_REFUSALS = 23
 """This may only fall: make features combine before a refusal is added."""
 
 RAY = "controller.backend=ray"
@@ -34,7 +34,6 @@ REFUSED = [
     (f"{IN_FLIGHT} rollout.backend=vllm rollout.tensor=2", "rollout.on_new_weights='retract'", "rollout.tensor=2"),
     (f"{IN_FLIGHT} algorithm.advantage=remax", "rollout.on_new_weights='retract'", "algorithm.advantage='remax'"),
     (f"{EPISODES} environment.weights={{a=1}} data.order=sequential", "weights={'a': 1.0}", "data.order='sequential'"),
-    (f"{EPISODES} reward.function=a.py:b", SHOWN, "reward.function='a.py:b'"),
     (f"{EPISODES} reward.model_path=x", SHOWN, "reward.model_path='x'"),
     (f"{IN_FLIGHT} {EPISODES} rollout.replay=x", SHOWN, "rollout.replay='x'"),
     (f"{RAY} {EPISODES} rollout.backend=vllm controller.num_workers=2 rollout.tensor=2", SHOWN, "rollout.tensor=2"),
@@ -55,7 +54,7 @@ REFUSED = [
 ]
 
 
-def test_there_are_at_most_24_refusals_each_in_a_row_of_the_table():
+def test_there_are_at_most_23_refusals_each_in_a_row_of_the_table():
     assert len(REFUSALS) <= MOST_REFUSALS
     rows = refusals_markdown().splitlines()[2:]
     assert len({(each.feature, each.other) for each in REFUSALS}) == len(REFUSALS) == len(rows)

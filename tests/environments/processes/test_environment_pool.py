@@ -13,7 +13,7 @@ from hybridflow.environments import Answer, AssistantTurn, CallLimits, Environme
 from hybridflow.environments.episodes.answers import Begin, Finish, ScoreGroup, TakeTurn
 from hybridflow.environments.episodes.environment import Episode
 from hybridflow.environments.rewards.journal import RewardJournal
-from hybridflow.errors import EnvironmentConfigError, RewardError
+from hybridflow.errors import ConfigError, RewardError
 
 own_run = pytest.mark.own_run("episodes: its environments neither hang nor die")
 
@@ -106,7 +106,31 @@ class NoTypes(Counter):
 
 
 class NoReward(Environment):
-    pass
+    def add(self, a: int, b: int) -> int:
+        return a + b
+
+
+class Odd(NoReward):
+    async def group_rewards(self, episodes):
+        return [0.0 for _ in episodes]
+
+
+def judge(solution_str, extra_info, data_source, ground_truth, worth=1.0):
+    said = [message["content"] for message in extra_info["messages"]]
+    return {"score": worth * (solution_str == ground_truth), "said": len(said), "answer": solution_str}
+
+
+async def judge_by_names(completion, prompt, messages, level):
+    return level if [prompt, completion] == [message["content"] for message in messages] else 0.0
+
+
+def judge_late(completion):
+    time.sleep(2 if completion == "late" else 0)
+    return int(completion) if completion.isdigit() else [completion]
+
+
+def judge_all(completions):
+    return [0.0 for _ in completions]
 '''
 
 
@@ -115,10 +139,20 @@ def pool_of(tmp_path):
     (tmp_path / "mine.py").write_text(CODE)
     pools = []
 
-    def make(name="Counter", processes=1, seconds=0.5, memory=2 * 2**30):
+    def make(name="Counter", processes=1, seconds=0.5, memory=2 * 2**30, judge="", kwargs=None):
         limits = CallLimits(seconds)
         sources = {"counter": f"{tmp_path}/mine.py:{name}"}
-        pools.append(EnvironmentPool(sources, num_processes=processes, limits=limits, memory_bytes=memory))
+        function = judge and f"{tmp_path}/mine.py:{judge}"
+        pools.append(
+            EnvironmentPool(
+                sources,
+                num_processes=processes,
+                limits=limits,
+                memory_bytes=memory,
+                reward_function=function,
+                reward_kwargs=kwargs or {},
+            )
+        )
         return pools[-1]
 
     yield make
@@ -142,12 +176,12 @@ def run(pool, coroutine):
     return asyncio.run_coroutine_threadsafe(coroutine, pool.loop).result(60)
 
 
-def episode(pool, *questions, number=0, **options):
+def episode(pool, *questions, number=0, row=None, **options):
     """Return the answers to questions of one episode."""
     client = EpisodeClient(pool.environment("counter", number), **options)
 
     async def ask():
-        return [await client(question) for question in (Begin({"prompt": "Count."}), *questions)]
+        return [await client(question) for question in (Begin({"prompt": "Count."} | (row or {})), *questions)]
 
     return run(pool, ask())
 
@@ -325,13 +359,35 @@ def test_a_step_that_blocks_its_process_is_late(pool_of, monkeypatch):
 
 @places
 def test_a_class_that_cannot_serve_is_an_error_at_the_start(pool_of, processes):
-    for name, message in (
-        ("NoTypes", r"tool 'add': parameter 'a' has no type"),
-        ("NoReward", r"NoReward has no method `reward`"),
-        ("Missing", r"environment.classes.counter .*has no class 'Missing'; it has Hostile, Counter, "),
+    for name, judge, message in (
+        ("NoTypes", "", r"tool 'add': parameter 'a' has no type"),
+        ("NoReward", "", r"NoReward has no method `reward`, .*; write one, or set reward.function"),
+        ("Missing", "", r"environment.classes.counter .*has no class 'Missing'; it has Hostile, Counter, "),
+        ("Counter", "judge", r"Counter has a method `reward`, and reward.function='.*mine.py:judge' is set: both give"),
+        ("NoReward", "judge_all", r"'.*mine.py:judge_all' takes lists of responses, but episodes are scored one by"),
+        ("NoReward", "judging", r"reward function '.*mine.py:judging': .*it has judge, judge_by_names, judge_late"),
     ):
-        with pytest.raises(EnvironmentConfigError, match=message):
-            pool_of(name, processes)
+        with pytest.raises(ConfigError, match=message):
+            pool_of(name, processes, judge=judge)
+
+
+@places
+def test_a_reward_function_scores_episodes_of_a_class_without_reward(pool_of, processes):
+    pool = pool_of("NoReward", processes, judge="judge", kwargs={"worth": 0.5})
+    row = {"data_source": "sums", "ground_truth": "7", "extra_info": {"level": 3.0}}
+    answers = episode(pool, said("", ("add", {"a": 3, "b": 4})), said("7"), Finish("done"), row=row)
+    assert answers[-1].rewards == {"score": 0.5, "said": 4.0, "answer": "7"}
+    assert episode(pool, said("8"), Finish("done"), row=row)[-1].rewards == {"score": 0.0, "said": 2.0, "answer": "8"}
+    named = episode(pool_of("Odd", processes, judge="judge_by_names"), said("a"), Finish("done"), row=row)
+    assert named[-1].rewards == {"score": 3.0}
+    pool = pool_of("NoReward", processes, judge="judge_late")
+    for text, failure, error in (
+        ("late", "timeout", "reward.function took longer than 0.5 s"),
+        ("what", "raised", "reward.function returned score={'shown': \"['what']\"}; expected a"),
+    ):
+        failed = episode(pool, said(text), Finish("done"), row=row)[-1]
+        assert (failed.failure, failed.error[: len(error)]) == (failure, error)
+    assert episode(pool, said("7"), Finish("done"), row=row)[-1].rewards == {"score": 7.0}
 
 
 def test_the_journal_answers_in_place_of_the_environment(pool_of, tmp_path, monkeypatch):

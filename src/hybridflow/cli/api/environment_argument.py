@@ -12,7 +12,7 @@ from hybridflow.environments import Environment
 from hybridflow.environments.agents.agent import environment_class
 from hybridflow.environments.episodes.tools import evaluated
 from hybridflow.environments.processes.closure import ENVIRONMENT, Closure
-from hybridflow.environments.processes.host import require_rewards
+from hybridflow.environments.processes.host import require_environment
 from hybridflow.errors import EnvironmentConfigError
 
 Given = type[Environment] | Callable[..., Any] | str
@@ -23,7 +23,7 @@ Environments = Given | Mapping[str, Given] | None
 def environment_sources(environments: Environments) -> tuple[dict[str, str], list[Closure]]:
     """Return environment.classes for what was given, and the classes that travel by value.
 
-    Raises EnvironmentConfigError for what is not an environment, has no reward, or cannot travel.
+    Raises EnvironmentConfigError for what is not an environment, or cannot travel.
     """
     sources: dict[str, str] = {}
     closures: list[Closure] = []
@@ -33,7 +33,7 @@ def environment_sources(environments: Environments) -> tuple[dict[str, str], lis
             continue
         title = getattr(given, "__name__", repr(given)[:100])
         given = environment_class(given, title)
-        require_rewards(given, title)
+        require_environment(given, title)
         _read_types(given)
         closure = Closure.of(given, ENVIRONMENT)
         number = sum(closure.name == other.name.partition("#")[0] for other in closures)

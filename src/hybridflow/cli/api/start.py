@@ -12,7 +12,8 @@ from hybridflow.cli.api.settings import Recipe, overrides, recipe_files
 from hybridflow.cli.api.words import DATA_KINDS, Words
 from hybridflow.config import Config, load_config
 from hybridflow.data.row_forms import RowForm, rows_of
-from hybridflow.environments.processes.closure import Closure
+from hybridflow.environments.processes.closure import ENVIRONMENT, Closure
+from hybridflow.environments.processes.host import require_rewards
 from hybridflow.errors import ModelConfigError, RewardConfigError
 from hybridflow.trainers.build.preconditions import require_reward_functions
 from hybridflow.trainers.run.run_directory import DATA
@@ -36,8 +37,9 @@ def train(
 
     `prompts` are files, or rows: dicts with the columns `prompt` (a text, or chat messages) and `answer` (if the reward
     needs one), which the arguments of these names rename. All other columns reach the reward function by their names.
-    `reward` is a function, "path.py:function", or None for the built-in function of each data source. `environments`,
-    in its place, is a class of environments or "path.py:Class", or a dict of several by data source. `recipe`: the name
+    `reward` is a function, "path.py:function", or None for the built-in function of each data source. `environments`
+    is a class of environments or "path.py:Class", or a dict of several by data source; `reward` scores the episodes of
+    classes without one. `recipe`: the name
     of an algorithm's recipe such as "dapo", a file, or several. `settings` are keys of the configuration, as in
     `**{"trainer.total_steps": 100}` or `trainer={"total_steps": 100}`; `run_dir` is trainer.run_dir.
 
@@ -150,6 +152,8 @@ def _start(
         if has_val:
             changes += overrides({"data.val_files": files(val_data, f"val_{name}", "val")})
         run = Run(Path(first.trainer.run_dir), kind, recipes, changes, closures, words)
+        for given_class in [each.function() for each in closures if each.purpose is ENVIRONMENT]:
+            require_rewards(given_class, run.config.reward.function)
         for rows, file in written if kind == "train" else ():
             samples = [sample for row in rows if (sample := _sample_of(row))]
             require_reward_functions(run.config, samples, [name if file.name.startswith("train") else f"val_{name}"])

@@ -200,13 +200,6 @@ REFUSALS = (
     ),
     Refusal(
         "environment.classes",
-        "reward.function",
-        "both give the rewards",
-        "set only one of them (an environment's `reward` may call the function)",
-        lambda c: _has_environments(c) and bool(c.reward.function),
-    ),
-    Refusal(
-        "environment.classes",
         "reward.model_path",
         "both give the rewards",
         "set only one of them",

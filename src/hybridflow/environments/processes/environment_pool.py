@@ -11,6 +11,7 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from hybridflow.config.environment_sources import scheme_of
@@ -19,6 +20,7 @@ from hybridflow.environments.agents.agent import environment_class
 from hybridflow.environments.episodes.answers import Answer, Question
 from hybridflow.environments.processes.client import EnvironmentHandle, LocalEnvironment
 from hybridflow.environments.processes.closure import Closure
+from hybridflow.environments.processes.episode_reward import EpisodeReward
 from hybridflow.environments.processes.host import CallLimits, EnvironmentHost, EnvironmentKind
 from hybridflow.environments.processes.pool import START_TIMEOUT_S, LostError, ProcessPool, UserProcess
 from hybridflow.errors import EnvironmentConfigError
@@ -62,8 +64,8 @@ class _EnvironmentProcess(UserProcess):
 class EnvironmentPool(ProcessPool[_EnvironmentProcess]):
     """The classes of a run's environments, and `num_processes` processes for their objects; 0: this process.
 
-    `closures`: those of the classes that a Python program has given. Raises EnvironmentConfigError if a class cannot be
-    loaded.
+    `reward_function` scores the episodes of classes without `reward`. `closures`: the classes and the function that a
+    Python program has given. Raises EnvironmentConfigError or RewardConfigError for one that cannot be loaded or used.
     """
 
     def __init__(
@@ -73,15 +75,21 @@ class EnvironmentPool(ProcessPool[_EnvironmentProcess]):
         num_processes: int,
         limits: CallLimits,
         memory_bytes: int = 0,
+        reward_function: str = "",
+        reward_kwargs: Mapping[str, Any] = MappingProxyType({}),
         closures: Sequence[Closure] = (),
     ) -> None:
         self._limits, self._closures = limits, {each.name: each for each in closures}
         self._shared: list[_EnvironmentProcess | None] = [None] * num_processes
         self._starting = [asyncio.Lock() for _ in range(num_processes)]
         self._alone, self._ids = asyncio.Semaphore(ALONE), itertools.count()
+        self._scored_by: EpisodeReward | None = None
+        named = {name: self._resolved(source) for name, source in classes.items()}
+        reward_function = self._resolved(reward_function)
         self._settings = {
-            "sources": [self._resolved(source) for source in classes.values()],
-            "classes": {name: self._resolved(source) for name, source in classes.items()},
+            "sources": [*named.values(), reward_function],
+            "classes": named,
+            "reward": (reward_function, dict(reward_kwargs)),
             "closures": {name: (each.contents, each.paths) for name, each in self._closures.items()},
             "memory_bytes": memory_bytes,
             "timeout_s": limits.seconds,
@@ -103,6 +111,7 @@ class EnvironmentPool(ProcessPool[_EnvironmentProcess]):
     def _load_here(self, classes: Mapping[str, str]) -> dict[str, EnvironmentKind]:
         self._slots = asyncio.Semaphore(self._limits.concurrency)
         kinds = dict[str, EnvironmentKind]()
+        self._scored_by = EpisodeReward.load(self._settings)
         found: Any
         for name, source in classes.items():
             if closure := self._closures.get(source):
@@ -110,7 +119,7 @@ class EnvironmentPool(ProcessPool[_EnvironmentProcess]):
             else:
                 found, digest = load(source, f"environment.classes.{name}")
             self._classes[name] = environment_class(found, source)
-            kinds[name] = EnvironmentKind.of(self._classes[name], source, digest)
+            kinds[name] = EnvironmentKind.of(self._classes[name], source, digest, self._scored_by)
         return kinds
 
     def _resolved(self, source: str) -> str:
@@ -122,13 +131,15 @@ class EnvironmentPool(ProcessPool[_EnvironmentProcess]):
     def environment(self, name: str, number: int) -> EnvironmentHandle:
         """Return a handle of the environment of one episode; `number` chooses its process."""
         if not self._shared:
-            return LocalEnvironment(lambda: EnvironmentHost(self._classes[name], self._limits, self._slots))
+            return LocalEnvironment(
+                lambda: EnvironmentHost(self._classes[name], self._limits, self._slots, self._scored_by)
+            )
         return _RemoteEnvironment(self, name, number % len(self._shared))
 
     def agent(self, name: str, number: int) -> AskAgent:
         """Return what asks the agent of one episode; `number` chooses its process."""
         if not self._shared:
-            host = EnvironmentHost(self._classes[name], self._limits, self._slots)
+            host = EnvironmentHost(self._classes[name], self._limits, self._slots, self._scored_by)
             return lambda question, is_alone: host.answer(question)
         agent_id = self.new_id()
 

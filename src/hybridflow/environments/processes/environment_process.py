@@ -29,29 +29,33 @@ def main() -> None:
     settings, replies, questions = begin()
     from hybridflow.environments.adapters import load  # within the limits of this process
     from hybridflow.environments.agents.agent import environment_class
+    from hybridflow.environments.processes.episode_reward import EpisodeReward
     from hybridflow.environments.processes.host import EnvironmentKind
-    from hybridflow.errors import EnvironmentConfigError
+    from hybridflow.errors import ConfigError
     from hybridflow.runtime.user_code import load_user_function
 
     classes: dict[str, Any] = {}
     try:
         kinds = {}
+        scored_by = EpisodeReward.load(settings)
         for name, source in settings["classes"].items():
             if source in settings["closures"]:
                 found, digest = by_value(*settings["closures"][source]), ""
             else:
                 found, digest = load(source, f"environment.classes.{name}", load_user_function)
             classes[name] = environment_class(found, source)
-            kinds[name] = EnvironmentKind.of(classes[name], source, digest).to_message()
+            kinds[name] = EnvironmentKind.of(classes[name], source, digest, scored_by).to_message()
     except BaseException as error:  # a user's file may raise anything
-        is_ours = isinstance(error, EnvironmentConfigError)
+        is_ours = isinstance(error, ConfigError)
         replies.send({"number": 0, "not_loaded": str(error) if is_ours else described(error, None)})
         return
     replies.send({"number": 0, "kinds": kinds})
-    asyncio.run(_serve(classes, questions, replies, settings))
+    asyncio.run(_serve(classes, scored_by, questions, replies, settings))
 
 
-async def _serve(classes: dict[str, Any], questions: BinaryIO, replies: Replies, settings: dict[str, Any]) -> None:
+async def _serve(
+    classes: dict[str, Any], scored_by: Any, questions: BinaryIO, replies: Replies, settings: dict[str, Any]
+) -> None:
     from hybridflow.environments.episodes.answers import Answer, Finish, ScoreGroup
     from hybridflow.environments.processes.host import CallLimits, EnvironmentHost
 
@@ -60,7 +64,7 @@ async def _serve(classes: dict[str, Any], questions: BinaryIO, replies: Replies,
     hosts: dict[int, EnvironmentHost] = {}
 
     async def answer(episode: int, name: str, question: Any) -> dict[str, Any]:
-        host = hosts.get(episode) or hosts.setdefault(episode, EnvironmentHost(classes[name], limits, slots))
+        host = hosts.get(episode) or hosts.setdefault(episode, EnvironmentHost(classes[name], limits, slots, scored_by))
         try:
             found = await host.answer(question)
         except BaseException as error:  # user code may cancel all tasks; an answer is owed in any case

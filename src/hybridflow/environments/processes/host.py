@@ -8,7 +8,7 @@ import math
 import numbers
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,6 +28,8 @@ from hybridflow.environments.episodes.answers import (
 from hybridflow.environments.episodes.environment import METHODS, CalledTool, Done, Environment, Episode, Reply, Turn
 from hybridflow.environments.episodes.messages import AssistantTurn, Message, ToolCall
 from hybridflow.environments.episodes.tools import Tool, tool_of, tools_of
+from hybridflow.environments.processes.episode_reward import EpisodeReward
+from hybridflow.environments.processes.reward_process import as_message, returns_awaitable
 from hybridflow.errors import EnvironmentConfigError, ToolError
 
 MAX_RESULT_CHARS = 20_000
@@ -62,16 +64,21 @@ class _FailedError(Exception):
 class EnvironmentHost:
     """An object of the user's class, made by `make`; errors of its methods are answers with `failure`.
 
-    `slots` bounds the calls of all hosts that share it. `num_stuck` counts the calls of tools, of all hosts of the
-    process, that were given up but still run. Raises EnvironmentConfigError for a tool without a schema.
+    `slots` bounds the calls of all hosts that share it. `scored_by` scores the episodes of a class without `reward`.
+    `num_stuck` counts the calls in threads, of all hosts of the process, that were given up but still run. Raises
+    EnvironmentConfigError for a tool without a schema.
     """
 
     num_stuck = 0
 
     def __init__(
-        self, make: Callable[[], Environment], limits: CallLimits, slots: asyncio.Semaphore | None = None
+        self,
+        make: Callable[[], Environment],
+        limits: CallLimits,
+        slots: asyncio.Semaphore | None = None,
+        scored_by: EpisodeReward | None = None,
     ) -> None:
-        self._make, self._limits = make, limits
+        self._make, self._limits, self._scored_by = make, limits, scored_by
         self._slots = slots or asyncio.Semaphore(limits.concurrency)
         self._environment: Environment | None = None
         self._tools: dict[str, Tool] = {}
@@ -158,13 +165,23 @@ class EnvironmentHost:
             self._episode.ended = question.ended
             if question.rewards is not None:
                 return Answer(is_done=True, rewards=question.rewards)
-            rewards: Mapping[str, Any] = {"score": 0.0}
-            if type(environment).reward is not Environment.reward:
-                rewards = _rewards_of("reward", await self._within("reward", lambda: environment.reward(self._episode)))
-            return Answer(is_done=True, rewards=rewards)
+            return Answer(is_done=True, rewards=await self._rewards(environment))
         finally:
             if environment is not None:
                 await self._within("close", environment.close)
+
+    async def _rewards(self, environment: Environment) -> Mapping[str, Any]:
+        if type(environment).reward is not Environment.reward:
+            return _rewards_of("reward", await self._within("reward", lambda: environment.reward(self._episode)))
+        if (scored_by := self._scored_by) is None:
+            if not scores_groups(type(environment)):
+                raise _FailedError("raised", "the agent gave no reward; return a number, or set reward.function")
+            return {"score": 0.0}  # `group_rewards` is added
+        found = await self._within(
+            "reward.function", lambda: _run(scored_by.function, scored_by.arguments(self._episode), "reward.function")
+        )
+        plain = as_message(found, inside=True)
+        return _rewards_of("reward.function", plain.get("mapping", {"score": plain.get("result")}))
 
     async def _score_group(self, episodes: Sequence[Episode]) -> Answer:
         environment = await self._made()
@@ -182,7 +199,7 @@ class EnvironmentHost:
         try:
             tool = tool_of(self._tools, call)
             arguments = tool.arguments(call)
-            result = await self._limited(call.name, lambda: _run(tool, arguments))
+            result = await self._limited(call.name, lambda: _run(tool.function, arguments, tool.name))
             return CalledTool(call, _text_of(result, tool.name))
         except (ToolError, _FailedError) as error:
             return CalledTool(call, as_unicode(f"error: {error}"), is_error=True)
@@ -238,17 +255,28 @@ class EnvironmentHost:
         return getattr(self._make, "__name__", "the environment")
 
 
-def require_rewards(environment: type[Environment], name: str) -> None:
-    """Raise EnvironmentConfigError unless the class says what an episode is worth."""
+def require_environment(environment: type[Environment], name: str) -> None:
+    """Raise EnvironmentConfigError unless this is a class of environments."""
     if not isinstance(environment, type) or not issubclass(environment, Environment):
         raise EnvironmentConfigError(
             f"'{name}' does not name a subclass of hybridflow.environments.Environment; derive the class from it."
         )
-    if issubclass(environment, Agent):
-        return
-    if environment.reward is Environment.reward and not scores_groups(environment):
+
+
+def require_rewards(environment: type[Environment], reward_function: str) -> None:
+    """Raise EnvironmentConfigError unless either the class or reward.function says what an episode is worth.
+
+    An agent may also say it itself.
+    """
+    name, has_reward = environment.__name__, environment.reward is not Environment.reward
+    if has_reward and reward_function:
         raise EnvironmentConfigError(
-            f"{environment.__name__} has no method `reward`, so no episode of it has a score; write one."
+            f"{name} has a method `reward`, and reward.function={reward_function!r} is set: both give the rewards; "
+            "remove one of them (a `reward` may call the function)."
+        )
+    if not (has_reward or reward_function or scores_groups(environment) or issubclass(environment, Agent)):
+        raise EnvironmentConfigError(
+            f"{name} has no method `reward`, so no episode of it has a score; write one, or set reward.function."
         )
 
 
@@ -261,7 +289,7 @@ def scores_groups(environment: type[Environment]) -> bool:
 class EnvironmentKind:
     """A class of environments: the schemas of its tools, whether it compares the episodes of a prompt, and its source.
 
-    `source` is a digest of the file that defines the class; empty if there is none.
+    `source` is a digest of the files that define the class and its reward function; empty if there is none.
     """
 
     name: str
@@ -271,11 +299,18 @@ class EnvironmentKind:
     is_agent: bool = False
 
     @classmethod
-    def of(cls, environment: type[Environment], name: str, source: str = "") -> "EnvironmentKind":
-        """Return the kind of a class. Raises EnvironmentConfigError if it has no reward, or a tool without a schema."""
-        require_rewards(environment, name)
+    def of(
+        cls, environment: type[Environment], name: str, source: str = "", scored_by: EpisodeReward | None = None
+    ) -> "EnvironmentKind":
+        """Return the kind of a class, whose episodes `scored_by` scores if it has no `reward`.
+
+        Raises EnvironmentConfigError if there is no reward, or there are two, or a tool has no schema.
+        """
+        require_environment(environment, name)
+        require_rewards(environment, scored_by.name if scored_by else "")
         tools = _tools_of(object.__new__(environment))  # types and docstrings do not depend on the object
         schemas = tuple(tool.schema() for tool in tools.values())
+        source += scored_by.source if scored_by else ""
         return cls(name, schemas, scores_groups(environment), source, issubclass(environment, Agent))
 
     def to_message(self) -> dict[str, Any]:
@@ -311,21 +346,23 @@ def _one_less_is_stuck(_: object) -> None:
     EnvironmentHost.num_stuck -= 1
 
 
-async def _run(tool: Tool, arguments: dict[str, Any]) -> Any:
-    """Run a tool; one that is not `async` in a thread of its own, so that others go on even if it never ends."""
-    if inspect.iscoroutinefunction(tool.function):
-        return await tool.function(**arguments)
+async def _run(function: Callable[..., Any], arguments: dict[str, Any], name: str) -> Any:
+    """Return what a function returns; one that is not `async` has a thread, so that others go on if it never ends."""
+    if returns_awaitable(function):
+        found = function(**arguments)
+        return await found if inspect.isawaitable(found) else found
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 
     def run() -> None:
         try:
-            value, error = tool.function(**arguments), None
-        except BaseException as raised:  # of the user's tool
+            value, error = function(**arguments), None
+        except BaseException as raised:  # of the user's function
             value, error = None, raised
-        loop.call_soon_threadsafe(_settle, outcome, value, error)
+        with suppress(RuntimeError):  # the loop is closed: the run has ended
+            loop.call_soon_threadsafe(_settle, outcome, value, error)
 
-    threading.Thread(target=run, daemon=True, name=tool.name).start()
+    threading.Thread(target=run, daemon=True, name=name).start()
     try:
         value, error = await outcome
     except asyncio.CancelledError:  # it took too long

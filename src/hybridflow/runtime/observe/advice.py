@@ -81,7 +81,8 @@ def advice_from(evidence: Evidence, *, at_first_step: bool = False) -> list[Advi
 
 def _set_key(key: str, evidence: Evidence) -> str:
     """Return the key that gives the rewards in place of reward.function, if that is what is to be changed."""
-    return "environment.classes" if key == "reward.function" and evidence.config["environment.classes"] else key
+    gives_rewards = evidence.config["environment.classes"] and not evidence.config["reward.function"]
+    return "environment.classes" if key == "reward.function" and gives_rewards else key
 
 
 def earlier_findings(evidence: Evidence) -> dict[str, list[tuple[int, int]]]:

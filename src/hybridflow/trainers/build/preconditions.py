@@ -18,6 +18,7 @@ from hybridflow.environments import check_template
 from hybridflow.environments.agents.agent import Agent
 from hybridflow.environments.processes.arguments import check_names, check_signature
 from hybridflow.environments.processes.closure import ENVIRONMENT, closure_of
+from hybridflow.environments.processes.episode_reward import require_single
 from hybridflow.environments.rewards.table import require_known
 from hybridflow.errors import (
     ConfigError,
@@ -240,8 +241,12 @@ def require_reward_functions(config: Config, samples: Iterable[Mapping[str, Any]
     closure = closure_of(name)
     if function := closure.function() if closure else declared_function(name):
         label = getattr(function, "__name__", name) if closure else name
-        check_signature(function, label, config.reward.kwargs)
-        check_names(function, label, config.reward.kwargs, [{**sample, "solution_str": ""} for sample in samples])
+        (require_single if classes else check_signature)(function, label, config.reward.kwargs)
+        more = {"messages": []} if classes else {}
+        scored = [
+            {**each, "solution_str": "", "extra_info": {**(each["extra_info"] or {}), **more}} for each in samples
+        ]
+        check_names(function, label, config.reward.kwargs, scored)
     elif not (name or classes or config.reward.model_path):
         require_known(sources, files)
 

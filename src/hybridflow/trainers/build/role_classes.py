@@ -23,7 +23,7 @@ from hybridflow.workers import (
 
 def reward_worker(config: Config) -> ClassWithInitArgs:
     """Return the worker class for rewards, with the function that a Python program gave."""
-    closure = closure_of(config.reward.function)
+    closure = None if config.environment.classes else closure_of(config.reward.function)
     more = {} if closure is None else {"closure": closure}
     return ClassWithInitArgs(reward_class(config), config=config, **more)
 
@@ -36,8 +36,9 @@ def reward_class(config: Config) -> type[Worker]:
 
 
 def environment_closures(config: Config) -> dict[str, Any]:
-    """Return the argument `environments` of workers that generate, if a Python program gave classes."""
+    """Return the argument `environments` of workers that generate: classes, and their reward, of a Python program."""
     found = [closure_of(source, ENVIRONMENT) for source in config.environment.classes.values()]
+    found += [closure_of(config.reward.function)] if found else []
     given = tuple(each for each in found if each)
     return {"environments": given} if given else {}
 
