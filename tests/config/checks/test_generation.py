@@ -9,6 +9,8 @@ CONTRADICTIONS = [
     (f"{EPISODES} environment.weights={{a=1,walk=1}}", "environment.weights.walk weighs no environment"),
     (f"{EPISODES} environment.weights={{a=0}}", "environment.weights are all 0"),
     ("environment.classes={a='a.py'}", "environment.classes.a='a.py' is invalid: expected 'path.py:Class'"),
+    ("environment.classes={a='gymnasium:'}", "environment.classes.a='gymnasium:' is invalid"),
+    ("environment.classes={a='gym:A-v1'}", "with a scheme of command, gymnasium"),
     (
         f"{EPISODES} data.chat_template=false",
         "what separates the turns of environment.classes; use true",

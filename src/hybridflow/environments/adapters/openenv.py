@@ -66,9 +66,9 @@ class _OpenEnv(SteppingEnvironment):
 
 
 def _object_of(text: str) -> dict[str, Any]:
-    """Return the JSON object of a turn. Raises ValueError if there is none."""
+    """Return the JSON object of a turn. Raises ValueError if there is none, or several."""
     found = re.search(r"\{.*\}", text, re.S)
-    return dict(json.loads(found[0])) if found else dict(json.loads(text))
+    return json.loads(found[0] if found else "")
 
 
 def _text(observation: Mapping[str, Any]) -> str:
