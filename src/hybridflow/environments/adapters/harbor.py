@@ -1,0 +1,121 @@
+"""Tasks of Harbor (terminal-bench 2): "harbor:DIR", or "harbor:DIR?sandbox=docker&network=true".
+
+DIR has a directory for each task, with task.toml, instruction.md, environment/Dockerfile and tests/test.sh. The model
+has a tool `bash`; then the tests are copied to /tests, and test.sh writes the reward to /logs/verifier. `sandbox`:
+see `sandbox_of`. In a local one no image is built; `skip=RUN,USER` leaves out instructions of the Dockerfile for it.
+"""
+
+import io
+import json
+import tarfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridflow.environments.adapters import arguments_of
+from hybridflow.environments.adapters.harbor_tasks import HarborTask, directories_of, task_of
+from hybridflow.environments.episodes.environment import Environment, Episode
+from hybridflow.environments.episodes.messages import Message
+from hybridflow.environments.sandbox import FILE_S, LATE, Sandbox
+from hybridflow.errors import EnvironmentConfigError, RewardError, SandboxError, ToolError
+
+
+def make(rest: str) -> type[Environment]:
+    """Return the class of the tasks of a directory. Raises EnvironmentConfigError for one that cannot be served."""
+    directory, options = arguments_of(rest)
+    if unknown := {*options} - {"sandbox", "network", "skip"}:
+        raise EnvironmentConfigError(f"{', '.join(unknown)} is not an argument; expected sandbox, network or skip.")
+    tasks = {path.name: task_of(path, **options) for path in directories_of(directory)}
+    return type("Harbor", (_HarborEnvironment,), {"tasks": tasks})
+
+
+def rows(rest: str, split: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield a row for each task, in the order of their names: the same for each split and seed."""
+    del split, count, seed
+    for path in directories_of(arguments_of(rest)[0]):
+        yield {
+            "prompt": [{"role": "user", "content": (path / "instruction.md").read_text("utf-8")}],
+            "data_source": "harbor",
+            "reward_model": {"style": "rule", "ground_truth": path.name},
+            "extra_info": {"task": path.name},
+        }
+
+
+class _HarborEnvironment(Environment):
+    """An episode of the task that a row names."""
+
+    tasks: Mapping[str, HarborTask]
+    _sandbox: Sandbox | None = None
+
+    async def reset(self, row: Mapping[str, Any]) -> Sequence[Message]:
+        """Start the sandbox of the task, with its files."""
+        name = str((row.get("extra_info") or {}).get("task"))
+        if name not in self.tasks:
+            raise EnvironmentConfigError(
+                f"extra_info.task={name!r} of a row is not a task; there are {', '.join(self.tasks)[:500]}; write "
+                "rows: hybridflow prepare environment harbor:DIR"
+            )
+        self._task = self.tasks[name]
+        self._left_s, self._sandbox = self._task.agent_s, self._task.sandbox()
+        await self._sandbox.exec(["true"], timeout_s=FILE_S)  # starts it here, not within the time for commands
+        if self._task.layout.files:
+            await _copy(self._sandbox, self._task.layout.files)
+        return await super().reset(row)
+
+    async def bash(self, command: str) -> str:
+        """Run a command in a new bash in the working directory of the task, and return what it writes."""
+        assert self._sandbox is not None
+        if self._left_s <= 0:
+            raise ToolError("the time for commands is over")
+        begun = time.monotonic()
+        argv = ["env", *self._task.variables, "bash", "-c", command]
+        done = await self._sandbox.exec(argv, timeout_s=self._left_s)
+        self._left_s -= time.monotonic() - begun
+        return done.stdout + done.stderr + (f"\n[exit code {done.exit_code}]" if done.exit_code else "")
+
+    async def reward(self, episode: Episode) -> Mapping[str, float]:
+        """Run the tests, and return the rewards that they write."""
+        sandbox, task = self._sandbox, self._task
+        assert sandbox is not None
+        await sandbox.exec("rm -rf /tests /logs/verifier; mkdir -p /logs/verifier /logs/agent", timeout_s=FILE_S)
+        await _copy(sandbox, [(task.directory / "tests", "/tests")])
+        argv = ["env", *task.variables, *task.of_verifier, "bash", "/tests/test.sh"]
+        done = await sandbox.exec(argv, timeout_s=task.verifier_s)
+        what = f"tests/test.sh of the task {task.directory.name!r}"
+        if done.exit_code == LATE:
+            raise RewardError(f"{what} took longer than verifier.timeout_sec={task.verifier_s:g}")
+        try:
+            rewards = await _rewards_in(sandbox)
+        except (SandboxError, ValueError, TypeError, AttributeError) as error:
+            wrote = (done.stdout + done.stderr)[-500:].strip()
+            raise RewardError(f"{what} has not written a reward ({error}); it ends with: {wrote}") from error
+        return {"score": rewards.pop("reward"), **rewards}
+
+    async def close(self) -> None:
+        """End the sandbox."""
+        if self._sandbox is not None:
+            await self._sandbox.close()
+
+
+async def _rewards_in(sandbox: Sandbox) -> dict[str, float]:
+    """Return the numbers of reward.json by name, and that of reward.txt if "reward" is not among them."""
+    rewards: dict[str, float] = {}
+    if not (await sandbox.exec(["test", "-e", "/logs/verifier/reward.json"], timeout_s=FILE_S)).exit_code:
+        found = json.loads(await sandbox.get("/logs/verifier/reward.json"))
+        rewards = {name: value for name, value in found.items() if type(value) in (int, float)}
+    if "reward" not in rewards:
+        rewards["reward"] = float(await sandbox.get("/logs/verifier/reward.txt"))
+    return rewards
+
+
+async def _copy(sandbox: Sandbox, files: Iterable[tuple[Path, str]]) -> None:
+    """Copy files, and what directories have, to paths in the sandbox."""
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        for source, target in files:
+            tar.add(source, target.lstrip("/") or ".")
+    await sandbox.put("/tmp/files.tar", archive.getvalue())
+    done = await sandbox.exec("tar -xof /tmp/files.tar -C / && rm /tmp/files.tar", timeout_s=FILE_S)
+    if done.exit_code:
+        raise SandboxError(f"files cannot be copied to the sandbox: {done.stderr.strip()}")
