@@ -378,7 +378,13 @@ REFUSED = {  # by diagnose and compare, with the name of the file, and of the ke
 def statuses(runs, capsys):
     """Return a function that calls all commands on the run `a` and returns (status, output) of each."""
     run = runs / "a"
-    write_trace(run, {step: [TraceEvent("call", "actor.update", "actor/0", "node", 1.0, 2.0)] for step in (1, 2, 3)})
+    write_trace(
+        run,
+        {
+            step: [TraceEvent("call", "actor.update", "actor/0", "node", 1.0, 2.0, process="actor/0")]
+            for step in (1, 2, 3)
+        },
+    )
     commands = {
         "report": ["report", run, "--output", runs / "page.html"],
         "diagnose": ["diagnose", run],

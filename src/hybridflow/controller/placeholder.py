@@ -14,13 +14,13 @@ import torch
 from hybridflow.controller.backend import CallTerms, PerRank, WorkerRef
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs
 from hybridflow.controller.columns import sources_of
-from hybridflow.controller.local import LocalHandle
+from hybridflow.controller.local import LocalBackend, LocalHandle, LocalWorker
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.controller.worker_side import checked_output
 from hybridflow.errors import FieldError
-from hybridflow.protocol import FIELDS, DataProto, DataProtoFuture, Handle
+from hybridflow.protocol import FIELDS, DataProto, DataProtoFuture
 from hybridflow.protocol.future import change_futures
-from hybridflow.runtime.observe import Trace, TraceEvent
+from hybridflow.runtime.observe import TraceEvent
 
 PROMPT_LEN, RESPONSE_LEN = 2, 3
 """Prompt and response length of synthetic columns, in tokens."""
@@ -34,33 +34,24 @@ _LENGTHS = {
 _DICTIONARIES = ("extra_infos", "reward_extras")
 
 
-class PlaceholderWorker:
-    """The name, rank and class of a worker that is never constructed."""
-
-    def __init__(self, name: str, rank: int, cls: type) -> None:
-        self.name, self.rank, self.cls = name, rank, cls
-
-
-class PlaceholderBackend:
+class PlaceholderBackend(LocalBackend):
     """A backend that runs no worker. `lengths`: sizes of axes that the glossary does not fix, by axis name."""
 
     def __init__(self, lengths: Mapping[str, int] | None = None) -> None:
-        self.trace = Trace()
+        super().__init__()
         self._lengths = lengths or {}
         self._outputs: dict[tuple[str, int], DataProto] = {}
 
-    def check_fit(self, resource_pools: Sequence[ResourcePool]) -> None:
-        """Accept all pools."""
-
     def spawn(
         self, classes: Mapping[str, ClassWithInitArgs], resource_pool: ResourcePool
-    ) -> dict[str, list[PlaceholderWorker]]:
-        """Return a placeholder for each rank of each class."""
+    ) -> dict[str, list[LocalWorker]]:
+        """Return a worker for each rank of each class, with the class in place of an object of it."""
         ranks = range(resource_pool.world_size)
-        return {
-            name: [PlaceholderWorker(f"{name}/{rank}", rank, cls_with_init.cls) for rank in ranks]
-            for name, cls_with_init in classes.items()
-        }
+        spawned = {name: [LocalWorker(f"{name}/{rank}", name, rank, {}) for rank in ranks] for name in classes}
+        for name, workers in spawned.items():
+            for worker in workers:
+                worker.instance = classes[name].cls
+        return spawned
 
     def call_all(
         self, workers: Sequence[WorkerRef], method_name: str, per_rank: PerRank, terms: Sequence[CallTerms]
@@ -68,8 +59,8 @@ class PlaceholderBackend:
         """Return synthetic outputs; the arguments are not read, as their columns are known."""
         handles = []
         for worker, (args, kwargs), own_terms in zip(workers, per_rank, terms, strict=True):
-            assert isinstance(worker, PlaceholderWorker)
-            where = f"{worker.cls.__name__}.{method_name}"
+            assert isinstance(worker, LocalWorker)
+            where = f"{worker.instance.__name__}.{method_name}"
             values = [change_futures(value, DataProtoFuture.narrow) for value in (*args, *kwargs.values())]
             output = self._output(where, own_terms, values, worker.rank)
             self.trace.record(TraceEvent("call", where, worker.name, "", 0.0, 0.0, sources=sources_of(values)))
@@ -99,34 +90,6 @@ class PlaceholderBackend:
             output = synthetic_batch(terms.columns.writes, num_rows, self._lengths)
             self._outputs[where, num_rows] = checked_output(output, replace(terms, is_read=True), rank)
         return self._outputs[where, num_rows] if terms.is_read else None
-
-    def put(self, value: Any) -> LocalHandle:
-        """Return a handle of the value."""
-        return LocalHandle(value, "", self.trace)
-
-    def get(self, handles: Sequence[Handle]) -> list[Any]:
-        """Return a private copy of each value, in order."""
-        return [handle.get() for handle in handles]
-
-    def wait(self, handles: Sequence[Handle]) -> None:
-        """Return at once: nothing runs."""
-
-    def release(self, handles: Sequence[Handle]) -> None:
-        """Do nothing: values are shared by the calls."""
-
-    def running(self) -> list[tuple[str, float]]:
-        """Return an empty list: a call has finished when `call_all` returns."""
-        return []
-
-    def is_alive(self, worker: WorkerRef) -> bool:
-        """Return True."""
-        return True
-
-    def shutdown(self, workers: Sequence[WorkerRef]) -> None:
-        """Do nothing: nothing runs."""
-
-    def close(self) -> None:
-        """Do nothing: nothing runs."""
 
 
 def synthetic_batch(columns: Sequence[str], num_rows: int, lengths: Mapping[str, int] | None = None) -> DataProto:

@@ -8,7 +8,7 @@ import pytest
 from fixtures.trace_coverage import coverage
 from hybridflow.cli.inspect.critical_path import step_span
 from hybridflow.cli.inspect.timeline import chrome_trace, events_until, lanes, total_times, who_waited
-from hybridflow.runtime.observe.trace import TraceEvent, trace_event, trace_row
+from hybridflow.runtime.observe.trace import TraceEvent
 
 
 def call(method, process, start, end, waited_s=0.0, **fields):
@@ -136,12 +136,3 @@ def test_the_trace_has_the_members_of_the_chrome_format():
     assert update["args"] == {"step": 1, **of_call}
     assert spans["update_actor", 1]["args"]["note"] == "60% of the rows"
     assert spans["read update_actor", 4]["args"]["sources"] == {"update_actor": ["x"]}
-
-
-def test_a_trace_of_an_older_version_is_shown_by_worker_without_gaps():
-    rows = [trace_row(event) for event in EVENTS[1] if event.kind == "call"]
-    for row in rows:
-        del row["process"], row["waited_s"]
-    times = who_waited([trace_event(row) for row in rows], 0.0, 6.0)
-    found = [(each.process, each.computing_s, each.waiting_s) for each in times]
-    assert found == [("actor/0", 3.0, 0.0), ("actor/1", 3.75, 0.0)]

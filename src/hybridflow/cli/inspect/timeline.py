@@ -50,11 +50,6 @@ class Lane(NamedTuple):
     spans: list[Span]
 
 
-def process_of(event: TraceEvent) -> str:
-    """Return the process of a call; that of a trace of an older version is unknown, so it is the worker."""
-    return event.process or event.worker
-
-
 def events_until(events: Events, step: int) -> list[TraceEvent]:
     """Return the events of a step and the next one, in whose events are calls that ended and gaps that began here."""
     following = next((other for other in sorted(events) if other > step), step)
@@ -71,12 +66,12 @@ def who_waited(events: Iterable[TraceEvent], start: float, end: float) -> list[P
     ended = sorted((event for event in events if event.kind in ("call", "recovery")), key=lambda event: event.end)
     ends = [event.end for event in ended]
     times = []
-    for process in sorted({process_of(event) for event in calls}):
-        own = [event for event in calls if process_of(event) == process]
+    for process in sorted({event.process for event in calls}):
+        own = [event for event in calls if event.process == process]
         waited_for: dict[str, float] = {}
         for gap_start, gap_end in _clipped(map(_gap, own), start, end):
             during = ended[bisect_right(ends, gap_start) : bisect_right(ends, gap_end)]
-            others = [event for event in during if event.kind != "call" or process_of(event) != process]
+            others = [event for event in during if event.kind != "call" or event.process != process]
             for segment in critical_path(others, gap_start, gap_end).segments:
                 is_call = segment.stage not in (CONTROLLER, "recovery")
                 name = f"{segment.stage} on {segment.worker}" if is_call else segment.stage
@@ -150,7 +145,7 @@ def _clipped(spans: Iterable[tuple[float, float]], start: float, end: float) -> 
 def _row_of(event: TraceEvent) -> tuple[str, str]:
     """Return node and name of the row of an event."""
     if event.kind == "call":
-        return event.node, process_of(event)
+        return event.node, event.process
     return CONTROLLER, {"recovery": "recovery", "parts": "parts", "step": "steps"}.get(event.kind, "transfers")
 
 

@@ -27,9 +27,6 @@ CONTROLLER = "controller"
 DRIVER = "driver"
 """The process of calls that run in that of the controller."""
 
-ADDED_LATER = ("note", "process", "waited_s")
-"""Fields that rows of older versions lack."""
-
 
 class TraceEvent(NamedTuple):
     """One call on a worker, or one transfer of the controller.
@@ -185,13 +182,11 @@ MAX_TIME_S = 1e12
 def trace_event(row: Mapping[str, Any]) -> TraceEvent:
     """Return the event of a row from `trace_row`. Raises DataError if the row is not one."""
     try:
-        values: dict[str, Any] = {
-            name: row[name] for name in TraceEvent._fields if name in row or name not in ADDED_LATER
-        }
-        values |= {name: float(values.get(name, 0.0)) for name in ("start", "end", "transfer_s", "waited_s")}
+        values: dict[str, Any] = {name: row[name] for name in TraceEvent._fields}
+        values |= {name: float(values[name]) for name in ("start", "end", "transfer_s", "waited_s")}
         values["sources"] = tuple((str(made), tuple(map(str, names))) for made, names in row["sources"])
         for name in ("kind", "where", "worker", "node", "note", "process"):
-            if not isinstance(values.get(name, ""), str):
+            if not isinstance(values[name], str):
                 raise TypeError(f"{name} is not a text")
         if not all(abs(values[name]) < MAX_TIME_S for name in ("start", "end", "transfer_s", "waited_s")):  # or NaN
             raise ValueError("a time is not finite, or has no meaning")

@@ -59,19 +59,6 @@ def test_a_long_text_is_cut_and_says_so(tmp_path):
     assert sample["response"].endswith(f" ... cut: {MAX_CHARS + 5} characters in samples.jsonl")
 
 
-def test_samples_of_an_older_version_are_shown(tmp_path):
-    run = write_run(tmp_path / "run", steps=1)
-    (run / "rollouts.jsonl").unlink()
-    (run / "samples.jsonl").write_text("")
-    texts = [(1, "a"), (1, "b"), (2, "c")]
-    append(run / "samples.jsonl", *({"step": step, "prompt": "p", "response": t, "score": 1.0} for step, t in texts))
-    data = data_of(run)
-    places = [(1, 0), (1, 1), (2, 0)]
-    assert [(sample["step"], sample["row"]) for sample in data["samples"]] == places
-    assert list(zip(data["rollouts"]["step"], data["rollouts"]["row"], strict=True)) == places
-    assert data["rollouts"]["score"] == [1.0, 1.0, 1.0]
-
-
 @pytest.mark.parametrize(
     ("file", "row", "problem"),
     [

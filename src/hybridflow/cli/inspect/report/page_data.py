@@ -5,7 +5,6 @@ at most MAX_SAMPLES are in the page: those whose reward failed, then the best, t
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -49,15 +48,14 @@ def run_data(run: RunFiles) -> dict[str, Any]:
     def known(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         return [row for row in rows if state != "running" or row["step"] <= last_step]
 
-    samples = _with_rows(known(run.samples))
     return {
         "name": run.name,
         "starts": [_plain({name: value for name, value in start.items() if name != "config"}) for start in run.starts],
         "config": _plain(run.shown_config),
         "state": state,
         "curves": curves,
-        "rollouts": _rollouts(known(run.rollouts) or _rollouts_of(samples)),
-        "samples": [_plain(sample) for sample in _kept(samples)],
+        "rollouts": _rollouts(known(run.rollouts)),
+        "samples": [_plain(sample) for sample in _kept(known(run.samples))],
         "recoveries": [_plain(row) for row in run.recoveries],
         "total_steps": run.starts[-1].get("total_steps", 0),
         "timeline": page_timeline(run),
@@ -103,27 +101,6 @@ def _rollouts(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             known = codes[name]
             columns[name] += [known.setdefault(_text(value), len(known)) for value in row.get(name, [""] * count)]
     return {**columns, "texts": {name: list(known) for name, known in codes.items()}}
-
-
-def _with_rows(samples: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the samples with their row in the step; those of an older version lack it, and are all that is known."""
-    counts: Counter[int] = Counter()
-    numbered = []
-    for sample in samples:
-        numbered.append({"row": counts[sample["step"]], **sample})
-        counts[sample["step"]] += 1
-    return numbered
-
-
-def _rollouts_of(samples: Iterable[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
-    """Return the numbers of samples by step, for a run of an older version, which has no rollouts.jsonl."""
-    steps: dict[int, dict[str, Any]] = {}
-    for sample in samples:
-        row = steps.setdefault(sample["step"], {"step": sample["step"], "row": [], "score": [], "length": []})
-        row["row"].append(sample["row"])
-        row["score"].append(sample.get("score"))
-        row["length"].append(sample.get("length"))
-    return steps.values()
 
 
 def _kept(samples: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
