@@ -65,6 +65,8 @@ USE = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": 
 RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "1"}
 KEY = "x-api-key: the key"
 LARGE = b"x" * 100_001
+MANY = b'{"model": "m", "messages": [%s0]}' % (b"0," * 40_000)
+IMAGE = {"role": "user", "content": [{"type": "image"}]}
 
 CASES = [
     # who asks, and where
@@ -98,7 +100,11 @@ CASES = [
     # messages
     Case("no messages", 400, "messages is missing", body=b'{"model": "m"}'),
     chat("an empty list of messages", "messages=(list): List should have at least 1 item", messages=[]),
-    bytes_of("40,001 messages", "messages=(list): List should have at most 10000 items", b'{"model":"m","messages":[' + b"0," * 40_000 + b"0]}"),
+    bytes_of(
+        "40,001 messages",
+        "messages=(list): List should have at most 10000 items",
+        b'{"model":"m","messages":[' + b"0," * 40_000 + b"0]}",
+    ),
     chat("a text for messages", "messages='hi': Input should be", messages="hi"),
     chat_of("a message without a role", "messages.1=(dict): Unable to extract tag", {"content": "hi"}),
     chat_of("an unknown role", "Input tag 'oracle' found using 'role' does not match", {"role": "oracle"}),
@@ -115,7 +121,9 @@ CASES = [
     chat_of("two calls with one id", "two calls of one message have the same id", said(("a", "{}"), ("a", "{}"))),
     chat_of("arguments that are not JSON", "the arguments of a call of 'add', is not JSON", said(("a", "{a"))),
     chat_of("arguments that are a list", "must be the text of a JSON object", said(("a", "[1]"))),
-    message("an image, to Anthropic's URL", "Input tag 'image'", messages=[{"role": "user", "content": [{"type": "image"}]}]),
+    message(
+        "an image, to Anthropic's URL", "Input tag 'image'", messages=[{"role": "user", "content": [{"type": "image"}]}]
+    ),
     message(
         "reasoning that is encrypted",
         "Input tag 'redacted_thinking'",
@@ -132,7 +140,11 @@ CASES = [
         messages=[USER, USE, USER],
     ),
     # what would change the sampled tokens
-    chat("`tool_choice` that requires a call", "tool_choice='required': Input should be 'auto' or 'none'", tool_choice="required"),
+    chat(
+        "`tool_choice` that requires a call",
+        "tool_choice='required': Input should be 'auto' or 'none'",
+        tool_choice="required",
+    ),
     chat("`tool_choice` with a name", "tool_choice=(dict): Input should be 'auto' or 'none'", tool_choice=TOOL),
     chat("`parallel_tool_calls = false`", "parallel_tool_calls=False: Input should be True", parallel_tool_calls=False),
     chat("two tools of one name", "2 tools have the name 'add'", tools=[TOOL, TOOL]),
@@ -157,7 +169,9 @@ CASES = [
     chat("17 stop texts", "stop=(list): List should have at most 16 items", stop=["x"] * 17),
     message("no `max_tokens`, to Anthropic's URL", "max_tokens is missing", max_tokens=None),
     message("`thinking` that is enabled", "thinking.type='enabled'", thinking={"type": "enabled", "budget_tokens": 9}),
-    message("`tool_choice` any", "tool_choice.type='any': Input should be 'auto' or 'none'", tool_choice={"type": "any"}),
+    message(
+        "`tool_choice` any", "tool_choice.type='any': Input should be 'auto' or 'none'", tool_choice={"type": "any"}
+    ),
     message("a tool of Anthropic's server", "tools.0.type='bash_20250124'", tools=[{"type": "bash_20250124"}]),
     message("servers of MCP", "mcp_servers is not supported", mcp_servers=[]),
     # rewards
