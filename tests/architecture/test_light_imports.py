@@ -4,6 +4,7 @@ import sys
 import pytest
 
 HEAVY = ("torch", "tensordict", "transformers", "pyarrow", "matplotlib", "tensorboard", "ray", "vllm")
+SERVERS = ("starlette", "uvicorn")
 COMMANDS = (
     ["config"],
     ["config", "--reference"],
@@ -17,12 +18,13 @@ COMMANDS = (
 PROGRAM = f"""
 import sys
 def require_light(what):
-    found = [name for name in {HEAVY!r} if name in sys.modules]
+    found = [name for name in {HEAVY + SERVERS!r} if name in sys.modules]
     assert not found, f"{{what}} imports {{found}}"
 import hybridflow
 dir(hybridflow)
 require_light("hybridflow")
 hybridflow.load_config(None)
+import hybridflow.environments, hybridflow.environments.agents
 import hybridflow.config, hybridflow.cli.doctor, hybridflow.errors, hybridflow.runtime.observe, hybridflow.runtime
 from hybridflow.runtime.observe.memory import memory_bytes
 memory_bytes()
