@@ -16,7 +16,7 @@ SPACES = {
 }
 
 
-class Told(gymnasium.Env):
+class Shown(gymnasium.Env):
     """Observes the last action, as it is and among others; three steps are all."""
 
     def __init__(self, actions, observed="all"):
@@ -47,11 +47,11 @@ class Told(gymnasium.Env):
 
 
 @pytest.fixture
-def told():
+def custom():
     """Register an environment of the test; return its source."""
-    gymnasium.register("Told-v0", Told, disable_env_checker=True)
-    yield "gymnasium:Told-v0"
-    gymnasium.registry.pop("Told-v0")
+    gymnasium.register("Shown-v0", Shown, disable_env_checker=True)
+    yield "gymnasium:Shown-v0"
+    gymnasium.registry.pop("Shown-v0")
 
 
 def shown(answers):
@@ -110,8 +110,8 @@ def test_a_picture_of_characters_follows_the_observation(play):
         ("text", {" ab c ": "ab c", "abd": None, "a": None}, "a text of 2 to 8 characters of ' abc'"),
     ],
 )
-def test_an_action_is_the_last_that_a_turn_names(play, told, actions, turns, valid):
-    source = f"{told}?actions={actions}"
+def test_an_action_is_the_last_that_a_turn_names(play, custom, actions, turns, valid):
+    source = f"{custom}?actions={actions}"
     (row,) = rows_of(source, "train", 1, 0)
     assert f"with an action: {valid}." in row["prompt"][0]["content"]
     for turn, action in turns.items():
@@ -123,14 +123,14 @@ def test_an_action_is_the_last_that_a_turn_names(play, told, actions, turns, val
         assert answer.reward == (0.0 if action is None else 0.5)
 
 
-def test_a_text_is_observed_as_it_is_and_a_limit_of_steps_ends_the_episode(play, told):
-    source = f"{told}?actions=named&observed=text"
+def test_a_text_is_observed_as_it_is_and_a_limit_of_steps_ends_the_episode(play, custom):
+    source = f"{custom}?actions=named&observed=text"
     answers = play(source, {"prompt": "Play.", "extra_info": {"seed": 1}}, ["1", "2", "3"])
     assert shown(answers) == ["Play.\n\nhéllo", "héllo", "héllo", "", ""]
     assert [answer.reward for answer in answers] == [0, 0.5, 1.0, 1.5, 0]
     assert answers[3].is_done
 
 
-def test_observations_without_a_short_text_are_refused(told):
+def test_observations_without_a_short_text_are_refused(custom):
     with pytest.raises(EnvironmentConfigError, match=r"the observations are Sequence.* expected Text, Discrete"):
-        load(f"{told}?actions=named&observed=graph", "environment.classes.a")
+        load(f"{custom}?actions=named&observed=graph", "environment.classes.a")
