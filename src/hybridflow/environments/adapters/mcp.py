@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from anyio import BrokenResourceError, ClosedResourceError
 from mcp import ClientSession, McpError, StdioServerParameters, stdio_client, types
@@ -23,8 +23,6 @@ START_S = 60.0
 """Seconds in which the server must name its tools."""
 
 CLOSED = (BrokenResourceError, ClosedResourceError)
-
-T = TypeVar("T")
 
 
 class ServerEndedError(RuntimeError):
@@ -64,13 +62,12 @@ class _Server:
         self._command, self.problem = command, ""
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  (closed by `close`)
         self._session: asyncio.Future[ClientSession] = asyncio.get_running_loop().create_future()
-        self._is_over = asyncio.Event()
         self._running = asyncio.create_task(self._run())
 
-    async def ask(self, question: Callable[[ClientSession], Awaitable[T]]) -> T:
+    async def ask(self, question: Callable[[ClientSession], Awaitable[Any]]) -> Any:
         """Return the answer to a question. Raises McpError, or ServerEndedError."""
 
-        async def ask() -> T:
+        async def ask() -> Any:
             return await question(await asyncio.shield(self._session))
 
         asking = asyncio.create_task(ask())
@@ -87,12 +84,13 @@ class _Server:
             asking.cancel()
         self._log.seek(0)
         why = self.problem or "it closed the connection"
-        self.problem = f"the server {self._command!r} has failed: {why}. {self._log.read()[-500:].strip()}".strip()
+        printed = " ".join(self._log.read().split())[-200:]
+        self.problem = f"the server {self._command!r} has failed: {why}. {printed}".strip()
         raise ServerEndedError(self.problem)
 
     async def close(self) -> None:
         """End the process of the server; kill it if it does not end by itself."""
-        self._is_over.set()
+        self._running.cancel()
         await asyncio.wait({self._running})
         self._log.close()
 
@@ -103,7 +101,7 @@ class _Server:
             async with stdio_client(server, self._log) as streams, ClientSession(*streams) as session:
                 await session.initialize()
                 self._session.set_result(session)
-                await self._is_over.wait()
+                await asyncio.Event().wait()  # until `close`
         except Exception as error:  # of the server, the system or the client
             while isinstance(error, ExceptionGroup):
                 error = error.exceptions[0]
