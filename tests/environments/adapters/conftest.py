@@ -10,13 +10,16 @@ from hybridflow.environments.episodes.answers import Begin, Finish, TakeTurn
 
 @pytest.fixture
 def play():
-    """Return `play(source, row, turns)`: the answers to a row, to turns (texts, or lists of calls) and to their end."""
+    """Return `play(source, row, turns)`: the answers to a row, to turns (texts, or lists of calls) and to their end.
+
+    `judge` is reward.function.
+    """
     pools = {}
 
-    def play(source, row, turns, processes=0):
+    def play(source, row, turns, processes=0, judge=""):
         if (source, processes) not in pools:
-            limits = CallLimits(60.0)
-            pools[source, processes] = EnvironmentPool({"it": source}, num_processes=processes, limits=limits)
+            settings = {"num_processes": processes, "limits": CallLimits(60.0), "reward_function": judge}
+            pools[source, processes] = EnvironmentPool({"it": source}, **settings)
         pool = pools[source, processes]
         said = [
             AssistantTurn(turn) if isinstance(turn, str) else AssistantTurn("", calls=tuple(ToolCall(*c) for c in turn))

@@ -96,6 +96,19 @@ def test_defaults_of_fields_and_types_that_are_texts_are_read():
     assert tool.schema()["function"]["parameters"]["properties"]["how"]["enum"] == ["low", "high"]
 
 
+def test_a_method_may_have_a_schema_and_a_name_of_its_own():
+    async def call(self, /, **arguments):
+        return arguments
+
+    call.__name__, call.__doc__ = "reset", "Begin.\n    Again."
+    call.json_schema = {"properties": {"self": {"type": "integer", "title": "Self"}}, "title": "R", "type": "object"}
+    tools = tools_of(type("Made", (Environment,), {"tool_0": call})())
+    function = {"name": "reset", "description": "Begin.\n    Again.", "parameters": call.json_schema}
+    assert tools["reset"].schema() == {"type": "function", "function": function}
+    assert tools["reset"].arguments(ToolCall("reset", {"self": "3", "b": "x"}, is_text=True)) == {"self": 3, "b": "x"}
+    assert tools["reset"].arguments(ToolCall("reset", {"self": "3"})) == {"self": "3"}  # the method checks it
+
+
 def test_the_methods_of_an_environment_are_not_tools():
     class Shop(Environment):
         def price(self, of: str) -> int: ...

@@ -182,7 +182,7 @@ def _round_trip(renderer: ChatRenderer, messages: list[Message], turn: Assistant
 
 def _example_call(tool: Tool) -> ToolCall:
     """Return a call of a tool with a text or a number for each parameter that is required."""
-    schema = tool.parameters.model_json_schema()
+    schema = tool.schema()["function"]["parameters"]
     values = {"string": "word", "integer": 3, "number": 2.5, "boolean": True, "array": [], "object": {}}
     properties = schema.get("properties", {})
     required = schema.get("required", [])

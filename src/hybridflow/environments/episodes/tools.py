@@ -1,4 +1,7 @@
-"""Tools of an environment: public methods with types, their JSON schemas, and their arguments, checked."""
+"""Tools of an environment: public methods with types, their JSON schemas, and their arguments, checked.
+
+A method with the attribute `json_schema` has this schema of its parameters, and checks its arguments itself.
+"""
 
 import inspect
 import json
@@ -21,17 +24,19 @@ MAX_SHOWN = 200
 
 @dataclass(frozen=True)
 class Tool:
-    """A method that a model may call: its name, its docstring, and a model of its parameters."""
+    """A method that a model may call: its name, its docstring, and a model, or the JSON schema, of its parameters."""
 
     name: str
     description: str
-    parameters: type[BaseModel]
+    parameters: type[BaseModel] | Mapping[str, Any]
     function: Callable[..., Any]
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> "Tool":
         """Return the tool of a function with typed parameters. Raises EnvironmentConfigError for one without types."""
         name = function.__name__
+        if given := getattr(function, "json_schema", None):
+            return cls(name, function.__doc__ or "", given, function)
         fields: dict[str, Any] = {}
         for parameter in inspect.signature(function).parameters.values():
             if parameter.name.startswith(("_", "model_")):
@@ -56,16 +61,20 @@ class Tool:
 
     def schema(self) -> dict[str, Any]:
         """Return the tool as chat templates take it."""
-        parameters = self.parameters.model_json_schema()
-        parameters.pop("title", None)
-        for described in parameters.get("properties", {}).values():
-            described.pop("title", None)
+        if isinstance(self.parameters, Mapping):
+            parameters = dict(self.parameters)
+        else:
+            parameters = self.parameters.model_json_schema()
+            for described in (parameters, *parameters.get("properties", {}).values()):
+                described.pop("title", None)
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
 
     def arguments(self, call: ToolCall) -> dict[str, Any]:
         """Return the checked arguments of a call. Raises ToolError, with a text for the model, if one is wrong."""
         given = self._typed(call.arguments) if call.is_text else call.arguments
+        if isinstance(self.parameters, Mapping):
+            return dict(given)
         try:
             checked = self.parameters.model_validate(given)
         except ValidationError as error:
@@ -81,7 +90,7 @@ class Tool:
 
     def _typed(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return arguments that are texts with the types of JSON, where the parameter is not a text itself."""
-        properties, typed = self.parameters.model_json_schema().get("properties", {}), {}
+        properties, typed = self.schema()["function"]["parameters"].get("properties", {}), {}
         for name, value in arguments.items():
             typed[name] = value
             if isinstance(value, str) and properties.get(name, {}).get("type") != "string":
@@ -120,7 +129,8 @@ def tools_of(instance: object, besides: Sequence[str] = ()) -> dict[str, Tool]:
     for each in reversed(type(instance).__mro__[:-1]):
         names |= dict.fromkeys(name for name, value in vars(each).items() if inspect.isfunction(value))
     chosen = [name for name in names if not name.startswith("_") and name not in besides]
-    return {name: Tool.of(getattr(instance, name)) for name in chosen}
+    tools = [Tool.of(getattr(instance, name)) for name in chosen]
+    return {tool.name: tool for tool in tools}
 
 
 def tool_of(tools: Mapping[str, Tool], call: ToolCall) -> Tool:
