@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from hybridflow.errors import EnvironmentConfigError, SandboxError
+from hybridflow.errors import EnvironmentConfigError
 from hybridflow.runtime.user_import import load_user_function
 
 MAX_OUTPUT_BYTES = 8192
@@ -64,6 +64,10 @@ echo ready
 exec env -i --ignore-signal=CHLD cat
 """
 """Makes the root of a local sandbox. Its first process leaves no zombies, which would count as processes."""
+
+
+class SandboxError(EnvironmentConfigError):
+    """A sandbox cannot be started, has ended, or cannot read or write a file."""
 
 
 @dataclass(frozen=True)

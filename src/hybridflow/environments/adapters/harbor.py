@@ -17,8 +17,8 @@ from hybridflow.environments.adapters import arguments_of
 from hybridflow.environments.adapters.harbor_tasks import HarborTask, directories_of, task_of
 from hybridflow.environments.episodes.environment import Environment, Episode
 from hybridflow.environments.episodes.messages import Message
-from hybridflow.environments.sandbox import FILE_S, LATE, Sandbox
-from hybridflow.errors import EnvironmentConfigError, RewardError, SandboxError, ToolError
+from hybridflow.environments.sandbox import FILE_S, LATE, Sandbox, SandboxError
+from hybridflow.errors import EnvironmentConfigError, RewardError, ToolError
 
 
 def make(rest: str) -> type[Environment]:
@@ -105,7 +105,7 @@ async def _rewards_in(sandbox: Sandbox) -> dict[str, float]:
         found = json.loads(await sandbox.get("/logs/verifier/reward.json"))
         rewards = {name: value for name, value in found.items() if type(value) in (int, float)}
     if "reward" not in rewards:
-        rewards["reward"] = float(await sandbox.get("/logs/verifier/reward.txt"))
+        rewards["reward"] = float((await sandbox.get("/logs/verifier/reward.txt")).decode())
     return rewards
 
 
