@@ -180,13 +180,17 @@ def test_commands_have_the_time_of_the_agent_together(tasks):
     assert ended.rewards == {"score": 0.0}
 
 
-def test_each_task_is_a_row(tasks):
+def test_each_task_is_a_row_and_splits_begin_at_both_ends(tasks):
     directory, write = tasks
     write("another", **{"instruction.md": "Do another thing."})
-    rows = rows_of(f"harbor:{directory}?sandbox=docker", "test", 9, 0)
-    assert [row["extra_info"]["task"] for row in rows] == ["another", "hello"]
-    assert rows[0]["prompt"] == [{"role": "user", "content": "Do another thing."}]
-    assert len(rows_of(f"harbor:{directory}", "train", 1, 0)) == 1
+    source = f"harbor:{directory}?sandbox=docker"
+    train, test = (rows_of(source, split, 9, 0) for split in ("train", "test"))
+    names = [[row["extra_info"]["task"] for row in rows] for rows in (train, test)]
+    assert names[0] == names[1][::-1]
+    assert sorted(names[0]) == ["another", "hello"]
+    content = {name: row["prompt"][0]["content"] for name, row in zip(names[0], train, strict=True)}
+    assert content["another"] == "Do another thing."
+    assert rows_of(source, "train", 1, 0) == train[:1]
 
 
 def test_a_container_has_the_image_and_limits_of_its_task(tasks):
