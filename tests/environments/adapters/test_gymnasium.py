@@ -80,7 +80,7 @@ def test_the_seed_of_a_row_decides_what_happens(play):
     assert cards == [shown(play("gymnasium:Blackjack-v1", row, ["1", "0"])) for row in rows]
     assert len({each[0] for each in cards}) > 10
     by_index = {"prompt": "Play.", "extra_info": {"index": rows[0]["extra_info"]["seed"]}}
-    by_truth = {"prompt": "Play.", "reward_model": rows[0]["reward_model"]}
+    by_truth = {"prompt": "Play.", "reward_model": {"ground_truth": str(rows[0]["extra_info"]["seed"])}}
     for row in (by_index, by_truth):
         assert shown(play("gymnasium:Blackjack-v1", row, ["1", "0"]))[1:] == cards[0][1:]
     failed = play("gymnasium:Blackjack-v1", {"prompt": "Play."}, [])[0]

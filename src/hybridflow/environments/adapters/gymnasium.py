@@ -42,7 +42,7 @@ def rows(rest: str, split: str, count: int, seed: int) -> Iterator[dict[str, Any
         yield {
             "prompt": [{"role": "user", "content": f"{prompt}{made.about}"}],
             "data_source": made.name,
-            "reward_model": {"style": "rule", "ground_truth": str(number)},
+            "reward_model": {"style": "rule", "ground_truth": ""},
             "extra_info": {"seed": number},
         }
 
