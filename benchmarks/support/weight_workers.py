@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridflow.config import Config
 from hybridflow.controller import Dispatch, Worker, register
-from hybridflow.models.sharded_loading import build_without_weights
+from hybridflow.models.loading import build_without_weights
 from hybridflow.protocol import DataProto
 from hybridflow.rollout.weight_sync.base import Announcement
 from hybridflow.rollout.weight_sync.receiver import ReceivesWeights, WeightReceiver

@@ -119,10 +119,6 @@ class EnvironmentConfigError(ConfigError):
     """An environment cannot be loaded, a tool has no schema, or a chat template cannot serve episodes."""
 
 
-class SandboxError(EnvironmentConfigError):
-    """A sandbox cannot be started, has ended, or cannot read or write a file."""
-
-
 class ToolError(HybridFlowError):
     """A call of a tool is wrong; the text is an answer for the model."""
 

@@ -3,7 +3,18 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "tensordict", "transformers", "pyarrow", "matplotlib", "tensorboard", "ray", "vllm")
+HEAVY = (
+    "torch",
+    "tensordict",
+    "transformers",
+    "pyarrow",
+    "matplotlib",
+    "tensorboard",
+    "ray",
+    "vllm",
+    "starlette",
+    "uvicorn",
+)
 COMMANDS = (
     ["config"],
     ["config", "--reference"],
@@ -23,6 +34,7 @@ import hybridflow
 dir(hybridflow)
 require_light("hybridflow")
 hybridflow.load_config(None)
+import hybridflow.environments, hybridflow.environments.agents
 import hybridflow.config, hybridflow.cli.doctor, hybridflow.errors, hybridflow.runtime.observe, hybridflow.runtime
 from hybridflow.runtime.observe.memory import memory_bytes
 memory_bytes()

@@ -14,7 +14,7 @@ INSTEAD = {
     "hears? of": "receives, records",
     "speaks? for": "represents",
     "stretch(es)?": "range, interval, segment",
-    "presence": "heartbeat",
+    "presence(?!_penalty)": "heartbeat",  # but a parameter of OpenAI
     "pulses?": "heartbeat",
     "blames?|blamed": "cause, names the component at fault",
     "drift(s|ed|ing)?": "log-prob mismatch, deviation",

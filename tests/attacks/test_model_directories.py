@@ -14,9 +14,6 @@ from hybridflow.data import load_tokenizer
 from hybridflow.data.chat_prompts import PromptEncoder
 from hybridflow.errors import DataError, HybridFlowError, ModelError, RolloutConfigError
 from hybridflow.models.loading import load_causal_lm, load_value_model
-from hybridflow.models.parameters import replace_parameters
-from hybridflow.models.sharded_loading import build_with_placeholders, load_shards
-from hybridflow.models.stored_model import StoredModel
 from hybridflow.trainers.build.preconditions import require_rollout_engine, with_required_files
 
 NAN, INFINITY = float("nan"), float("inf")
@@ -134,34 +131,24 @@ TOKENS = [
 ]
 
 
-def load_shards_of(directory):
-    """Load the policy parameter by parameter, as each rank of a sharded model does."""
-    model = build_with_placeholders(directory, "policy", torch.float32, torch.device("cpu"))
-    replace_parameters(model, lambda _, parameter: torch.nn.Parameter(torch.empty(parameter.shape)))
-    load_shards(model, directory)
-    return model
-
-
 def cases(table):
     return pytest.mark.parametrize(("damage", "message"), [c[1:] for c in table], ids=[c[0] for c in table])
 
 
-@pytest.mark.parametrize("load", [load_causal_lm, pytest.param(load_shards_of, marks=pytest.mark.exhaustive)])
 @cases(CONFIGS)
-def test_a_bad_config_is_a_model_error(directory, load, damage, message):
+def test_a_bad_config_is_a_model_error(directory, damage, message):
     damage(directory)
     with pytest.raises(ModelError, match="(?is)" + message) as error:
-        load(directory)
+        load_causal_lm(directory)
     assert "trust_remote_code" not in str(error.value)
     assert str(directory) in str(error.value)
 
 
-@pytest.mark.parametrize("load", [StoredModel, pytest.param(load_causal_lm, marks=pytest.mark.exhaustive)])
 @cases(WEIGHTS)
-def test_bad_weights_are_a_model_error(directory, load, damage, message):
+def test_bad_weights_are_a_model_error(directory, damage, message):
     damage(directory)
     with pytest.raises(ModelError, match="(?is)" + message):
-        load(directory)
+        load_causal_lm(directory)
 
 
 @cases(TOKENS)
@@ -175,16 +162,12 @@ def test_tokens_that_the_model_lacks_are_an_error(directory, damage, message):
 
 def test_a_head_that_differs_from_its_embedding_is_an_error(directory):
     config(tie_word_embeddings=True)(directory)
-    for load in (load_causal_lm, load_shards_of):
-        with pytest.raises(
-            ModelError, match=r"lm_head\.weight differs from the embedding, but config\.json has tie_word"
-        ):
-            load(directory)
+    with pytest.raises(ModelError, match=r"lm_head\.weight differs from the embedding, but config\.json has tie_word"):
+        load_causal_lm(directory)
     load_value_model(directory)
     embedding = load_file(directory / "model.safetensors")["model.embed_tokens.weight"]
     weight("lm_head.weight", embedding.clone())(directory)
-    for load in (load_causal_lm, load_shards_of):
-        assert torch.equal(load(directory).get_parameter("model.embed_tokens.weight"), embedding)
+    assert torch.equal(load_causal_lm(directory).get_parameter("model.embed_tokens.weight"), embedding)
 
 
 LOOPS = (

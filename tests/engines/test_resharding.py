@@ -9,7 +9,7 @@ from torch.distributed.tensor import Shard
 from fixtures.layout_program import BY_ROWS, TIMEOUT_S, run_jobs
 from fixtures.published_models import MODELS
 from hybridflow.engines.resharding import checksum_of_box, plan_exchange, word_bytes
-from hybridflow.models.sharded_loading import build_without_weights
+from hybridflow.models.loading import build_without_weights
 from hybridflow.models.tensor_parallel import placement_of
 from hybridflow.runtime.boxes import num_elements, part_of, whole_box
 

@@ -8,7 +8,7 @@ from hybridflow.config import ParallelConfig
 from hybridflow.engines.process_group import join_alone
 from hybridflow.engines.ranks import Ranks
 from hybridflow.engines.sharding import shard_model, units_of
-from hybridflow.models.sharded_loading import build_without_weights
+from hybridflow.models.loading import build_without_weights
 
 
 class AllocatesError(Exception):

@@ -9,9 +9,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from fixtures.families import write_family
 from hybridflow.errors import ModelError
 from hybridflow.models.attention import PackedPlan
-from hybridflow.models.loading import load_causal_lm, load_value_model
+from hybridflow.models.loading import build_with_placeholders, load_causal_lm, load_value_model
+from hybridflow.models.parameters import persistent_buffers
+from hybridflow.models.stored_model import StoredModel
 
 
 @pytest.fixture
@@ -29,6 +32,45 @@ def edit_weights(directory: Path, drop: str = "", **changes) -> None:
     weights = load_file(directory / "model.safetensors") | changes
     weights.pop(drop, None)
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def in_several_files(directory: Path) -> None:
+    """Rewrite the weights as several files with their index."""
+    load_causal_lm(directory).save_pretrained(directory, max_shard_size="20KB")
+    (directory / "model.safetensors").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("qwen2", False), ("qwen3", True)])
+def test_weights_equal_those_loaded_by_transformers(tiny_model, family, tied):
+    path = tiny_model(family, tie_word_embeddings=tied)
+    ours, theirs = load_causal_lm(path), AutoModelForCausalLM.from_pretrained(path)
+    assert dict(ours.named_parameters()).keys() == dict(theirs.named_parameters()).keys()
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(ours.get_parameter(name), parameter), name
+    assert (ours.lm_head.weight is ours.model.embed_tokens.weight) == tied
+
+
+def test_indexed_files_and_body_without_prefix_are_read(directory):
+    weights = load_file(directory / "model.safetensors")
+    in_several_files(directory)
+    found = [load_causal_lm(directory)]
+    (directory / "model.safetensors.index.json").unlink()
+    body = {name.removeprefix("model."): weight for name, weight in weights.items()}
+    save_file(body, directory / "model.safetensors", metadata={"format": "pt"})
+    found.append(load_causal_lm(directory))
+    assert all(torch.equal(model.get_parameter(name), weight) for model in found for name, weight in weights.items())
+
+
+def test_files_that_are_not_those_of_the_index_are_an_error(directory):
+    in_several_files(directory)
+    missing = sorted(directory.glob("model-*.safetensors"))[1]
+    missing.unlink()
+    with pytest.raises(ModelError, match=f"(?s)cannot be read.*{missing.name}"):
+        load_value_model(directory)
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": "../elsewhere.safetensors"}}))
+    with pytest.raises(ModelError, match=r"lists '\.\./elsewhere\.safetensors', which is not a file of the directory"):
+        StoredModel(directory)
 
 
 @pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen2", False)])
@@ -97,14 +139,6 @@ def test_critic_loads_reward_model_head_without_bias(tiny_model, tmp_path):
     assert not model.score.bias.any()
 
 
-@pytest.mark.parametrize("load", [load_causal_lm, load_value_model])
-def test_directory_with_several_weight_files_loads(tiny_model, tmp_path, load):
-    whole = load_causal_lm(tiny_model())
-    whole.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert (tmp_path / "model.safetensors.index.json").is_file()
-    assert torch.equal(load(tmp_path).model.norm.weight, whole.model.norm.weight)
-
-
 def test_loading_keeps_log_settings_of_transformers(tiny_model):
     verbosity, progress = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_info()  # no other test leaves this one behind
@@ -147,14 +181,6 @@ def test_damaged_directory_error_names_a_fix(directory, load, damage, message):
     assert str(directory) in str(error.value)
 
 
-def test_missing_weight_file_is_an_error(tiny_model, tmp_path):
-    load_causal_lm(tiny_model()).save_pretrained(tmp_path, max_shard_size="20KB")
-    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
-    shard.unlink()
-    with pytest.raises(ModelError, match=f"{shard.name}.*shards with their index"):
-        load_value_model(tmp_path)
-
-
 def test_critic_cannot_be_loaded_as_policy(tiny_model, tmp_path):
     load_value_model(tiny_model("llama")).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"is a LlamaForTokenClassification \(a classifier or reward model\)"):
@@ -185,3 +211,38 @@ def test_code_in_directory_is_not_executed(directory):
     with pytest.raises(ModelError, match="unknown to the installed transformers"):
         load_causal_lm(directory)
     assert not (directory / "was_run").exists()
+
+
+def test_model_of_placeholders_has_shapes_without_memory(tiny_model):
+    path = tiny_model("qwen2", tie_word_embeddings=True)
+    model = build_with_placeholders(path, "policy", torch.bfloat16, torch.device("cpu"))
+    assert sum(parameter.untyped_storage().nbytes() for parameter in model.parameters()) < 200
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.lm_head.weight.shape == (40, 32)
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe", "mixtral", "gpt2"])
+@pytest.mark.parametrize("as_published", [True, False])
+def test_experts_and_buffers_equal_those_loaded_by_transformers(tmp_path, kind, as_published):
+    write_family(tmp_path, kind, save_original_format=as_published)
+    ours, theirs = (load(tmp_path).state_dict() for load in (load_causal_lm, AutoModelForCausalLM.from_pretrained))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor, ours[name]) for name, tensor in theirs.items())
+
+
+def test_generation_has_the_buffers_of_the_directory_in_their_dtype(tmp_path):
+    write_family(tmp_path, "glm4_moe")
+    wanted = persistent_buffers(load_causal_lm(tmp_path, torch.bfloat16))
+    found = persistent_buffers(build_with_placeholders(tmp_path, "policy", torch.bfloat16, torch.device("cpu")))
+    assert found.keys() == wanted.keys() == {"model.layers.1.mlp.gate.e_score_correction_bias"}
+    assert all(torch.equal(found[name], buffer) for name, buffer in wanted.items())
+    assert {buffer.dtype for buffer in found.values()} == {torch.float32}
+
+
+def test_an_expert_that_is_missing_is_an_error_that_names_the_fused_weight(tmp_path):
+    file = write_family(tmp_path, "mixtral") / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"experts\.0\.w1.*other weights do not fit together as .*gate_up_proj"):
+        load_causal_lm(tmp_path)

@@ -13,7 +13,7 @@ from fixtures.published_models import MODELS
 from hybridflow.engines.sharding import units_of
 from hybridflow.errors import ModelConfigError
 from hybridflow.models.fused_forward import FusedForward, forward_of
-from hybridflow.models.sharded_loading import build_without_weights
+from hybridflow.models.loading import build_without_weights
 from hybridflow.models.tensor_parallel import distribute_parameters, placement_of, require_tensor_parallel
 
 IN_CI = ("Qwen2.5-7B", "Llama-3.2-1B")

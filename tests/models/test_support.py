@@ -6,8 +6,7 @@ from transformers import AutoModelForCausalLM
 from fixtures.families import small_config, write_family
 from hybridflow.errors import ModelError
 from hybridflow.models.attention import PackedPlan
-from hybridflow.models.loading import load_causal_lm, load_value_model
-from hybridflow.models.sharded_loading import build_without_weights
+from hybridflow.models.loading import build_without_weights, load_causal_lm, load_value_model
 
 SMALL = {
     "vocab_size": 40,

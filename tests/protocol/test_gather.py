@@ -72,7 +72,7 @@ def test_every_rank_gets_all_rows_in_rank_order_or_the_same_error(run_world, tmp
     first, second = ((tmp_path / f"errors{rank}").read_text().splitlines() for rank in range(2))
     assert first == second
     starts = [
-        "FieldError: all_gather: rank 0 has the tensors ['other', 'response_mask'",
+        "FieldError: concat: batch of part 0 has ['other', 'response_mask'",
         "BatchError: concat: 'x' has different lengths",
         "BatchError: concat: 'x' is (1,) torch.float32 on cpu in part 0",
         "BatchError: concat: 'step' is 0 in one batch and 1",

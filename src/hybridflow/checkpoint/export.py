@@ -161,10 +161,9 @@ class _Model:
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
         from transformers.initialization import no_init_weights
 
-        from hybridflow.models.loading import LOADING_ERRORS, cannot_be_loaded
+        from hybridflow.models.model_files import LOADING_ERRORS, cannot_be_loaded, parameters_on_meta
         from hybridflow.models.model_files import require_sound_config
         from hybridflow.models.parameters import persistent_buffers
-        from hybridflow.models.sharded_loading import parameters_on_meta
 
         if not (directory / "config.json").exists():
             raise ModelConfigError(

@@ -41,14 +41,15 @@ def run(args: argparse.Namespace) -> int:
     """Print the responses."""
     more = [f"model.path={toml_value(str(args.model))}"] if args.model else []
     config, checkpoint = config_and_checkpoint(args, more)
+    from hybridflow.data.data_rows import read_data_rows
     from hybridflow.trainers import build_generator
     from hybridflow.trainers.build.preconditions import with_required_files
-    from hybridflow.trainers.run.text_generation import prompts_of_files, typed_prompts, with_system
+    from hybridflow.trainers.run.text_generation import typed_prompts, with_system
 
     if not config.model.path:
         raise ConfigError("no model is named; give --run DIR, --model DIR, a RECIPE or model.path=DIR.")
     config = with_required_files(config)
-    prompts = typed_prompts(args.prompt) if args.prompt else prompts_of_files(args.prompts_file)
+    prompts = typed_prompts(args.prompt) if args.prompt else read_data_rows(args.prompts_file, "prompts")
     if args.system is not None:
         prompts = with_system(config, prompts, args.system)
     typed_keys = {change.partition("=")[0].strip() for change in (args.recipe or "", *args.overrides)}

@@ -11,9 +11,8 @@ from hybridflow.engines.sharding import reshard, shard_model
 from hybridflow.errors import ModelConfigError
 from hybridflow.models.forward import Forward
 from hybridflow.models.fused_forward import FusedForward, forward_of
-from hybridflow.models.loading import load_causal_lm, load_value_model
+from hybridflow.models.loading import build_without_weights, load_causal_lm, load_shards, load_value_model
 from hybridflow.models.lora import add_adapters
-from hybridflow.models.sharded_loading import build_without_weights, load_shards
 from hybridflow.models.support import require_planned_attention
 from hybridflow.models.tensor_parallel import TensorRanks, require_tensor_parallel
 

@@ -27,7 +27,7 @@ from hybridflow.engines.sharding import reshard
 from hybridflow.engines.token_budget import find_token_budget
 from hybridflow.errors import ModelConfigError, ModelError
 from hybridflow.models.fused_forward import FusedForward
-from hybridflow.models.loading import DTYPES
+from hybridflow.models.loading import DTYPES, build_with_placeholders
 from hybridflow.models.lora import (
     boxes_before_merging,
     fill_adapters,
@@ -37,7 +37,6 @@ from hybridflow.models.lora import (
     separate_adapters,
     without_adapters,
 )
-from hybridflow.models.sharded_loading import build_with_placeholders
 from hybridflow.protocol import DataProto
 from hybridflow.runtime.boxes import Box, local, with_local
 from hybridflow.runtime.device import can_compile_for_gpu, own_device, preferred_dtype, require_dtype

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from hybridflow.errors import EnvironmentConfigError, SandboxError
+from hybridflow.errors import EnvironmentConfigError
 from hybridflow.runtime.user_import import load_user_function
 
 MAX_OUTPUT_BYTES = 8192
@@ -37,7 +37,7 @@ LATE = 124
 READABLE = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.conf.d")
 """What a local sandbox shows of this machine, read-only."""
 
-_NOBODY = 65534
+_UNPRIVILEGED = 65534
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _NAMESPACES = ("--user", "--mount", "--net", "--ipc", "--uts")
 _SETUP = f"""
@@ -64,6 +64,10 @@ echo ready
 exec env -i --ignore-signal=CHLD cat
 """
 """Makes the root of a local sandbox. Its first process leaves no zombies, which would count as processes."""
+
+
+class SandboxError(EnvironmentConfigError):
+    """A sandbox cannot be started, has ended, or cannot read or write a file."""
 
 
 @dataclass(frozen=True)
@@ -257,9 +261,9 @@ class LocalSandbox(_HeldSandbox):
     )
 
     def __init__(self, workdir: str = "/root") -> None:
-        to_nobody = {"user": _NOBODY, "group": _NOBODY, "extra_groups": []} if os.getuid() == 0 else {}
+        as_another = {"user": _UNPRIVILEGED, "group": _UNPRIVILEGED, "extra_groups": []} if os.getuid() == 0 else {}
         limits = ("prlimit", "--core=0", f"--nproc={MAX_PROCESSES}")
-        super().__init__(limits, cwd="/", env={"PATH": _PATH}, **to_nobody)
+        super().__init__(limits, cwd="/", env={"PATH": _PATH}, **as_another)
         self._workdir = workdir
 
     async def _held_by(self) -> Sequence[str]:

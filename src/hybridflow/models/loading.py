@@ -1,6 +1,8 @@
 """Loading models from a Hugging Face directory: a policy, or a critic with a scalar head on the same body.
 
-Code in the directory is not executed. Dropout is off: a token's log-prob must not depend on the pass that computes it.
+A model is built on the meta device, then filled one parameter at a time: a rank of a sharded model holds at most its
+shards and one whole parameter. Code in the directory is not executed. Dropout is off: a token's log-prob must not
+depend on the pass that computes it.
 """
 
 import json
@@ -9,12 +11,10 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,18 +22,25 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from hybridflow.errors import ModelConfigError, ModelError
 from hybridflow.models.attention import ATTENTION
-from hybridflow.models.model_files import require_finite, require_sound_config, require_sound_weights
+from hybridflow.models.lora import is_adapter, plain_name
+from hybridflow.models.model_files import LOADING_ERRORS, require_finite, require_sound_config
+from hybridflow.models.parameters import part_like, persistent_buffers, replace_parameters
+from hybridflow.models.stored_model import ModelTensors, StoredModel
 from hybridflow.models.support import (
     USE_INSTEAD,
     require_classifier,
     require_planned_attention,
     require_supported_config,
 )
+from hybridflow.runtime.boxes import local
 from hybridflow.runtime.observe import get_logger
+
+Head = Literal["policy", "value"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -46,12 +53,6 @@ VALUE_HEAD = "score."
 VALUE_MODEL = {"num_labels": 1, "classifier_dropout": 0.0}
 """Configuration keys of a critic besides those of its body."""
 
-LOADING_ERRORS = (
-    *(OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, RuntimeError),
-    *(SafetensorError, StrictDataclassError),
-)
-"""Errors that transformers and safetensors raise for directories that they cannot read."""
-
 logger = get_logger(__name__)
 
 
@@ -61,10 +62,7 @@ def load_causal_lm(path: str | Path, dtype: torch.dtype = torch.float32) -> PreT
     Raises ModelError if the directory is missing, incomplete or damaged, is not a causal language model, or uses an
     unsupported attention.
     """
-    require_language_model(path)
-    model, missing = _load(AutoModelForCausalLM, path, dtype)
-    require_complete(path, missing)
-    return model
+    return _load(path, "policy", dtype)
 
 
 def load_value_model(path: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -72,43 +70,115 @@ def load_value_model(path: str | Path, dtype: torch.dtype = torch.float32) -> Pr
 
     Raises ModelError as `load_causal_lm` does.
     """
-    model, missing = _load(AutoModelForTokenClassification, path, dtype, **VALUE_MODEL)
-    require_value_head(model)
-    require_complete(path, {name for name in missing if not name.startswith(VALUE_HEAD)})
-    with torch.no_grad():
-        for name in missing:
-            model.get_parameter(name).zero_()
+    return _load(path, "value", dtype)
+
+
+def _load(path: str | Path, head: Head, dtype: torch.dtype) -> PreTrainedModel:
+    model = build_without_weights(path, head, dtype)
+    replace_parameters(model, lambda _, parameter: nn.Parameter(torch.empty_like(parameter, device="cpu")))
+    load_shards(model, path)
+    require_planned_attention(model)
     return model
 
 
-def _load(auto_class: Any, path: str | Path, dtype: torch.dtype, **options: object) -> tuple[PreTrainedModel, set[str]]:
-    """Load a model; return it and the names of its parameters that the directory lacks."""
+def build_without_weights(path: str | Path, head: Head, dtype: torch.dtype) -> PreTrainedModel:
+    """Build the model of a directory with parameters of `dtype` on the meta device; buffers have contents.
+
+    Raises ModelError as `load_causal_lm` does, for unsupported configurations.
+    """
+    auto_class: Any = AutoModelForCausalLM if head == "policy" else AutoModelForTokenClassification
+    if head == "policy":
+        require_language_model(path)
     try:
-        with quiet_transformers():
-            config = read_config(path, **options)
-            is_policy = "num_labels" not in options
-            require_sound_weights(path, is_tied=is_policy and is_tied(config))
-            model, info = auto_class.from_pretrained(
-                Path(path),
-                config=config,
-                dtype=dtype,
-                attn_implementation=ATTENTION,
-                trust_remote_code=False,
-                use_safetensors=True,
-                ignore_mismatched_sizes=True,  # reported below, with names and shapes
-                output_loading_info=True,
-            )
+        with quiet_transformers(), no_init_weights(), parameters_on_meta():
+            config = read_config(path, **({} if head == "policy" else VALUE_MODEL))
+            model = auto_class.from_config(config, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=False)
     except LOADING_ERRORS as error:
         raise cannot_be_loaded(path, auto_class, error) from error
-    for name, stored, wanted in sorted(info["mismatched_keys"]):
-        require_shape(path, name, stored, wanted)
-    require_no_ignored_layer(path, info["unexpected_keys"])
-    for name, parameter in model.named_parameters():
-        if name not in info["missing_keys"]:
-            require_finite(path, name, parameter)
-    require_planned_attention(model)
+    if head == "value":
+        require_value_head(model)
+    model.tie_weights()
     turn_off_dropout(model)
-    return model.eval(), set(info["missing_keys"])
+    return model.eval()
+
+
+def build_with_placeholders(path: str | Path, head: Head, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Build the model on `device` with placeholders, which take no memory until `data` of a parameter is assigned.
+
+    Persistent buffers, which do not learn, have the contents of the directory.
+    """
+    model = build_without_weights(path, head, dtype)
+    if persistent_buffers(model):
+        with StoredModel(path) as stored:
+            load_buffers(model, ModelTensors(model, stored))
+    replace_parameters(
+        model, lambda _, parameter: nn.Parameter(placeholder(parameter.shape, dtype, device), requires_grad=False)
+    )
+    for module in model.modules():
+        module._buffers = {
+            name: buffer if buffer is None else buffer.to(device) for name, buffer in module._buffers.items()
+        }
+    return model
+
+
+def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a zero tensor of this shape that occupies the memory of one element."""
+    return torch.zeros((), dtype=dtype, device=device).expand(shape)
+
+
+@torch.no_grad()
+def load_shards(model: PreTrainedModel, path: str | Path) -> None:
+    """Fill the parameters, or this rank's shards of them, from the safetensors files of the directory.
+
+    A value head that is not stored becomes zero. Raises ModelError if files or weights are missing, damaged or have a
+    wrong shape.
+    """
+    has_tied_head = model.get_output_embeddings() is not None and is_tied(model.config)
+    with StoredModel(path, is_tied=has_tied_head) as files:
+        stored = ModelTensors(model, files)
+        parameters = {name: parameter for name, parameter in model.named_parameters() if not is_adapter(name)}
+        missing = {name for name in parameters if plain_name(name) not in stored}
+        require_complete(path, (name for name in missing if not name.startswith(VALUE_HEAD)))
+        load_buffers(model, stored)
+        for name, parameter in parameters.items():
+            if name in missing:
+                local(parameter).zero_()
+                continue
+            require_shape(path, name, stored.shape(plain_name(name)), parameter.shape)
+            whole = stored.read(plain_name(name)).to(parameter.dtype)
+            require_finite(path, name, whole)
+            local(parameter).copy_(part_like(whole, parameter))
+        require_no_ignored_layer(path, stored.ignored, model._keys_to_ignore_on_load_unexpected or ())
+
+
+def load_buffers(model: PreTrainedModel, stored: ModelTensors) -> None:
+    """Fill the persistent buffers, such as the bias of a router, in the dtype of a model loaded by transformers."""
+    buffers = persistent_buffers(model)
+    require_complete(stored.path, (name for name in buffers if name not in stored))
+    for name, buffer in buffers.items():
+        require_shape(stored.path, name, stored.shape(name), buffer.shape)
+        in_float32 = any(part in name for part in model._keep_in_fp32_modules_strict or ())
+        whole = stored.read(name).to(buffer.device, torch.float32 if in_float32 else buffer.dtype)
+        require_finite(stored.path, name, whole)
+        owner, _, key = name.rpartition(".")
+        setattr(model.get_submodule(owner), key, whole)
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Register parameters of modules on the meta device inside the context, so that they take no memory."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None:
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
 
 
 def read_config(path: str | Path, **options: object) -> PretrainedConfig:
@@ -177,8 +247,6 @@ def cannot_be_loaded(path: str | Path, auto_class: Any, error: Exception) -> Mod
     if str(error) == repr(ATTENTION):
         model_type = AutoConfig.from_pretrained(Path(path), trust_remote_code=False).model_type
         return ModelError(f"{model_type} models are not supported: their attention is not replaceable; {USE_INSTEAD}")
-    if "CONVERSION" in reason:  # of a report that transformers logs
-        reason = "weights that belong together, such as the experts of a layer, are missing or of different shapes"
     if "trust_remote_code" in reason:
         reason = "it needs code of its directory, which hybridflow does not run"
     return ModelError(

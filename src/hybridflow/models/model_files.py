@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hybridflow.errors import ModelError
@@ -30,6 +31,12 @@ SIZES = (
 )
 POSITIVE = ("rope_theta", "factor")
 NOT_NEGATIVE = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
+
+LOADING_ERRORS = (
+    *(OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, RuntimeError),
+    *(SafetensorError, StrictDataclassError),
+)
+"""Errors that transformers and safetensors raise for directories that they cannot read."""
 
 
 def require_sound_config(path: str | Path) -> None:

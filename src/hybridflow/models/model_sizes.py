@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from hybridflow.models.sharded_loading import build_without_weights
+from hybridflow.models.loading import build_without_weights
 from hybridflow.models.support import FUSED_FAMILIES
 
 

@@ -25,9 +25,8 @@ from transformers.core_model_loading import (
 )
 
 from hybridflow.errors import ModelError
-from hybridflow.models.loading import LOADING_ERRORS
 from hybridflow.models.lora import is_adapter, plain_name
-from hybridflow.models.model_files import INDEX, SINGLE, require_sound_weights, weight_files
+from hybridflow.models.model_files import INDEX, LOADING_ERRORS, SINGLE, require_sound_weights, weight_files
 
 
 class StoredModel:

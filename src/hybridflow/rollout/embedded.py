@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from hybridflow.errors import RolloutConfigError, RolloutError
 from hybridflow.models.fused_forward import forward_of
 from hybridflow.models.kv_cache import PrefillPlan
-from hybridflow.models.sharded_loading import placeholder
+from hybridflow.models.loading import placeholder
 from hybridflow.rollout.base import Completion, Request, SleepingPart
 from hybridflow.rollout.decoding_batches import DecodingBatches
 from hybridflow.rollout.kept_sequences import KeptSequences

@@ -13,6 +13,8 @@ from pathlib import Path
 from textwrap import indent
 from typing import Literal
 
+import psutil
+
 from hybridflow.runtime.process_address import ProcessAddress
 from hybridflow.runtime.python_stacks import StacksError, ThreadStack, read_stacks
 
@@ -75,7 +77,7 @@ def report_process(address: ProcessAddress, *, timeout_s: float = 3.0, log_lines
     reason = _why_not_visible(address)
     if reason:
         unseen.append(reason)
-        state = "dead" if address.hostname == socket.gethostname() and not _has_process(address.pid) else "unknown"
+        state = "dead" if address.hostname == socket.gethostname() and not psutil.pid_exists(address.pid) else "unknown"
         return ProcessReport(address.pid, address.hostname, state, unseen=unseen, log_tail=log_tail)
 
     samples = _sample(address, timeout_s)
@@ -207,14 +209,6 @@ def _why_not_visible(address: ProcessAddress) -> str:
     if os.readlink("/proc/self/ns/pid") != address.pid_namespace:
         return "It runs in another container (pid namespace) of this node: only a process in that container can see it."
     return ""
-
-
-def _has_process(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except OSError as error:
-        return not isinstance(error, ProcessLookupError)
-    return True
 
 
 def _read_kernel_wait(pid: int) -> str:

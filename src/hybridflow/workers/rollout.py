@@ -11,8 +11,7 @@ from hybridflow.config import Config
 from hybridflow.data.tokenizer import stop_token_ids, tokenizer_of
 from hybridflow.environments.processes.closure import Closure
 from hybridflow.errors import RolloutError
-from hybridflow.models.loading import DTYPES
-from hybridflow.models.sharded_loading import build_with_placeholders
+from hybridflow.models.loading import DTYPES, build_with_placeholders
 from hybridflow.rollout import EmbeddedRollout, RolloutEngine
 from hybridflow.rollout.weight_sync.receiver import ReceivesWeights, WeightReceiver
 from hybridflow.rollout.weight_sync.transports import build_transport

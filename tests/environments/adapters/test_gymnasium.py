@@ -11,12 +11,12 @@ from hybridflow.errors import EnvironmentConfigError
 LAKE = "gymnasium:FrozenLake-v1?is_slippery=False"
 SPACES = {
     "named": spaces.Discrete(3, start=1),
-    "several": spaces.MultiDiscrete([[3, 4]]),
+    "several": spaces.MultiDiscrete([[3, 4]], dtype=np.int8),
     "text": spaces.Text(8, min_length=2, charset="abc "),
 }
 
 
-class Told(gymnasium.Env):
+class Shown(gymnasium.Env):
     """Observes the last action, as it is and among others; three steps are all."""
 
     def __init__(self, actions, observed="all"):
@@ -47,11 +47,11 @@ class Told(gymnasium.Env):
 
 
 @pytest.fixture
-def told():
+def custom():
     """Register an environment of the test; return its source."""
-    gymnasium.register("Told-v0", Told, disable_env_checker=True)
-    yield "gymnasium:Told-v0"
-    gymnasium.registry.pop("Told-v0")
+    gymnasium.register("Shown-v0", Shown, disable_env_checker=True)
+    yield "gymnasium:Shown-v0"
+    gymnasium.registry.pop("Shown-v0")
 
 
 def shown(answers):
@@ -80,7 +80,7 @@ def test_the_seed_of_a_row_decides_what_happens(play):
     assert cards == [shown(play("gymnasium:Blackjack-v1", row, ["1", "0"])) for row in rows]
     assert len({each[0] for each in cards}) > 10
     by_index = {"prompt": "Play.", "extra_info": {"index": rows[0]["extra_info"]["seed"]}}
-    by_truth = {"prompt": "Play.", "reward_model": rows[0]["reward_model"]}
+    by_truth = {"prompt": "Play.", "reward_model": {"ground_truth": str(rows[0]["extra_info"]["seed"])}}
     for row in (by_index, by_truth):
         assert shown(play("gymnasium:Blackjack-v1", row, ["1", "0"]))[1:] == cards[0][1:]
     failed = play("gymnasium:Blackjack-v1", {"prompt": "Play."}, [])[0]
@@ -106,12 +106,16 @@ def test_a_picture_of_characters_follows_the_observation(play):
             {"go left": 2, "LEFT UP!": 3, "left, no: 1": 1, "2, or stay": 1, "0": None, "1.5": None, "9" * 5000: None},
             "a number from 1 to 3 or its name (STAY, LEFT, LEFT UP)",
         ),
-        ("several", {"[2, 3]": [[2, 3]], "9: 0 0": [[0, 0]], "2": None, "2 4": None}, "2 numbers (0 to 2, 0 to 3)"),
+        (
+            "several",
+            {"[2, 3]": [[2, 3]], "9: 0 0": [[0, 0]], "2": None, "2 4": None, "300, 3": None},
+            "2 numbers (0 to 2, 0 to 3)",
+        ),
         ("text", {" ab c ": "ab c", "abd": None, "a": None}, "a text of 2 to 8 characters of ' abc'"),
     ],
 )
-def test_an_action_is_the_last_that_a_turn_names(play, told, actions, turns, valid):
-    source = f"{told}?actions={actions}"
+def test_an_action_is_the_last_that_a_turn_names(play, custom, actions, turns, valid):
+    source = f"{custom}?actions={actions}"
     (row,) = rows_of(source, "train", 1, 0)
     assert f"with an action: {valid}." in row["prompt"][0]["content"]
     for turn, action in turns.items():
@@ -123,14 +127,14 @@ def test_an_action_is_the_last_that_a_turn_names(play, told, actions, turns, val
         assert answer.reward == (0.0 if action is None else 0.5)
 
 
-def test_a_text_is_observed_as_it_is_and_a_limit_of_steps_ends_the_episode(play, told):
-    source = f"{told}?actions=named&observed=text"
+def test_a_text_is_observed_as_it_is_and_a_limit_of_steps_ends_the_episode(play, custom):
+    source = f"{custom}?actions=named&observed=text"
     answers = play(source, {"prompt": "Play.", "extra_info": {"seed": 1}}, ["1", "2", "3"])
     assert shown(answers) == ["Play.\n\nhéllo", "héllo", "héllo", "", ""]
     assert [answer.reward for answer in answers] == [0, 0.5, 1.0, 1.5, 0]
     assert answers[3].is_done
 
 
-def test_observations_without_a_short_text_are_refused(told):
+def test_observations_without_a_short_text_are_refused(custom):
     with pytest.raises(EnvironmentConfigError, match=r"the observations are Sequence.* expected Text, Discrete"):
-        load(f"{told}?actions=named&observed=graph", "environment.classes.a")
+        load(f"{custom}?actions=named&observed=graph", "environment.classes.a")

@@ -1,5 +1,6 @@
 """Servers of OpenEnv on loopback, as their own package makes them; it takes seconds to import."""
 
+import asyncio
 import json
 import socket
 import subprocess
@@ -15,7 +16,7 @@ from hybridflow.errors import EnvironmentConfigError
 pytestmark = [pytest.mark.runs, pytest.mark.own_run("episodes: environments of OpenEnv")]
 
 SERVER = '''
-import random, sys, uvicorn
+import asyncio, random, sys, uvicorn
 from openenv.core.env_server import Action, Environment, Observation, State, create_app
 
 
@@ -69,43 +70,47 @@ class Walk(Echo):
         return Seen(place=self.place, steps=self.count)
 
 
-name, port = sys.argv[1:]
-types = {"echo": (Echo, Said, Heard), "walk": (Walk, Move, Seen)}[name]
-uvicorn.run(create_app(*types, env_name=name, max_concurrent_envs=2), port=int(port), log_level="error")
+async def serve(port, *types):
+    app = create_app(*types, max_concurrent_envs=2)
+    await uvicorn.Server(uvicorn.Config(app, port=int(port), log_level="error")).serve()
+
+
+async def main():
+    await asyncio.gather(serve(sys.argv[1], Echo, Said, Heard), serve(sys.argv[2], Walk, Move, Seen))
+
+
+asyncio.run(main())
 '''
 
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
-    """Return the sources of two servers by name."""
+    """Return the sources of two servers, of one process, by name."""
     file = tmp_path_factory.mktemp("openenv") / "server.py"
     file.write_text(SERVER)
-    sources, processes = {}, []
-    for name in ("echo", "walk"):
-        with socket.socket() as free:
+    with socket.socket() as first, socket.socket() as second:
+        for free in (first, second):
             free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        processes.append(subprocess.Popen([sys.executable, file, name, str(port)]))
-        sources[name] = f"openenv:http://127.0.0.1:{port}"
-    for source in sources.values():
+        ports = [str(free.getsockname()[1]) for free in (first, second)]
+    process = subprocess.Popen([sys.executable, file, *ports])
+    for port in ports:
         while True:
             try:
-                urllib.request.urlopen(f"{source.removeprefix('openenv:')}/health").close()
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health").close()
                 break
             except OSError:
-                assert all(process.poll() is None for process in processes)
+                assert process.poll() is None
                 time.sleep(0.2)
-    yield sources
-    for process in processes:
-        process.kill()
-        process.wait()
+    yield {name: f"openenv:http://127.0.0.1:{port}" for name, port in zip(("echo", "walk"), ports, strict=True)}
+    process.kill()
+    process.wait()
 
 
 def shown(answers):
     return [answer.messages[0]["content"] if answer.messages else "" for answer in answers]
 
 
-@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.parametrize("processes", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_an_episode_over_the_client_of_the_package_gets_its_rewards(play, servers, processes):
     row = {"prompt": "Say something.", "extra_info": {"seed": 3}}
     answers = play(servers["echo"], row, [" hello ", "a", "the end"], processes)
@@ -126,9 +131,25 @@ def test_actions_of_several_fields_are_json_and_a_wrong_one_says_what_is_valid(p
     assert texts[:-1] == [f"Walk.\n\n{seen[0]}", seen[1], wrong, wrong, seen[2], wrong, wrong]
 
 
-def test_what_a_server_refuses_or_fails_at_is_an_error_of_the_environment(play, servers):
+def test_what_a_server_fails_at_is_an_error_of_the_environment(play, servers):
     failed = play(servers["echo"], {"prompt": "Say."}, ["fail"])[1]
     assert (failed.failure, "no disk (code: EXECUTION_ERROR)" in failed.error) == ("raised", True)
+
+
+def test_more_episodes_than_a_server_has_sessions_are_an_error_with_the_fix(servers):
+    async def begin(count):
+        environments = [load(servers["walk"], "environment.classes.a")[0]() for _ in range(count)]
+        try:
+            for environment in environments:
+                await environment.reset({"prompt": "Walk."})
+        finally:
+            for environment in environments:
+                await environment.close()
+
+    with pytest.raises(
+        EnvironmentConfigError, match=r"at capacity: 2/2 .* start the server with max_concurrent_envs of"
+    ):
+        asyncio.run(begin(3))
 
 
 def test_a_server_that_does_not_answer_is_an_error_at_the_start(servers):

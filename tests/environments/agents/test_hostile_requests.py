@@ -65,6 +65,8 @@ USE = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": 
 RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "1"}
 KEY = "x-api-key: the key"
 LARGE = b"x" * 100_001
+MANY = b'{"model": "m", "messages": [%s0]}' % (b"0," * 40_000)
+IMAGE = {"role": "user", "content": [{"type": "image"}]}
 
 CASES = [
     # who asks, and where

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridflow.config import load_config
 from hybridflow.engines import TorchEngine
-from hybridflow.models.sharded_loading import build_with_placeholders
+from hybridflow.models.loading import build_with_placeholders
 from hybridflow.rollout import EmbeddedRollout
 from hybridflow.rollout.weight_sync.fingerprint import Fingerprints
 from hybridflow.rollout.weight_sync.in_process import InProcess, hand_over

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from hybridflow.errors import HybridFlowError, RolloutError, WeightSyncError
-from hybridflow.models.loading import DTYPES, load_causal_lm
-from hybridflow.models.sharded_loading import build_with_placeholders
+from hybridflow.models.loading import DTYPES, build_with_placeholders, load_causal_lm
 from hybridflow.rollout import EmbeddedRollout, Request, RolloutEngine, SamplingParams, generate
 from hybridflow.rollout.weight_sync.base import Announcement
 from hybridflow.rollout.weight_sync.buckets import Bucket, WeightSpec, fill_buckets, plan_buckets, spec_of

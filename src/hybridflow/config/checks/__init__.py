@@ -1,7 +1,7 @@
 """Checks of contradictions between keys, in one module for each module of sections.
 
-Each has `problems`, which yields a line for each value that another one makes wrong, and `REFUSALS`, features that do
-not combine. They read only the configuration; what depends on a file or a tokenizer is checked where it is opened.
+Each has `CHECKS`, which yield a line for each value that another one makes wrong, and `REFUSALS`, features that
+do not combine. They read only the configuration; what depends on a file or a tokenizer is checked where it is opened.
 """
 
 from hybridflow.config.checks import data, generation, learning, models, run
@@ -21,8 +21,8 @@ REFUSALS: tuple[Refusal, ...] = (
 
 def contradictions(config: Config) -> list[str]:
     """Return one line for each contradiction between keys, with both values and the fix."""
-    found = [problem for subject in (run, models, data, generation, learning) for problem in subject.problems(config)]
-    return [*found, *refused(REFUSALS, config)]
+    checks = (*run.CHECKS, *models.CHECKS, *data.CHECKS, *generation.CHECKS, *learning.CHECKS)
+    return [*(problem for check in checks for problem in check(config)), *refused(REFUSALS, config)]
 
 
 def check(config: Config) -> None:

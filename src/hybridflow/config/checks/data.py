@@ -12,12 +12,6 @@ REWARD_ARGUMENTS = (
 """Arguments of a reward function, for one sample or for a batch."""
 
 
-def problems(config: Config) -> Iterator[str]:
-    """Yield one line for each value that another one makes wrong."""
-    for subject in (_order, _reward):
-        yield from subject(config)
-
-
 def _order(config: Config) -> Iterator[str]:
     data = config.data
     if data.order in ("curriculum", "weighted") and not data.order_by:
@@ -48,6 +42,7 @@ def _reward(config: Config) -> Iterator[str]:
         yield f"reward.kwargs.{taken[0]} is reserved for the sample; reserved names: {', '.join(REWARD_ARGUMENTS)}"
 
 
+CHECKS = (_order, _reward)
 REFUSALS = (
     Refusal(
         "reward.model_path",

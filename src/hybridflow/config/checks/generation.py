@@ -9,12 +9,9 @@ from hybridflow.config.environment_sources import FORMS, is_source
 from hybridflow.config.sections.config import Config
 
 
-def problems(config: Config) -> Iterator[str]:
-    """Yield one line for each value that another one makes wrong."""
+def _chat_template(config: Config) -> Iterator[str]:
     if config.model.chat_template and not config.data.chat_template:
         yield "model.chat_template has no effect with data.chat_template=false; remove one of them"
-    for subject in (_samples, _engine, _in_flight, _environments):
-        yield from subject(config)
 
 
 def _samples(config: Config) -> Iterator[str]:
@@ -160,6 +157,7 @@ REPLAY_IN_FLIGHT = Refusal(
     "use rollout.replay in a run of its own",
     lambda c: c.updates_in_flight,
 )
+CHECKS = (_chat_template, _samples, _engine, _in_flight, _environments)
 REFUSALS = (
     Refusal(
         "rollout.tensor above 1",

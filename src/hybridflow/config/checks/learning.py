@@ -8,12 +8,6 @@ from hybridflow.config.checks.refusal import Refusal, any_of
 from hybridflow.config.sections.config import Config
 
 
-def problems(config: Config) -> Iterator[str]:
-    """Yield one line for each value that another one makes wrong."""
-    for subject in (_mini_batches, _groups, _kl, _extra_columns, _teacher, _rollout_correction, _critic_warmup, _lag):
-        yield from subject(config)
-
-
 def _mini_batches(config: Config) -> Iterator[str]:
     train_batch_size = config.data.train_batch_size
     for name, size in (("actor", config.actor.mini_batch_size), ("critic", config.critic.mini_batch_size)):
@@ -171,6 +165,7 @@ def _takes_rollout_log_probs(config: Config) -> bool:
     return config.actor.old_log_probs_from == "rollout"
 
 
+CHECKS = (_mini_batches, _groups, _kl, _extra_columns, _teacher, _rollout_correction, _critic_warmup, _lag)
 REFUSALS = (
     Refusal(
         "algorithm.kl_in_reward",

@@ -8,12 +8,6 @@ from hybridflow.config.sections.base import RoleName
 from hybridflow.config.sections.config import Config
 
 
-def problems(config: Config) -> Iterator[str]:
-    """Yield one line for each value that another one makes wrong."""
-    for subject in (_parallel, _tokens, _offload, _lora):
-        yield from subject(config)
-
-
 def _parallel(config: Config) -> Iterator[str]:
     (size, product), controller = config.parallel.divisor, config.controller
     if size == 1:
@@ -62,6 +56,7 @@ REWARD_MODEL_ADAPTERS = Refusal(
     "use lora.rank = 0",
     lambda c: c.lora.rank > 0,
 )
+CHECKS = (_parallel, _tokens, _offload, _lora)
 REFUSALS = (
     Refusal(
         "lora.rank above 0",

@@ -9,12 +9,6 @@ from hybridflow.config.sections.base import RoleName
 from hybridflow.config.sections.config import Config
 
 
-def problems(config: Config) -> Iterator[str]:
-    """Yield one line for each value that another one makes wrong."""
-    for subject in (_placement, _min_processes, _backend, _environment, _shared_devices, _profile):
-        yield from subject(config)
-
-
 def _placement(config: Config) -> Iterator[str]:
     pools, num_workers = config.placement.pools, config.controller.num_workers
     if pools and num_workers != 1:
@@ -106,6 +100,7 @@ def _num_rollout_nodes(config: Config) -> int:
     return len(config.placement.pools.get(config.placement.roles.get("rollout", ""), ()))
 
 
+CHECKS = (_placement, _min_processes, _backend, _environment, _shared_devices, _profile)
 REFUSALS = (
     Refusal(
         "placement.min_processes",

@@ -25,7 +25,8 @@ def make(rest: str) -> type["_Gymnasium"]:
     environment = gymnasium.make(name, **arguments)
     try:
         _require_readable(environment.observation_space)
-        names = _names_of(environment)
+        meanings = getattr(environment.unwrapped, "get_action_meanings", None)  # as environments of Atari have
+        names = tuple(map(str, meanings())) if meanings else ()
         members = {"name": name, "arguments": arguments, "names": names, "about": _about(environment)}
         members["valid"] = _valid(environment.action_space, names)
     finally:
@@ -36,14 +37,12 @@ def make(rest: str) -> type["_Gymnasium"]:
 def rows(rest: str, split: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
     """Yield a row for each seed: with the same seed, an environment begins in the same state."""
     made = make(rest)
-    prompt = (
-        f"You act in the environment {made.name}. Answer each observation with an action: {made.valid}.{made.about}"
-    )
+    prompt = f"You act in the environment {made.name}. Answer each observation with an action: {made.valid}."
     for number in range(first_seed(split, seed), first_seed(split, seed) + count):
         yield {
-            "prompt": [{"role": "user", "content": prompt}],
+            "prompt": [{"role": "user", "content": f"{prompt}{made.about}"}],
             "data_source": made.name,
-            "reward_model": {"style": "rule", "ground_truth": str(number)},
+            "reward_model": {"style": "rule", "ground_truth": ""},
             "extra_info": {"seed": number},
         }
 
@@ -80,20 +79,13 @@ class _Gymnasium(SteppingEnvironment):
         shown = observation if isinstance(observation, str) else json.dumps(_plain(observation), ensure_ascii=False)
         if self._environment.render_mode != "ansi":
             return shown
-        picture = str(self._environment.render())
-        picture = re.sub(_COLOURED, r"[\1]", picture)  # as the place of the player is
+        picture = re.sub(_COLOURED, r"[\1]", str(self._environment.render()))  # as the place of the player is
         return f"{shown}\n{picture.strip()}"
 
     async def close(self) -> None:
         """Close the environment, if the episode has begun."""
         if hasattr(self, "_environment"):
             self._environment.close()
-
-
-def _names_of(environment: gymnasium.Env[Any, Any]) -> tuple[str, ...]:
-    """Return the names of actions, as environments of Atari have them."""
-    meanings = getattr(environment.unwrapped, "get_action_meanings", None)
-    return tuple(map(str, meanings())) if meanings and isinstance(environment.action_space, spaces.Discrete) else ()
 
 
 def _about(environment: gymnasium.Env[Any, Any]) -> str:
@@ -121,22 +113,18 @@ def _valid(space: spaces.Space[Any], names: tuple[str, ...]) -> str:
 
 def _action_of(text: str, space: spaces.Space[Any], names: tuple[str, ...]) -> Any:
     """Return the action that a turn names last, None if there is none."""
-    action: Any = text.strip()
     if isinstance(space, spaces.Discrete):
-        by_name = {name.lower(): int(space.start) + number for number, name in enumerate(names)}
-        words = "|".join(rf"\b{re.escape(name)}\b" for name in sorted(by_name, key=len, reverse=True))
-        found = re.findall(f"{NUMBER}|{words}" if words else NUMBER, text.lower())
-        action = None
-        if found:
-            action = by_name[found[-1]] if found[-1] in by_name else int(found[-1])
-    elif isinstance(space, spaces.MultiDiscrete):
-        found = re.findall(NUMBER, text)[-space.nvec.size :]
-        action = (
-            np.array([int(number) for number in found], space.dtype).reshape(space.shape)
-            if len(found) == space.nvec.size
-            else None
-        )
-    return action if action is not None and space.contains(action) else None
+        numbers = {name.lower(): int(space.start) + number for number, name in enumerate(names)}
+        words = (rf"\b{re.escape(name)}\b" for name in sorted(numbers, key=len, reverse=True))
+        found = re.findall("|".join([NUMBER, *words]), text.lower())
+        action = next((numbers[each] if each in numbers else int(each) for each in found[-1:]), None)
+        return action if action is not None and space.contains(action) else None
+    if isinstance(space, spaces.MultiDiscrete):
+        found = [int(number) for number in re.findall(NUMBER, text)[-space.nvec.size :]]
+        action = np.array(found).reshape(space.shape) if len(found) == space.nvec.size else space.start - 1
+        is_valid = np.all((action >= space.start) & (action < space.start + space.nvec))
+        return action.astype(space.dtype) if is_valid else None
+    return text.strip() if space.contains(text.strip()) else None
 
 
 def _require_readable(space: spaces.Space[Any]) -> None:

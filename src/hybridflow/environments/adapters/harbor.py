@@ -7,6 +7,7 @@ see `sandbox_of`. In a local one no image is built; `skip=RUN,USER` leaves out i
 
 import io
 import json
+import random
 import tarfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,8 +18,8 @@ from hybridflow.environments.adapters import arguments_of
 from hybridflow.environments.adapters.harbor_tasks import HarborTask, directories_of, task_of
 from hybridflow.environments.episodes.environment import Environment, Episode
 from hybridflow.environments.episodes.messages import Message
-from hybridflow.environments.sandbox import FILE_S, LATE, Sandbox
-from hybridflow.errors import EnvironmentConfigError, RewardError, SandboxError, ToolError
+from hybridflow.environments.sandbox import FILE_S, LATE, Sandbox, SandboxError
+from hybridflow.errors import EnvironmentConfigError, RewardError, ToolError
 
 
 def make(rest: str) -> type[Environment]:
@@ -31,9 +32,11 @@ def make(rest: str) -> type[Environment]:
 
 
 def rows(rest: str, split: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield a row for each task, in the order of their names: the same for each split and seed."""
-    del split, count, seed
-    for path in directories_of(arguments_of(rest)[0]):
+    """Yield a row for each task, in an order of the seed, which for "test" is reversed."""
+    del count
+    paths = directories_of(arguments_of(rest)[0])
+    random.Random(seed).shuffle(paths)
+    for path in paths if split == "train" else reversed(paths):
         yield {
             "prompt": [{"role": "user", "content": (path / "instruction.md").read_text("utf-8")}],
             "data_source": "harbor",
@@ -105,7 +108,7 @@ async def _rewards_in(sandbox: Sandbox) -> dict[str, float]:
         found = json.loads(await sandbox.get("/logs/verifier/reward.json"))
         rewards = {name: value for name, value in found.items() if type(value) in (int, float)}
     if "reward" not in rewards:
-        rewards["reward"] = float(await sandbox.get("/logs/verifier/reward.txt"))
+        rewards["reward"] = float((await sandbox.get("/logs/verifier/reward.txt")).decode())
     return rewards
 
 

@@ -47,7 +47,15 @@ class _OpenEnv(SteppingEnvironment):
     async def _begin(self, row: Mapping[str, Any]) -> str:
         self._client = GenericEnvClient(self.url, message_timeout_s=_MESSAGE_TIMEOUT_S)
         seed = seed_of(row)
-        result = await self._client.reset(**({} if seed is None else {"seed": seed}))
+        try:
+            result = await self._client.reset(**({} if seed is None else {"seed": seed}))
+        except RuntimeError as error:
+            if "(code: CAPACITY_REACHED)" not in str(error):
+                raise
+            raise EnvironmentConfigError(
+                f"{error}: each episode of a batch has its session; start the server with max_concurrent_envs of at "
+                "least data.train_batch_size * rollout.group_size"
+            ) from error
         return _text(result.observation)
 
     async def _act(self, text: str) -> tuple[str, float, bool]:

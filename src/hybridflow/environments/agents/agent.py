@@ -1,10 +1,15 @@
 """The user's side of an agent: a program that calls the model itself, by the address that it gets."""
 
+import ast
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, ClassVar
 
+from hybridflow.config.environment_sources import scheme_of
 from hybridflow.environments.episodes.environment import Environment
 from hybridflow.environments.processes.reward_process import returns_awaitable
 from hybridflow.errors import EnvironmentConfigError
@@ -68,3 +73,18 @@ def environment_class(found: Any, name: str) -> type[Environment]:
         ) from error
     title = getattr(found, "__name__", "agent")
     return type(title, (FunctionAgent,), {"function": staticmethod(found), "__doc__": inspect.getdoc(found)})
+
+
+def names_agent(source: str) -> bool:
+    """Return whether a source names an agent, as far as its file shows: an `async` function, or a class of `Agent`."""
+    place, _, name = source.rpartition(":")
+    if scheme := scheme_of(source):
+        return scheme in ("command", "verifiers")
+    with suppress(OSError, ValueError, SyntaxError, ImportError):
+        path = place if place.endswith(".py") else getattr(find_spec(place), "origin", None)
+        for each in ast.parse(Path(path or "").expanduser().read_bytes()).body:
+            if isinstance(each, ast.AsyncFunctionDef) and each.name == name:
+                return True
+            if isinstance(each, ast.ClassDef) and each.name == name:
+                return any(ast.unparse(base).rpartition(".")[2] == "Agent" for base in each.bases)
+    return False

@@ -212,7 +212,7 @@ def _next_turn(turn: TreeTurn) -> NextTurn:
 
 
 def _turns(kept: Sequence[TreeTurn]) -> list[Turn]:
-    """Return the turns of an episode, with what the agent has told the model of the results of their calls."""
+    """Return the turns of an episode, with the results of their calls that the agent has given the model."""
     turns = []
     for number, turn in enumerate(kept):
         assert turn.reply is not None

@@ -160,6 +160,8 @@ class Endpoint:
             refused = error
         except asyncio.CancelledError:  # by `remove`
             task.uncancel()
+            if exchange.has_turn:
+                raise  # which closes the connection: its client may not read
             refused = _has_ended(session_id)
         except Exception:
             log.exception("a request to %s failed", scope["path"][:200])
@@ -210,6 +212,7 @@ class _Exchange:
     send: Send
     keep_alive_s: float
     has_begun: bool = False
+    has_turn: bool = False
 
     async def reply(self, body: dict[str, Any], status: int = 200, *, is_last: bool = True) -> None:
         """Send a response of JSON."""
@@ -238,7 +241,7 @@ class _Exchange:
                     raise ClientDisconnect
                 if not sampling.done():
                     await self._send_events(asked.keep_alive)
-            reply = sampling.result()
+            reply, self.has_turn = sampling.result(), True
             if asked.stream:
                 await self._send_events("".join(asked.events(reply)))
             else:

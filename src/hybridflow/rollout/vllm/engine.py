@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from hybridflow.errors import OutOfMemoryError, RolloutConfigError, RolloutError
+from hybridflow.models.loading import build_with_placeholders
 from hybridflow.models.lora import adapter_shapes
 from hybridflow.models.parameters import persistent_buffers
-from hybridflow.models.sharded_loading import build_with_placeholders
 from hybridflow.models.stored_model import PublishedForm, Waiting
 from hybridflow.rollout.base import Completion, FinishReason, Request, SleepingPart
 from hybridflow.rollout.loading import Loading, require_announced

@@ -1,14 +1,14 @@
 """The receiver of a weight sync: it verifies the version and fingerprint of each tensor, then the probe."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from hybridflow.controller import Dispatch, register
 from hybridflow.errors import WeightSyncError
+from hybridflow.rollout.base import RolloutEngine
 from hybridflow.rollout.weight_sync.base import Announcement, Sent, WeightTransport
 from hybridflow.rollout.weight_sync.buckets import Bucket, WeightSpec, spec_of
 from hybridflow.rollout.weight_sync.fingerprint import Fingerprints
@@ -25,26 +25,6 @@ LESS_AT_ENGINE = (
 """What to change if a rollout engine has no memory for the weights it receives."""
 
 
-class LoadsWeights(Protocol):
-    """The part of a rollout engine that a receiver uses; see `hybridflow.rollout.RolloutEngine`."""
-
-    def start_loading(self, shapes: Mapping[str, torch.Size]) -> None:
-        """Expect weights of these names and shapes."""
-
-    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load some of the expected weights."""
-
-    def finish_loading(self, version: int) -> None:
-        """Complete the loading of a version."""
-
-    def abandon_loading(self) -> None:
-        """Discard the loaded weights after an error."""
-
-    def log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the log-probs of all tokens of each sequence but the first."""
-        ...
-
-
 class WeightReceiver:
     """The receiving end of one rank that generates. For each sync: join, start, receive each bucket, finish, check.
 
@@ -53,7 +33,7 @@ class WeightReceiver:
     """
 
     def __init__(
-        self, engine: LoadsWeights, dtype: str, transport: WeightTransport, rank: int = 0, num_receivers: int = 1
+        self, engine: RolloutEngine, dtype: str, transport: WeightTransport, rank: int = 0, num_receivers: int = 1
     ) -> None:
         self._engine, self._transport = engine, transport
         self._rank, self._num_receivers = rank, num_receivers

@@ -1,10 +1,10 @@
 """Memory use of this process on the host and, if CUDA is in use, on its device."""
 
 import logging
-import os
 import resource
 import sys
-from pathlib import Path
+
+import psutil
 
 GIB = 1024**3
 
@@ -17,17 +17,14 @@ def log_memory(message: str, logger: logging.Logger) -> None:
 
 
 def memory_bytes() -> dict[str, int]:
-    """Return bytes of resident memory, now (with /proc) and at its peak, and of allocated and reserved CUDA memory.
+    """Return bytes of resident memory, now and at its peak, and of allocated and reserved CUDA memory.
 
     It neither imports torch nor initializes CUDA; CUDA entries are missing until another module did.
     """
-    sizes = {}
-    statm = Path("/proc/self/statm")
-    if statm.exists():
-        sizes["resident"] = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    sizes = {"resident": psutil.Process().memory_info().rss}
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage returns bytes on macOS, KiB on Linux
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit  # its counters are updated less often
-    sizes["peak_resident"] = max(peak, sizes.get("resident", 0))
+    sizes["peak_resident"] = max(peak, sizes["resident"])
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         sizes["cuda_allocated"] = torch.cuda.memory_allocated()

@@ -7,7 +7,7 @@ from hybridflow.controller import ClassWithInitArgs, Role
 from hybridflow.data import RLHFDataset
 from hybridflow.errors import ConfigError
 from hybridflow.models.model_sizes import decoder_shape
-from hybridflow.trainers.build.build_generation import build_group_validator, open_prompts
+from hybridflow.trainers.build.build_generation import open_prompts
 from hybridflow.trainers.build.build_run import TrainingKind, build_run
 from hybridflow.trainers.build.preconditions import (
     require_positions,
@@ -25,6 +25,7 @@ from hybridflow.trainers.run.ppo_trainer import PPOTrainer
 from hybridflow.trainers.run.run_trainer import RunParts
 from hybridflow.trainers.run.speed import LearnerWork
 from hybridflow.trainers.stages import updates_per_step
+from hybridflow.trainers.validation import Validator
 
 
 def build_trainer(config: Config) -> PPOTrainer:
@@ -46,7 +47,7 @@ def build_trainer(config: Config) -> PPOTrainer:
         groups, validator = parts.groups, None
         if parts.validation:
             rollout = groups.get(Role.Rollout, groups[Role.ActorRollout])
-            validator = build_group_validator(config, parts.validation, rollout, groups[Role.Reward])
+            validator = Validator(parts.validation, rollout, groups[Role.Reward], config)
         return PPOTrainer(parts, validator)
 
     program = TrainingKind(

@@ -37,7 +37,7 @@ def build_validator(config: Config, checkpoint: Checkpoint | None = None) -> Val
     require_reward_functions(config, prompts.samples(), config.data.val_files)
     rewards = {Role.Reward: reward_worker(config)}
     with _groups(config, checkpoint, rewards) as (backend, groups):
-        return build_group_validator(config, prompts, groups[Role.ActorRollout], groups[Role.Reward], backend)
+        return Validator(prompts, groups[Role.ActorRollout], groups[Role.Reward], config, backend)
 
 
 def build_generator(
@@ -72,23 +72,6 @@ def open_prompts(config: Config, files: tuple[str, ...], max_samples: int = 0, o
             order_by=order_by,
             form=RowForm(data.columns, data.map),
         )
-
-
-def build_group_validator(
-    config: Config,
-    prompts: RLHFDataset,
-    rollout: WorkerGroup,
-    rewards: WorkerGroup,
-    backend: Backend | None = None,
-) -> Validator:
-    """Build a validator on existing groups; if it gets a `backend`, closing it stops their workers."""
-    return Validator(
-        prompts,
-        rollout,
-        rewards,
-        config,
-        backend,
-    )
 
 
 def _prepare(config: Config, checkpoint: Checkpoint | None, *file_keys: str) -> Config:

@@ -9,13 +9,12 @@ from typing import Any, cast, get_args
 
 from hybridflow.checkpoint import CheckpointStore
 from hybridflow.config import Config, DTypeName, check
-from hybridflow.config.environment_sources import names_agent
 from hybridflow.data import RLHFDataset, load_tokenizer
 from hybridflow.data.chat_templates import chat_template_of
 from hybridflow.data.tokenizer import CLOCK, reads_clock, require_tokenizer, stop_token_ids, tokenizer_of
 from hybridflow.data.watched_tokenizer import require_sound, watched
 from hybridflow.environments import check_template
-from hybridflow.environments.agents.agent import Agent
+from hybridflow.environments.agents.agent import Agent, names_agent
 from hybridflow.environments.processes.arguments import check_names, check_signature
 from hybridflow.environments.processes.closure import ENVIRONMENT, closure_of
 from hybridflow.environments.processes.episode_reward import require_single

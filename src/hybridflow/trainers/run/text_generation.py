@@ -8,7 +8,6 @@ import torch
 from hybridflow.config import Config
 from hybridflow.controller import Backend, WorkerGroup
 from hybridflow.data.chat_prompts import PromptEncoder, read_messages
-from hybridflow.data.data_rows import read_data_rows
 from hybridflow.data.layout import pad_left
 from hybridflow.data.parquet_rows import Row
 from hybridflow.data.tokenizer import pad_token_id, tokenizer_of
@@ -96,11 +95,6 @@ def typed_prompts(texts: Sequence[str]) -> list[Row]:
     return [Row(f"prompt {i}", {"prompt": [{"role": "user", "content": text}]}) for i, text in enumerate(texts)]
 
 
-def prompts_of_files(files: str | Sequence[str]) -> list[Row]:
-    """Return the rows of files of prompts, texts or chat messages in the column `prompt`."""
-    return read_data_rows(files, "prompts")
-
-
 class TextGenerator(BackendOwner):
     """A generator of `validation.group_size` responses to each prompt, at `validation.temperature`."""
 
@@ -119,20 +113,16 @@ class TextGenerator(BackendOwner):
         Raises DataError, before generation starts, for a prompt that is empty or longer than data.max_prompt_length.
         """
         prompt_ids = encode_prompts(self.config, self.tokenizer, prompts)
-        size = self.config.validation.batch_size
+        size, group_size = self.config.validation.batch_size, self.config.validation.group_size
         rows = []
         for start in range(0, len(prompts), size):
             rollouts = self._generate(prompt_ids[start : start + size], start).non_tensor_batch
             texts, reasons = rollouts["solution_texts"].tolist(), rollouts["finish_reasons"].tolist()
-            rows += list(zip(_grouped(texts, self._group_size), _grouped(reasons, self._group_size), strict=True))
+            rows += list(zip(_grouped(texts, group_size), _grouped(reasons, group_size), strict=True))
         return [
             {"prompt": prompt_text(read_messages(row)), "responses": responses, "finish_reasons": reasons}
             for row, (responses, reasons) in zip(prompts, rows, strict=True)
         ]
-
-    @property
-    def _group_size(self) -> int:
-        return self.config.validation.group_size
 
     def _generate(self, prompt_ids: list[list[int]], first: int) -> DataProto:
         ids, mask = pad_left(prompt_ids, pad_token_id(self.tokenizer))

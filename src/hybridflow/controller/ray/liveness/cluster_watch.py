@@ -11,6 +11,7 @@ import threading
 import time
 from typing import Any
 
+import psutil
 import ray._private.worker
 
 from hybridflow.errors import LostClusterError
@@ -108,12 +109,9 @@ class ClusterWatch:
 
 def _is_stopped(pid: int | None) -> bool:
     """Return whether a process of this machine is stopped (SIGSTOP)."""
-    if pid is None:
-        return False
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] in ("T", "t")
-    except OSError:  # it has ended, or there is no /proc
+        return pid is not None and psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except psutil.Error:  # it has ended
         return False
 
 
