@@ -161,8 +161,8 @@ class _Model:
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
         from transformers.initialization import no_init_weights
 
-        from hybridflow.models.model_files import LOADING_ERRORS, cannot_be_loaded, parameters_on_meta
-        from hybridflow.models.model_files import require_sound_config
+        from hybridflow.models.loading import cannot_be_loaded, parameters_on_meta
+        from hybridflow.models.model_files import LOADING_ERRORS, require_sound_config
         from hybridflow.models.parameters import persistent_buffers
 
         if not (directory / "config.json").exists():

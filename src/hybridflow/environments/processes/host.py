@@ -174,7 +174,7 @@ class EnvironmentHost:
         if type(environment).reward is not Environment.reward:
             return _rewards_of("reward", await self._within("reward", lambda: environment.reward(self._episode)))
         if (scored_by := self._scored_by) is None:
-            if not scores_groups(type(environment)):
+            if isinstance(environment, Agent) and not scores_groups(type(environment)):
                 raise _FailedError("raised", "the agent gave no reward; return a number, or set reward.function")
             return {"score": 0.0}  # `group_rewards` is added
         found = await self._within(
