@@ -53,6 +53,7 @@ def small(name: str, task: Path, episode_task: Path, scorer: Path) -> list[str]:
     if config.environment.classes:
         changes = episode_settings(episode_task)
         changes += [f"environment.classes={{talk='{episode_task}/environments.py:Talk'}}", "model.dtype=float32"]
+        changes += ["reward.function="]  # Talk has a reward
     changes += ["data.train_batch_size=2", f"rollout.group_size={min(config.rollout.group_size, 8)}"]
     changes += ["data.val_files=[]", "offline.batch_size=4", "memory.max_tokens_per_micro_batch=2048"]
     changes += [

@@ -108,9 +108,7 @@ def test_each_episode_has_a_server_of_its_own_and_a_function_scores_it(play, pro
 
 
 def test_what_a_server_refuses_is_an_answer_and_its_end_is_a_failure(play):
-    refused, failed = play([("add", {"a": "x"}), ("subtract", {})], [("process", {}), ("end", {"text": "no disk"})])[
-        1:3
-    ]
+    _, refused, failed, _ = play([("add", {"a": "x"}), ("subtract", {})], [("end", {"text": "no disk"})])
     assert not refused.failure
     (wrong, is_error), missing = results(refused)
     assert is_error
