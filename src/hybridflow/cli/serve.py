@@ -31,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="RUN_OR_MODEL", help="directory of a run, or of a model")
     add_recipe_arguments(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: only this machine)")
-    parser.add_argument("--port", type=port_number, default=8000, help="port to listen on (default: 8000; 0: a free one)")
+    parser.add_argument(
+        "--port", type=port_number, default=8000, help="port to listen on (default: 8000; 0: a free one)"
+    )
     parser.add_argument("--key", help=f"key that clients must send (default: {KEY_VARIABLE}, or a random one)")
     parser.add_argument(
         "--record", metavar="DIR", default="", help="append each turn with its tokens to turns.jsonl in this directory"
@@ -58,9 +60,10 @@ def run(args: argparse.Namespace) -> int:
             "is not encrypted",
             args.host,
         )
-    with built_server(
-        config, checkpoint, host=args.host, port=args.port, key=key, record=args.record
-    ) as server, suppress(KeyboardInterrupt):
+    with (
+        built_server(config, checkpoint, host=args.host, port=args.port, key=key, record=args.record) as server,
+        suppress(KeyboardInterrupt),
+    ):
         url, shown = server.base_url(), shlex.quote(key)
         print(f"serving {checkpoint.directory if checkpoint else source} until Ctrl-C")
         print(f"base URL: {url}/v1\nkey: {key}\n")

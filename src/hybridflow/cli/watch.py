@@ -14,7 +14,9 @@ from hybridflow.errors import ConfigError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the run directories and the port."""
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="directory of a run")
-    parser.add_argument("--port", type=port_number, default=0, metavar="PORT", help="port of 127.0.0.1 (default: a free one)")
+    parser.add_argument(
+        "--port", type=port_number, default=0, metavar="PORT", help="port of 127.0.0.1 (default: a free one)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
