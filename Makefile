@@ -30,7 +30,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export OMP_WAIT_POLICY ?= passive
 
 .PHONY: help setup setup-vllm demo demo-control demo-tools rlhf learn chaos soak smoke test types fast-tests test-runs test-vllm test-all test-gpu fix
-.PHONY: bench-balance bench-compiled_kernels bench-controller_scale bench-episodes bench-gpu bench-grpo_step bench-lag_kills
+.PHONY: bench-balance bench-compiled_kernels bench-controller_scale bench-episodes bench-gpu bench-grpo_step
 .PHONY: bench-lag_learning bench-overlap bench-recovery bench-report bench-rewards bench-rollout bench-slow_reward bench-snapshot_size bench-trace_share bench-train_engine bench-uneven
 .PHONY: bench-transport bench-weight_sync
 
@@ -173,9 +173,6 @@ bench-transport: $(STAMP) $(call peers,$(VERL_STAMP)) ## batches between process
 
 bench-overlap: $(STAMP) ## the time of a step with trainer.stream and trainer.lag, on emulated devices; ARGS=--full: all rows
 	$(BIN)/python benchmarks/overlap.py $(ARGS)
-
-bench-lag_kills: $(STAMP) ## 50 kills and resumes of a run with trainer.lag, against one without; ARGS="--help" for more
-	$(BIN)/python benchmarks/lag_kills.py $(ARGS)
 
 bench-lag_learning: $(STAMP) ## countdown with each trainer.lag, three seeds each; ARGS="--help" for more
 	$(BIN)/python benchmarks/lag_learning.py $(ARGS)

@@ -11,7 +11,7 @@ import pytest
 
 SCRIPTS = sorted(path.stem for path in (Path(__file__).parents[2] / "benchmarks").glob("*.py"))
 BARE_MACHINE = str(Path(__file__).parents[1] / "fixtures/bare_machine")
-ON_RAY = {"chaos", "lag_kills", "overlap", "recovery", "soak", "transport", "uneven", "weight_sync"}
+ON_RAY = {"chaos", "overlap", "recovery", "soak", "transport", "uneven", "weight_sync"}
 QUICK = ("balance", "report", "rewards", "rollout", "snapshot_size", "trace_share")
 """Benchmarks whose smoke run takes less than 20 seconds; three of them are in a sample."""
 

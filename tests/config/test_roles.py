@@ -1,7 +1,7 @@
 import pytest
 
 from hybridflow.config import load_config
-from hybridflow.config.roles import ROLES, has_own_pool, pool_of, ranks_of
+from hybridflow.config.roles import ROLES, has_own_pool, ranks_of
 
 ON_RAY = ["controller.backend=ray", "placement.pools={learn=[1],gen=[1]}", "placement.roles.rollout=gen"]
 
@@ -30,23 +30,22 @@ def test_models_of_roles_follow_from_the_configuration(overrides, reward):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "own"),
+    ("overrides", "own", "ranks"),
     [
-        ([], False),
-        (["controller.num_workers=4"], False),
-        (["controller.backend=ray", "placement.pools={main=[1],score=[2]}", "placement.roles.reward=score"], True),
+        ([], False, 1),
+        (["controller.num_workers=4"], False, 4),
+        (["controller.backend=ray", "placement.pools={main=[1],score=[2]}", "placement.roles.reward=score"], True, 2),
         (
             [
                 *("controller.backend=ray", "placement.pools={main=[1],other=[2]}", "algorithm.kl_in_loss=true"),
                 "placement.roles={reward='other',reference='other'}",
             ],
             False,
+            2,
         ),
     ],
 )
-def test_a_role_has_its_own_pool_if_no_other_role_is_there(overrides, own):
+def test_a_role_has_its_own_pool_if_no_other_role_is_there(overrides, own, ranks):
     config = load_config(None, overrides)
     assert has_own_pool(config, "reward") is own
-    assert ranks_of(config, "reward") == {"main": 1, "": config.controller.num_workers}.get(
-        pool_of(config, "reward"), 2
-    )
+    assert ranks_of(config, "reward") == ranks

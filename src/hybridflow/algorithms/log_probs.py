@@ -186,7 +186,7 @@ class _FromLogits(torch.autograd.Function):
         place = labels - ctx.first
         is_here = (place >= 0) & (place < logits.shape[-1])
         place = place.where(is_here, 0) if shared else place
-        picked = _scale(logits.gather(-1, place), temperature)
+        picked = scaled_logits(logits.gather(-1, place), temperature)
         if shared:
             picked = shared.sum(picked.where(is_here, 0.0))
         log_probs, entropies = picked - log_normalizer.unsqueeze(-1), None
@@ -237,10 +237,11 @@ class _FromLogits(torch.autograd.Function):
 def _slices(logits: Tensor, temperature: float, chunk_size: int) -> Iterator[tuple[int, Tensor]]:
     """Yield start and scaled contents of each slice, which may share memory with the logits: do not write to it."""
     for start in range(0, logits.shape[-1], chunk_size):
-        yield start, _scale(logits[..., start : start + chunk_size], temperature)
+        yield start, scaled_logits(logits[..., start : start + chunk_size], temperature)
 
 
-def _scale(logits: Tensor, temperature: float) -> Tensor:
+def scaled_logits(logits: Tensor, temperature: float) -> Tensor:
+    """Return logits / temperature in float32, or wider."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return wide if temperature == 1 else wide / temperature
 

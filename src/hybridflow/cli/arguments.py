@@ -1,4 +1,4 @@
-"""Arguments that several commands have: `RECIPE ... [section.key=value ...]`, `--stop-after N`, `--steps A-B`."""
+"""Arguments that several commands have: `RECIPE ... [section.key=value ...]`, `--stop-after N`, `--steps A-B`, `--port`."""
 
 import argparse
 from collections.abc import Sequence
@@ -28,6 +28,13 @@ def config_of(args: argparse.Namespace, *, default_recipe: Path | None = None, m
     while arguments and "=" not in arguments[0]:
         recipes.append(arguments.pop(0))
     return load_config(recipes or default_recipe, [*more, *arguments])
+
+
+def port_number(text: str) -> int:
+    """Return a port from the command line."""
+    if text.isdecimal() and int(text) <= 65535:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"'{text}' is invalid: expected a port from 0 to 65535; 0 takes a free one")
 
 
 def add_stop_after(parser: argparse.ArgumentParser) -> None:

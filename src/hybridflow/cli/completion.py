@@ -49,7 +49,7 @@ def complete(commands: Mapping[str, Any], module_of: Callable[[str], Any]) -> No
 def _add_completer(action: Any) -> None:
     if action.dest in ("recipe", "overrides"):
         action.completer = _recipes_and_keys
-    elif action.metavar in ("RUN", "RUN_DIR_OR_CHECKPOINT", "A", "B") or action.dest == "run":
+    elif action.metavar in ("RUN", "RUN_DIR_OR_CHECKPOINT", "RUN_OR_MODEL", "A", "B") or action.dest == "run":
         action.completer = _runs
 
 

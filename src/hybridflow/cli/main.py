@@ -53,6 +53,7 @@ COMMANDS = {
         'generate recipes/countdown_grpo.toml --prompt "12 5 3 => 10 :"',
     ),
     "evaluate": Command("score a model on the validation data", "evaluate --run runs/countdown/grpo"),
+    "serve": Command("serve a model to agents at a base URL", "serve runs/countdown/grpo --record served"),
     "export": Command("save a checkpoint as a Hugging Face model", "export runs/countdown/grpo exported/"),
     "graph": Command("show the dataflow of a recipe", "graph recipes/countdown_ppo.toml"),
     "memory": Command("estimate the memory of a run on each rank", "memory recipes/gpu/one_gpu.toml"),

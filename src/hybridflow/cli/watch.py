@@ -7,19 +7,16 @@ The page is that of `hybridflow report`; it follows the files of the run. From a
 import argparse
 from pathlib import Path
 
+from hybridflow.cli.arguments import port_number
 from hybridflow.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the run directories and the port."""
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="directory of a run")
-    parser.add_argument("--port", type=_port, default=0, metavar="PORT", help="port of 127.0.0.1 (default: a free one)")
-
-
-def _port(text: str) -> int:
-    if text.isdecimal() and int(text) <= 65535:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"'{text}' is invalid: expected a port from 0 to 65535; 0 takes a free one")
+    parser.add_argument(
+        "--port", type=port_number, default=0, metavar="PORT", help="port of 127.0.0.1 (default: a free one)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -25,6 +25,10 @@ def _sharded(config: Config) -> ModelKind:
     return "sharded"
 
 
+MAIN_POOL = "main"
+"""The pool of all roles if placement.pools is empty."""
+
+
 @dataclass(frozen=True)
 class RoleTraits:
     """Properties of a role.
@@ -80,14 +84,19 @@ ROLES: Mapping[RoleName, RoleTraits] = {
 }
 
 
-def pool_of(config: Config, role: RoleName) -> str:
-    """Return the name of the pool of a role: the configured one, or the first; "" if there are no pools."""
-    return config.placement.roles.get(role, next(iter(config.placement.pools), ""))
+def pools_of(config: Config) -> dict[str, tuple[int, ...]]:
+    """Return the number of processes on each node, by the name of the pool: `MAIN_POOL` if no pool is configured."""
+    return dict(config.placement.pools) or {MAIN_POOL: (config.controller.num_workers,)}
 
 
-def ranks_of(config: Config, role: RoleName) -> int:
-    """Return the number of processes of a role."""
-    return sum(config.placement.pools.get(pool_of(config, role), (config.controller.num_workers,)))
+def pool_of(config: Config, role: str) -> str:
+    """Return the name of the pool of a role: the configured one, or the first."""
+    return {**config.placement.roles}.get(role, next(iter(pools_of(config))))  # pyright: ignore[reportArgumentType]
+
+
+def ranks_of(config: Config, role: str) -> int:
+    """Return the number of processes of a role, 0 if its pool is not defined."""
+    return sum(pools_of(config).get(pool_of(config, role), ()))
 
 
 def has_own_pool(config: Config, role: RoleName) -> bool:

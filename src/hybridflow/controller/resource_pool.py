@@ -3,7 +3,6 @@
 A pool is a plan; no process is started here.
 """
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 
@@ -11,6 +10,7 @@ import torch
 
 from hybridflow.config.environment import wrong_variable
 from hybridflow.errors import ConfigError
+from hybridflow.runtime.user_code import did_you_mean
 
 
 class Role(Enum):
@@ -107,7 +107,7 @@ class ResourcePoolManager:
             if pool_name not in resource_pool_spec:
                 raise ConfigError(
                     f"mapping: {pool_name!r}, the pool of {role}, is not a defined pool"
-                    f"{_did_you_mean(pool_name, resource_pool_spec)}; defined pools: {', '.join(resource_pool_spec)}."
+                    f"{did_you_mean([pool_name], resource_pool_spec)}; defined pools: {', '.join(resource_pool_spec)}."
                 )
         self.resource_pool_spec, self.mapping = dict(resource_pool_spec), dict(mapping)
         self.resource_pools = {
@@ -140,8 +140,3 @@ class ResourcePoolManager:
                     f"resource pool {name!r} does not fit: requested one GPU per process, {requested} (processes on "
                     f"each node); the nodes have {gpus_on_nodes} GPUs. Use fewer processes, or use_gpu=False."
                 )
-
-
-def _did_you_mean(name: str, names: Mapping[str, object]) -> str:
-    nearest = difflib.get_close_matches(name, names, n=1)
-    return f" (did you mean {nearest[0]!r}?)" if nearest else ""

@@ -106,28 +106,12 @@ def allocate_moments(
     optimizer.state.clear()
     for name, moments in described.items():
         parameter = parameters[name].detach()
+        step = torch.zeros(
+            (), dtype=torch.float32, device=parameter.device
+        )  # also of a DTensor: fused AdamW expects it
         optimizer.state[parameters[name]] = {
-            key: torch.zeros_like(parameter) if value.ndim else _empty_step_count(parameter)
-            for key, value in moments.items()
+            key: torch.zeros_like(parameter) if value.ndim else step for key, value in moments.items()
         }
-
-
-def load_moments(
-    optimizer: torch.optim.AdamW, parameters: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Tensor]]
-) -> None:
-    """Replace the optimizer's state by a copy of a stored one."""
-    optimizer.state.clear()
-    for name, moments in state.items():
-        parameter = parameters[name]
-        optimizer.state[parameter] = {
-            key: value.to(parameter, copy=True) if value.ndim else _empty_step_count(parameter).copy_(value)
-            for key, value in moments.items()
-        }
-
-
-def _empty_step_count(parameter: Tensor) -> Tensor:
-    """Return a step count of zero where fused AdamW expects that of the parameter, which may be a DTensor."""
-    return torch.zeros((), dtype=torch.float32, device=parameter.device)
 
 
 def _move_gradient(master: nn.Parameter, parameter: Tensor) -> None:

@@ -29,6 +29,7 @@ from hybridflow.runtime.boxes import (
     part_of,
     whole_box,
 )
+from hybridflow.runtime.splitmix import STEP, mixed
 
 
 class Resharding:
@@ -211,7 +212,6 @@ def plan_exchange(held: Sequence[Box], wanted: Sequence[Box], me: int) -> tuple[
 PART = 2**22
 """Words that are mixed at once."""
 
-GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -244,17 +244,10 @@ def checksum_of_box(contents: Tensor, box: Box, num_bytes: int) -> Tensor:
         for dim, (first, end) in enumerate(((top, top + len(part)), *box[1:])):
             constants = _constants(first, end, dim, words.device)
             part = part * constants.view(-1, *[1] * (part.ndim - dim - 1))
-        sums.append(_mixed(part).sum())
+        sums.append(mixed(part).sum())
     return torch.stack(sums).sum()
 
 
 def _constants(first: int, end: int, dim: int, device: torch.device) -> Tensor:
     """Return pseudorandom odd numbers for the positions first to end of a dimension."""
-    return _mixed((torch.arange(first, end, device=device) + (dim << 40) + 1) * GOLDEN) | 1
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """Mix 64-bit words (SplitMix64: Steele et al., 2014); the masks remove the sign bits of a signed shift."""
-    x = (x ^ ((x >> 30) & (2**34 - 1))) * FIRST
-    x = (x ^ ((x >> 27) & (2**37 - 1))) * SECOND
-    return x ^ ((x >> 31) & (2**33 - 1))
+    return mixed((torch.arange(first, end, device=device) + (dim << 40) + 1) * STEP) | 1

@@ -18,7 +18,7 @@ from hybridflow.engines.gradient_reduction import GradientReduction, fits_unshar
 from hybridflow.engines.learner import Learner, UpdatePart
 from hybridflow.engines.lost_step import StepGuard
 from hybridflow.engines.offload import Offload
-from hybridflow.engines.optimizer import MasterParameters, allocate_moments, load_moments, moments_by_name
+from hybridflow.engines.optimizer import MasterParameters, allocate_moments, moments_by_name
 from hybridflow.engines.process_group import join_alone
 from hybridflow.engines.ranks import Ranks
 from hybridflow.engines.resharding import Resharding
@@ -370,17 +370,19 @@ class TorchEngine:
             if self.learner:
                 allocate_moments(self.learner.optimizer, self.parameters, described["optimizer"])
             read_into({key: value for key, value in self.state_dict().items() if key in described})
+            if self.learner:
+                self.learner.masters.cast()
         self.num_updates = described["num_updates"]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state of `state_dict`. Raises CheckpointError, with nothing loaded, if it is of another model."""
-        require_same_adapters(self.lora, state)
-        require_fitting_state(self.parameters, state, with_optimizer=self.learner is not None)
-        with torch.no_grad(), self.on_device():
-            self._wait_for_optimizer_state()
-            for name, parameter in self.parameters.items():
+
+        @torch.no_grad()
+        def copy_into(own: dict[str, Any]) -> None:
+            for name, parameter in own["model"].items():
                 parameter.copy_(state["model"][name])
-            if self.learner:
-                load_moments(self.learner.optimizer, self.parameters, state["optimizer"])
-                self.learner.masters.cast()
-        self.num_updates = state["num_updates"]
+            for name, moments in own.get("optimizer", {}).items():
+                for moment, value in moments.items():
+                    value.copy_(state["optimizer"][name][moment])
+
+        self.load_shards(state, copy_into)

@@ -75,10 +75,10 @@ def tasks(tmp_path):
     return tmp_path / "tasks", write
 
 
-def play(directory, task, *commands, processes=0, before=None):
+def play(directory, task, *commands, processes=0):
     """Return the results of commands, and the last answer of the episode."""
-    if not processes:
-        asyncio.run(require_namespaces())
+    if problem := asyncio.run(no_namespaces()):
+        pytest.skip(problem)
     pool = EnvironmentPool({"task": f"harbor:{directory}"}, num_processes=processes, limits=CallLimits(30.0))
     client = EpisodeClient(pool.environment("task", 0))
 
@@ -96,14 +96,21 @@ def play(directory, task, *commands, processes=0, before=None):
         pool.close()
 
 
-async def require_namespaces():
-    sandbox = LocalSandbox()
-    try:
-        await sandbox.exec("true", timeout_s=30)
-    except SandboxError as error:
-        pytest.skip(str(error))
-    finally:
-        await sandbox.close()
+NAMESPACES = []
+
+
+async def no_namespaces():
+    """Return why a local sandbox cannot be started here; empty if one can be."""
+    if not NAMESPACES:
+        sandbox = LocalSandbox()
+        try:
+            await sandbox.exec("true", timeout_s=30)
+            NAMESPACES.append("")
+        except SandboxError as error:
+            NAMESPACES.append(str(error))
+        finally:
+            await sandbox.close()
+    return NAMESPACES[0]
 
 
 def in_processes(test):
@@ -130,8 +137,10 @@ def test_a_task_is_solved_with_commands_and_its_tests_are_hidden(tasks, processe
 @in_processes
 def test_a_reward_is_what_the_tests_write_after_the_episode(tasks):
     directory, write = tasks
-    plant = "mkdir -p /logs/verifier /tests; echo '{\"reward\": 1}' > /logs/verifier/reward.json"
-    assert play(directory, "hello", plant)[1].rewards == {"score": 0.0}
+    plant = "mkdir -p /logs/verifier /tests; echo '{\"reward\": 1}' > /logs/verifier/reward.json; touch /tests/x"
+    assert play(directory, "hello", f"{plant}; chmod 555 /logs /logs/verifier /tests")[1].rewards == {"score": 0.0}
+    locked = play(directory, "hello", f"{plant}; chmod 555 /")[1]
+    assert "what the model has left in /tests or /logs cannot be removed: rm: cannot remove" in locked.error
     write(
         "several",
         **{"tests/test.sh": """echo '{"reward": 0.5, "style": 1, "note": "x"}' > /logs/verifier/reward.json"""},

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 from hybridflow.config import Config
+from hybridflow.config.roles import pools_of
 from hybridflow.controller import Role
 from hybridflow.controller.ray import RayResourcePool
 from hybridflow.errors import ConfigError, LostWorkerError
-from hybridflow.trainers.build.groups import pools_of
 from hybridflow.trainers.build.pool_sizes import PoolSizes, pool_sizes_of, shapes_of
 
 ROLES = (Role.ActorRollout, Role.Rollout)

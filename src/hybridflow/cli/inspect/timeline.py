@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hybridflow.cli.inspect.critical_path import critical_path
-from hybridflow.runtime.observe.trace import CONTROLLER, TraceEvent, union_seconds
+from hybridflow.runtime.observe.timing import union_seconds
+from hybridflow.runtime.observe.trace import CONTROLLER, TraceEvent
 
 Events = Mapping[int, Sequence[TraceEvent]]
 """The events of a run by step, as `RunFiles.events`."""

@@ -6,6 +6,7 @@ from typing import Any
 from hybridflow.algorithms.declarations import ESTIMATORS
 from hybridflow.config.checks.refusal import Refusal, any_of
 from hybridflow.config.environment_sources import FORMS, is_source
+from hybridflow.config.roles import pool_of, ranks_of
 from hybridflow.config.sections.config import Config
 
 
@@ -67,13 +68,8 @@ def _engine(config: Config) -> Iterator[str]:
         )
         return
     role = "rollout" if config.has_rollout_pool else "actor_rollout"
-    pools = config.placement.pools
-    pool = config.placement.roles.get(role, next(iter(pools), ""))
-    key, ranks = (
-        (f"placement.pools.{pool}", sum(pools.get(pool, ())))
-        if pools
-        else ("controller.num_workers", config.controller.num_workers)
-    )
+    key = f"placement.pools.{pool_of(config, role)}" if config.placement.pools else "controller.num_workers"
+    ranks = ranks_of(config, role)
     if ranks % rollout.tensor:
         yield f"rollout.tensor={rollout.tensor} does not divide {key}={ranks}; change one of them"
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from hybridflow.config.checks.refusal import Refusal
-from hybridflow.config.roles import ROLES
+from hybridflow.config.roles import ROLES, pool_of
 from hybridflow.config.sections.base import RoleName
 from hybridflow.config.sections.config import Config
 
@@ -15,12 +15,11 @@ def _parallel(config: Config) -> Iterator[str]:
     if controller.backend == "local":
         yield f"{product} needs {size} processes, but controller.backend='local' has one; use backend = 'ray'"
         return
-    placement = config.placement
     sharded: list[RoleName] = [role for role, traits in ROLES.items() if traits.has_sharded_model(config)]
-    elsewhere = {pool for role, pool in placement.roles.items() if role not in sharded} - {
-        placement.roles.get(role, next(iter(placement.pools), "")) for role in sharded if not ROLES[role].offline
+    elsewhere = {pool for role, pool in config.placement.roles.items() if role not in sharded} - {
+        pool_of(config, role) for role in sharded if not ROLES[role].offline
     }
-    pools = {f"placement.pools.{n}": sum(ranks) for n, ranks in placement.pools.items() if n not in elsewhere}
+    pools = {f"placement.pools.{n}": sum(ranks) for n, ranks in config.placement.pools.items() if n not in elsewhere}
     for key, ranks in (pools or {"controller.num_workers": controller.num_workers}).items():
         if ranks % size:
             yield f"{product} does not divide {key}={ranks}; change one of them"

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from hybridflow.config.checks.refusal import Refusal
 from hybridflow.config.environment import wrong_variable
-from hybridflow.config.roles import ROLES, ranks_of
+from hybridflow.config.roles import ROLES, pools_of, ranks_of
 from hybridflow.config.sections.base import RoleName
 from hybridflow.config.sections.config import Config
 
@@ -39,7 +39,7 @@ def _placement(config: Config) -> Iterator[str]:
 
 
 def _min_processes(config: Config) -> Iterator[str]:
-    pools = {**config.placement.pools} or {"main": (config.controller.num_workers,)}
+    pools = pools_of(config)
     for name, fewest in config.placement.min_processes.items():
         key = f"placement.min_processes.{name}={fewest}"
         if name not in pools:

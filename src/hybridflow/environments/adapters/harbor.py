@@ -21,6 +21,12 @@ from hybridflow.environments.episodes.messages import Message
 from hybridflow.environments.sandbox import FILE_S, LATE, Sandbox, SandboxError
 from hybridflow.errors import EnvironmentConfigError, RewardError, ToolError
 
+_CLEAR = """
+chmod -R u+rwX /tests /logs 2> /dev/null
+rm -rf /tests /logs/verifier && mkdir -p /logs/verifier /logs/agent
+"""
+"""Leaves no reward and no test that the model has written."""
+
 
 def make(rest: str) -> type[Environment]:
     """Return the class of the tasks of a directory. Raises EnvironmentConfigError for one that cannot be served."""
@@ -81,7 +87,11 @@ class _HarborEnvironment(Environment):
         """Run the tests, and return the rewards that they write."""
         sandbox, task = self._sandbox, self._task
         assert sandbox is not None
-        await sandbox.exec("rm -rf /tests /logs/verifier; mkdir -p /logs/verifier /logs/agent", timeout_s=FILE_S)
+        done = await sandbox.exec(_CLEAR, timeout_s=FILE_S)
+        if done.exit_code:
+            raise RewardError(
+                f"what the model has left in /tests or /logs cannot be removed: {done.stderr.strip()[:500]}"
+            )
         await _copy(sandbox, [(task.directory / "tests", "/tests")])
         argv = ["env", *task.variables, *task.of_verifier, "bash", "/tests/test.sh"]
         done = await sandbox.exec(argv, timeout_s=task.verifier_s)

@@ -10,14 +10,6 @@ from hybridflow.environments.agents.bodies import Body, Parts, TextPart, json_te
 from hybridflow.environments.agents.chat import ChatReply, ChatRequest, RefusedError
 from hybridflow.environments.episodes.messages import ToolCall
 
-_ERRORS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-}
-
 
 class _AnthropicThinking(Body):
     harmless = frozenset({"signature"})
@@ -47,7 +39,7 @@ class _AnthropicResult(Body):
 
 
 class _AnthropicUser(Body):
-    role: Literal["user"]
+    role: Literal["user", "system"]
     content: Annotated[list[Annotated[TextPart | _AnthropicResult, Field(discriminator="type")]], bodies.as_parts]
 
 
@@ -57,11 +49,6 @@ class _AnthropicTurn(Body):
         list[Annotated[TextPart | _AnthropicThinking | _AnthropicToolUse, Field(discriminator="type")]],
         bodies.as_parts,
     ]
-
-
-class _AnthropicSystem(Body):
-    role: Literal["system"]
-    content: Parts
 
 
 class _AnthropicTool(Body):
@@ -78,17 +65,13 @@ class _AnthropicToolChoice(Body):
     disable_parallel_tool_use: Literal[False] = False
 
 
-class _AnthropicThinkingChoice(Body):
-    type: Literal["disabled"]
-
-
 class AnthropicMessages(bodies.ChatBody):
     """The body of POST /v1/messages."""
 
     keep_alive: ClassVar[str] = 'event: ping\ndata: {"type":"ping"}\n\n'
     harmless = frozenset({"cache_control", "metadata", "service_tier"})
     messages: Annotated[
-        list[Annotated[_AnthropicUser | _AnthropicTurn | _AnthropicSystem, Field(discriminator="role")]],
+        list[Annotated[_AnthropicUser | _AnthropicTurn, Field(discriminator="role")]],
         Field(min_length=1, max_length=bodies.MAX_MESSAGES),
     ]
     max_tokens: bodies.Count
@@ -96,7 +79,7 @@ class AnthropicMessages(bodies.ChatBody):
     tools: list[_AnthropicTool] = Field(default=[])
     tool_choice: _AnthropicToolChoice = _AnthropicToolChoice(type="auto")
     stop_sequences: bodies.Stops = Field(default=[])
-    thinking: _AnthropicThinkingChoice | None = None
+    thinking: dict[Literal["type"], Literal["disabled"]] | None = None
 
     def request(self) -> ChatRequest:
         """Return the request without the words of the protocol."""
@@ -117,15 +100,12 @@ class AnthropicMessages(bodies.ChatBody):
                 conversation.result(result.tool_use_id, result.text())
             if len(results) < len(message.content) or not results:
                 conversation.say(message.role, _text(message.content))
-        return ChatRequest(
-            messages=tuple(conversation.messages()),
-            tools=bodies.tool_schemas([(each.name, each.description, each.input_schema) for each in self.tools]),
+        return self._request(
+            conversation,
+            [bodies.tool_schema(tool.name, tool.description, tool.input_schema) for tool in self.tools],
             may_call=self.tool_choice.type == "auto",
             max_tokens=self.max_tokens,
             stop=tuple(self.stop_sequences),
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
         )
 
     def response(self, reply: ChatReply) -> dict[str, Any]:
@@ -149,8 +129,7 @@ class AnthropicMessages(bodies.ChatBody):
     @staticmethod
     def error(error: RefusedError) -> dict[str, Any]:
         """Return an error in Anthropic's form."""
-        kind = _ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": str(error)}}
+        return {"type": "error", "error": {"type": bodies.error_type(error), "message": str(error)}}
 
     @classmethod
     def error_event(cls, error: RefusedError) -> str:

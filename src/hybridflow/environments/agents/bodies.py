@@ -11,12 +11,13 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
-from hybridflow.environments.agents.chat import RefusedError
+from hybridflow.environments.agents.chat import ChatRequest, RefusedError
 from hybridflow.environments.episodes.messages import AssistantTurn, Message, ToolCall
 
 MAX_MESSAGES = 10_000
 PIECE = 1000
 """Characters of a text in one event of a stream."""
+_ERRORS = {401: "authentication", 404: "not_found", 429: "rate_limit"}
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Name = Annotated[str, Field(min_length=1, max_length=128)]
@@ -77,6 +78,14 @@ class ChatBody(Body):
         shown = ascii(value)[:100] if isinstance(value, str | int | float) else f"({type(value).__name__})"
         raise invalid(f"{place} is missing" if first["type"] == "missing" else f"{place}={shown}: {first['msg']}")
 
+    def _request(self, conversation: "Conversation", tools: Sequence[Mapping[str, Any]], **asked: Any) -> ChatRequest:
+        """Return a request with the messages and tools, and the sampling that the body asks for."""
+        for name, times in Counter(tool["function"]["name"] for tool in tools).items():
+            if times > 1:
+                raise invalid(f"tools: {times} tools have the name {name!r}; each needs its own")
+        asked |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        return ChatRequest(tuple(conversation.messages()), tuple(tools), **asked)
+
 
 def invalid(message: str) -> RefusedError:
     """Return the error for a value that is wrong."""
@@ -108,16 +117,15 @@ def text_of(parts: Iterable[TextPart]) -> str:
     return "\n".join(part.text for part in parts)
 
 
-def tool_schemas(tools: Sequence[tuple[str, str, Mapping[str, Any]]]) -> tuple[Mapping[str, Any], ...]:
-    """Return tools, each with name, description and parameters, as chat templates take them."""
-    for name, times in Counter(name for name, _, _ in tools).items():
-        if times > 1:
-            raise invalid(f"tools: {times} tools have the name {name!r}; each needs its own")
-    nothing = {"type": "object", "properties": {}}
-    return tuple(
-        {"type": "function", "function": {"name": name, "description": text, "parameters": parameters or nothing}}
-        for name, text, parameters in tools
-    )
+def tool_schema(name: str, description: str, parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return a tool as chat templates take it."""
+    parameters = parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+def error_type(error: RefusedError) -> str:
+    """Return the kind of an error, in the words of both protocols."""
+    return _ERRORS.get(error.status, "invalid_request" if error.status < 500 else "api") + "_error"
 
 
 class Conversation:

@@ -10,6 +10,7 @@ import hmac
 import logging
 import re
 import socket
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -78,18 +79,15 @@ class Endpoint:
             found = f"an endpoint cannot listen on {self.host}, port {self.port}: {error}"
             raise EnvironmentConfigError(f"{found}; use another host or port, or port 0 for a free one") from error
         self.port = self._socket.getsockname()[1]
-        self._ended: dict[str, None] = {}
-        self._requests: dict[str, set[asyncio.Task[Any]]] = {}
+        self._ended: deque[str] = deque(maxlen=_NUM_REMEMBERED)
+        self._requests: dict[asyncio.Task[Any], str] = {}
         config = uvicorn.Config(
             self,
-            interface="asgi3",
             http="h11",
             ws="none",
             lifespan="off",
             log_config=None,
             log_level=logging.CRITICAL,  # requests that are wrong do not belong into the log of a run
-            access_log=False,
-            proxy_headers=False,
             timeout_keep_alive=60,
             timeout_graceful_shutdown=5,
         )
@@ -122,8 +120,8 @@ class Endpoint:
             self._socket.close()
             return
         self._server.should_exit = True
-        if requests := [task for tasks in self._requests.values() for task in tasks]:
-            await asyncio.wait(requests, timeout=5)
+        if self._requests:
+            await asyncio.wait(self._requests, timeout=5)
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()  # a client that does not read would keep it open
         await self._serving
@@ -135,11 +133,10 @@ class Endpoint:
     def remove(self, session_id: str) -> None:
         """End the open requests of a session; they and later ones get an error that says that it has ended."""
         self.sessions.pop(session_id, None)
-        self._ended[session_id] = None
-        if len(self._ended) > _NUM_REMEMBERED:
-            del self._ended[next(iter(self._ended))]
-        for task in self._requests.get(session_id, ()):
-            task.cancel()
+        self._ended.append(session_id)
+        for task, asked in self._requests.items():
+            if asked == session_id:
+                task.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request: the ASGI app."""
@@ -149,8 +146,7 @@ class Endpoint:
         is_anthropic = call.startswith("messages") or "anthropic-version" in request.headers
         task = asyncio.current_task()
         assert task is not None
-        requests = self._requests.setdefault(session_id, set())
-        requests.add(task)
+        self._requests[task] = session_id
         try:
             await self._answer(request, session_id, call, exchange)
             return
@@ -167,9 +163,7 @@ class Endpoint:
             log.exception("a request to %s failed", scope["path"][:200])
             refused = RefusedError(500, "internal_error", "the endpoint failed; the log of the run says why")
         finally:
-            requests.discard(task)
-            if not requests:
-                self._requests.pop(session_id, None)
+            del self._requests[task]
         await exchange.refuse(refused, AnthropicMessages if is_anthropic else OpenAIChat)
 
     async def _answer(self, request: Request, session_id: str, call: str, exchange: "_Exchange") -> None:

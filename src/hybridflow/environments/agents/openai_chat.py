@@ -1,7 +1,7 @@
 """OpenAI's chat completions: the body of a request, the response, the chunks of a stream and the form of errors."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -11,14 +11,16 @@ from hybridflow.environments.agents.bodies import Body, Parts, json_text, pieces
 from hybridflow.environments.agents.chat import ChatReply, ChatRequest, RefusedError
 from hybridflow.environments.episodes.messages import ToolCall
 
-_ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-
 
 class _OpenAIFunction(Body):
     harmless = frozenset({"strict"})  # the model writes the arguments, as it does for OpenAI's models without `strict`
     name: bodies.Name
     description: str = ""
     parameters: dict[str, Any] | None = None
+
+    def schema(self) -> Mapping[str, Any]:
+        """Return the tool as chat templates take it."""
+        return bodies.tool_schema(self.name, self.description, self.parameters)
 
 
 class _OpenAITool(Body):
@@ -68,10 +70,6 @@ class _OpenAIResult(Body):
     name: str = ""
 
 
-class _OpenAIFormat(Body):
-    type: Literal["text"]
-
-
 class _OpenAIStreamOptions(Body):
     harmless = frozenset({"include_obfuscation"})
     include_usage: bool = False
@@ -99,7 +97,7 @@ class OpenAIChat(bodies.ChatBody):
     n: Literal[1] = 1
     top_logprobs: Literal[0] = 0
     parallel_tool_calls: Literal[True] = True
-    response_format: _OpenAIFormat | None = None
+    response_format: dict[Literal["type"], Literal["text"]] | None = None
     modalities: list[Literal["text"]] = Field(default=[])
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
     presence_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
@@ -120,16 +118,12 @@ class OpenAIChat(bodies.ChatBody):
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) == 2:
             raise bodies.invalid(f"max_tokens={self.max_tokens} is not max_completion_tokens; send one of them")
-        functions = [tool.function for tool in self.tools]
-        return ChatRequest(
-            messages=tuple(conversation.messages()),
-            tools=bodies.tool_schemas([(each.name, each.description, each.parameters or {}) for each in functions]),
+        return self._request(
+            conversation,
+            [tool.function.schema() for tool in self.tools],
             may_call=self.tool_choice == "auto",
             max_tokens=next(iter(limits), None),
             stop=tuple(self.stop),
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
         )
 
     def response(self, reply: ChatReply) -> dict[str, Any]:
@@ -164,8 +158,7 @@ class OpenAIChat(bodies.ChatBody):
     @staticmethod
     def error(error: RefusedError) -> dict[str, Any]:
         """Return an error in OpenAI's form."""
-        kind = _ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
-        return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
+        return {"error": {"message": str(error), "type": bodies.error_type(error), "param": None, "code": error.code}}
 
     @classmethod
     def error_event(cls, error: RefusedError) -> str:

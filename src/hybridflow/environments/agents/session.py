@@ -4,10 +4,11 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableSequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from hybridflow.environments.agents.chat import ChatReply, ChatRequest, RefusedError
 from hybridflow.environments.agents.turn_tree import TreeTurn, TurnTree
@@ -47,9 +48,9 @@ class Session:
         self.limit: EndReason | None = None
         """The limit that has refused a request; None: no limit has."""
         self.is_over = False
-        self.events: list[list[Any]] = []
+        self.events: MutableSequence[list[Any]] = []
         """What happened, in order: ["ask", request], ["got", number of the request, digest], ["drop", number]."""
-        self._numbers: dict[TreeTurn, int] = {}
+        self._numbers = WeakKeyDictionary[TreeTurn, int]()
         self._began, self._num_open = clock(), 0
         self._new: list[TreeTurn] = []
         self._waiting: dict[TreeTurn, asyncio.Future[None]] = {}
@@ -140,12 +141,19 @@ class Session:
             self.tree.answer(turn, completion)
             answered.set_result(None)
 
+    def refuse(self, turn: TreeTurn, refused: RefusedError) -> None:
+        """Answer the request of a turn with an error; the turn is not kept."""
+        answered = self._waiting.get(turn)
+        if answered is not None and not answered.done():
+            self.tree.drop(turn)
+            answered.set_exception(refused)
+
     def restart(self) -> None:
         """Forget what an agent that was lost has asked; the same requests get the same turns. The key is another."""
         self._end_requests("agent_lost", "the process of the agent was lost, and the agent is started again.")
         self.key, self.reward, self.limit, self._began = secrets.token_urlsafe(24), None, None, self._clock()
         self.tree.restart()
-        self.events, self._numbers = [], {}
+        self.events, self._numbers = [], WeakKeyDictionary()
 
     def end(self) -> None:
         """End the episode: open requests and later ones are refused."""
@@ -154,10 +162,9 @@ class Session:
         self._changed.set()
 
     def _end_requests(self, code: str, problem: str) -> None:
-        for turn, answered in self._waiting.items():
+        for turn in self._waiting:
             self.tree.drop(turn)
-            if not answered.done():
-                answered.set_exception(RefusedError(410, code, problem))
+            self.refuse(turn, RefusedError(410, code, problem))
         self._new.clear()
 
     def _require_running(self) -> None:

@@ -99,7 +99,8 @@ class TurnTree:
         self._renderers, self._stop_ids, self._limits = renderers, stop_ids, limits
         self.turns: list[TreeTurn] = []
         self._by_messages: dict[bytes, list[TreeTurn]] = {}
-        self._num_asked: Counter[tuple[int, int]] = Counter()
+        self._num_asked: dict[tuple[int, int], int] = {}
+        self._least_asked = 0  # of what was forgotten
         self._earlier: dict[tuple[int, ...], TreeTurn] = {}  # by noise, from before a restart
 
     @property
@@ -129,12 +130,13 @@ class TurnTree:
             )
         turn = self._attached(request, self._renderers.of(request.tools))
         if turn.max_tokens < 1:
+            has_own = self._limits.tokens < self._limits.context_tokens
+            of_them = f", of which data.max_response_length={self._limits.tokens} follow its first prompt" * has_own
             raise RefusedError(
                 400,
                 "context_length_exceeded",
                 f"the conversation has {len(turn.context)} tokens, which leaves no room for a turn: a row may have "
-                f"{self._limits.context_tokens} tokens, of which data.max_response_length={self._limits.tokens} follow "
-                "its first prompt; shorten the messages or end the episode.",
+                f"{self._limits.context_tokens} tokens{of_them}; shorten the messages or end the episode.",
             )
         if self._num_rows(turn) > self._limits.rows:
             raise RefusedError(
@@ -143,7 +145,7 @@ class TurnTree:
                 f"the request changes earlier messages, which begins another row of the episode, of "
                 f"environment.max_rows={self._limits.rows}; go on from the last turn, or raise the limit.",
             )
-        self._num_asked[turn.noise[:2]] += 1  # pyright: ignore[reportArgumentType]
+        self._num_asked[turn.noise[0], turn.noise[1]] = turn.noise[2] + 1
         if earlier := self._earlier.pop(turn.noise, None):
             earlier.parent, earlier.children, earlier.is_dropped = turn.parent, [], False
             turn = earlier
@@ -206,6 +208,22 @@ class TurnTree:
         if turn.parent and turn in turn.parent.children:
             turn.parent.children.remove(turn)
 
+    def forget_oldest(self, most: int) -> None:
+        """Forget the oldest turns that are not open, if there are more than `most` and an eighth; `most` stay.
+
+        Requests do not go on from them. Noise is not used again.
+        """
+        if len(self.turns) <= most + most // 8:
+            return
+        gone = {turn for turn in self.turns[:-most] if turn.reply or turn.is_dropped}
+        self.turns = [turn for turn in self.turns if turn not in gone]
+        left = {path: [turn for turn in turns if turn not in gone] for path, turns in self._by_messages.items()}
+        self._by_messages = {path: turns for path, turns in left.items() if turns}
+        for turn in gone:
+            self._least_asked = max(self._least_asked, self._num_asked.pop((turn.noise[0], turn.noise[1]), 0))
+            if turn.parent and turn in turn.parent.children:
+                turn.parent.children.remove(turn)
+
     def _attached(self, request: ChatRequest, renderer: ChatRenderer) -> TreeTurn:
         """Return the turn of a request after the deepest turn whose messages it repeats."""
         messages = list(request.messages)
@@ -237,7 +255,7 @@ class TurnTree:
         room = most_tokens - len(context)
         most = room if request.max_tokens is None else min(room, request.max_tokens)
         asked = _words(context, most, request)
-        noise = (*asked, self._num_asked[asked])
+        noise = (*asked, self._num_asked.get(asked, self._least_asked))
         return TreeTurn(request, prompt, context, parent, row_start, most_tokens, most, noise, num_whole, before)
 
     def _num_rows(self, new: TreeTurn) -> int:

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hybridflow.algorithms.log_probs import LOWEST_LOG_PROB, scaled_logits
+
 MAX_VARIANTS = 64
 """Number of compiled variants of each pass: of dtype, entropy, temperature, vocabulary, and training or not. Beyond
 torch's limit of 8 the uncompiled pass would need several float32 copies of the logits."""
-
-LOWEST_LOG_PROB = -1e4
-"""Stand-in for -inf, since 0 * -inf is NaN; its exponential is 0 even in float64."""
 
 
 def fused_log_probs(
@@ -54,17 +53,12 @@ class _FusedFromLogits(torch.autograd.Function):
         return grad, None, None, None
 
 
-def _scale(logits: Tensor, temperature: float) -> Tensor:
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return wide if temperature == 1 else wide / temperature
-
-
 def _forward(
     logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    scaled = _scale(logits, temperature)
+    scaled = scaled_logits(logits, temperature)
     log_normalizer = scaled.logsumexp(-1)
-    log_probs = _scale(logits.gather(-1, labels[:, None])[:, 0], temperature) - log_normalizer
+    log_probs = scaled_logits(logits.gather(-1, labels[:, None])[:, 0], temperature) - log_normalizer
     if not with_entropy:
         return log_probs, None, log_normalizer
     log_p = (scaled - log_normalizer[:, None]).clamp(min=LOWEST_LOG_PROB)
@@ -81,7 +75,7 @@ def _backward(
     temperature: float,
 ) -> Tensor:
     # d log p_label / d z_j = [j = label] - p_j;   d H / d z_j = -p_j (log p_j + H)
-    log_p = (_scale(logits, temperature) - log_normalizer[:, None]).clamp(min=LOWEST_LOG_PROB)
+    log_p = (scaled_logits(logits, temperature) - log_normalizer[:, None]).clamp(min=LOWEST_LOG_PROB)
     factor = grad_log_probs[:, None]
     if grad_entropies is not None and entropies is not None:
         factor = factor + (log_p + entropies[:, None]) * grad_entropies[:, None]

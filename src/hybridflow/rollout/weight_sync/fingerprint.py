@@ -9,13 +9,13 @@ by chance, with probability 2**-64.
 from collections.abc import Mapping
 from functools import cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hybridflow.models.kernels.library import serves_words, sum_words
 from hybridflow.runtime.partial_tensor import contents_of
 from hybridflow.runtime.side_stream import SideStream
+from hybridflow.runtime.splitmix import STEP, mixed
 
 BLOCK = 1024
 """Words per block. Blocks share a table of constants, which fits into the L1 cache."""
@@ -95,19 +95,9 @@ def _sums(blocks: Tensor, constants: Tensor) -> Tensor:
 
 
 @cache
-def _table(count: int) -> Tensor:
-    """Return pseudorandom odd numbers (SplitMix64: Steele et al., 2014)."""
-    with np.errstate(over="ignore"):
-        x = (np.arange(1, count + 1, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x = x ^ (x >> np.uint64(31))
-    return torch.from_numpy((x | np.uint64(1)).view(np.int64))
-
-
-@cache
 def _table_on(count: int, device: torch.device) -> Tensor:
-    return _table(count).to(device)
+    """Return pseudorandom odd numbers."""
+    return (mixed(torch.arange(1, count + 1) * STEP) | 1).to(device)
 
 
 def _odd(count: int, device: torch.device) -> Tensor:

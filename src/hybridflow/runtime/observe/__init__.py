@@ -28,16 +28,10 @@ from hybridflow.runtime.observe.prometheus import PrometheusTracker
 from hybridflow.runtime.observe.run_files import performance_report
 from hybridflow.runtime.observe.run_info import collect_run_info, git_commit
 from hybridflow.runtime.observe.tensorboard import TensorBoardTracker
-from hybridflow.runtime.observe.timing import idle_shares, per_token_ms, timed, tokens_per_s
-from hybridflow.runtime.observe.trace import (
-    Trace,
-    TraceEvent,
-    stage_seconds,
-    trace_row,
-    transfer_metrics,
-    transfer_report,
-)
+from hybridflow.runtime.observe.timing import idle_shares, per_token_ms, stage_seconds, timed, tokens_per_s
+from hybridflow.runtime.observe.trace import Trace, TraceEvent, trace_row
 from hybridflow.runtime.observe.tracker import MultiTracker, Tracker
+from hybridflow.runtime.observe.transfers import transfer_metrics, transfer_report
 from hybridflow.runtime.observe.weights_and_biases import WandbTracker
 
 __all__ = [

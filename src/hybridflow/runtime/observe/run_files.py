@@ -9,7 +9,8 @@ from typing import Any
 
 from hybridflow.errors import CheckpointError, DataConfigError, DataError
 from hybridflow.runtime.observe.jsonl import read_jsonl
-from hybridflow.runtime.observe.trace import TRACE_FILE, TraceEvent, trace_event, transfer_report
+from hybridflow.runtime.observe.trace import TRACE_FILE, TraceEvent, trace_event
+from hybridflow.runtime.observe.transfers import transfer_report
 from hybridflow.runtime.plain_files import require_no_links, require_plain_file
 
 

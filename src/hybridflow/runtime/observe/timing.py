@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import contextmanager
 from typing import Any
 
-from hybridflow.runtime.observe.trace import TraceEvent, union_seconds
+from hybridflow.runtime.observe.trace import TraceEvent
 
 
 @contextmanager
@@ -63,3 +63,24 @@ def idle_shares(
         f"perf/{role}_idle_share": 1 - busy_s[pool] / (num_processes * (end - start))
         for role, (pool, num_processes) in roles.items()
     }
+
+
+def stage_seconds(events: Iterable[TraceEvent], stages: Mapping[str, str]) -> dict[str, float]:
+    """Return `timing_s/<stage>` of every called method: the time in which at least one rank ran it.
+
+    `stages` maps a method to its stage if the names differ.
+    """
+    spans: dict[str, list[tuple[float, float]]] = {}
+    for event in events:
+        if event.kind == "call":
+            spans.setdefault(stages.get(event.method, event.method), []).append((event.start, event.end))
+    return {f"timing_s/{stage}": union_seconds(of_stage) for stage, of_stage in spans.items()}
+
+
+def union_seconds(spans: list[tuple[float, float]]) -> float:
+    """Return the length of the union of the spans in seconds."""
+    covered, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        covered += max(end - max(start, reached), 0.0)
+        reached = max(reached, end)
+    return covered

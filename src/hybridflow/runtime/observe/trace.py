@@ -4,17 +4,13 @@ It is always on: recording an event appends one small object. Files, metrics and
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from statistics import median
 from typing import Any, Literal, NamedTuple
 
 from hybridflow.errors import DataError
 
 Kind = Literal["call", "send", "read", "probe", "recovery", "parts", "step"]
-
-TRANSFERS: frozenset[Kind] = frozenset({"call", "send", "read"})
-"""The kinds of events that move columns."""
 
 Sources = tuple[tuple[str, tuple[str, ...]], ...]
 
@@ -106,70 +102,6 @@ class Trace:
         return events
 
 
-def stage_seconds(events: Iterable[TraceEvent], stages: Mapping[str, str]) -> dict[str, float]:
-    """Return `timing_s/<stage>` of every called method: the time in which at least one rank ran it.
-
-    `stages` maps a method to its stage if the names differ.
-    """
-    spans: dict[str, list[tuple[float, float]]] = {}
-    for event in events:
-        if event.kind == "call":
-            spans.setdefault(stages.get(event.method, event.method), []).append((event.start, event.end))
-    return {f"timing_s/{stage}": union_seconds(of_stage) for stage, of_stage in spans.items()}
-
-
-def transfer_metrics(events: Iterable[TraceEvent]) -> dict[str, float]:
-    """Return `transfer/...` of a step: bytes of the workers, bytes sent and read by the controller, and seconds."""
-    events = [event for event in events if event.kind in TRANSFERS]
-    calls = [event for event in events if event.kind == "call"]
-    return {
-        "transfer/bytes_flowed": sum(event.bytes_moved for event in calls),
-        "transfer/bytes_sent": sum(event.bytes_out for event in events if event.kind == "send"),
-        "transfer/bytes_read": sum(event.bytes_in for event in events if event.kind == "read"),
-        "transfer/seconds": sum(_transfer_seconds(event) for event in events),
-    }
-
-
-def transfer_report(events: Iterable[TraceEvent]) -> dict[str, Any]:
-    """Return transfer statistics in total, per worker and per measured node.
-
-    The keys are `total_transfer_time` (seconds), `total_data_transferred` (bytes), `average_throughput` (bytes/s);
-    `workers`, each with `time`, `memory`, `data_size` and `throughput`; `nodes`, each with `latency` (seconds of a
-    round trip) and `bandwidth` (bytes/s from the driver's store).
-    """
-    workers: dict[str, dict[str, float]] = {}
-    events = list(events)
-    for event in events:
-        if event.kind not in TRANSFERS:
-            continue
-        entry = workers.setdefault(event.worker, {"time": 0.0, "memory": 0, "data_size": 0})
-        entry["time"] += _transfer_seconds(event)
-        entry["data_size"] += event.bytes_moved
-        entry["memory"] = max(entry["memory"], event.memory_bytes)
-    for entry in workers.values():
-        entry["throughput"] = entry["data_size"] / entry["time"] if entry["time"] else 0.0
-    seconds = sum(entry["time"] for entry in workers.values())
-    size = sum(entry["data_size"] for entry in workers.values())
-    return {
-        "total_transfer_time": seconds,
-        "total_data_transferred": size,
-        "average_throughput": size / seconds if seconds else 0.0,
-        "workers": dict(sorted(workers.items())),
-        "nodes": _node_statistics([event for event in events if event.kind == "probe"]),
-    }
-
-
-def _node_statistics(probes: Sequence[TraceEvent]) -> dict[str, dict[str, float]]:
-    """Return the median latency and bandwidth of each node."""
-    statistics = {}
-    for node in sorted({event.node for event in probes}):
-        of_node = [event for event in probes if event.node == node]
-        latencies = [event.end - event.start for event in of_node if not event.bytes_in]
-        bandwidths = [event.bytes_in / max(event.end - event.start, 1e-9) for event in of_node if event.bytes_in]
-        statistics[node] = {"latency": median(latencies), "bandwidth": median(bandwidths)}
-    return statistics
-
-
 def trace_row(event: TraceEvent) -> dict[str, Any]:
     """Return an event as a row of a JSON-lines file."""
     return event._asdict()
@@ -194,16 +126,3 @@ def trace_event(row: Mapping[str, Any]) -> TraceEvent:
         return TraceEvent(**values)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise DataError(f"{str(row)[:200]} is not an event of a trace ({error!r}).") from error
-
-
-def _transfer_seconds(event: TraceEvent) -> float:
-    return event.transfer_s if event.kind == "call" else event.end - event.start
-
-
-def union_seconds(spans: list[tuple[float, float]]) -> float:
-    """Return the length of the union of the spans in seconds."""
-    covered, reached = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        covered += max(end - max(start, reached), 0.0)
-        reached = max(reached, end)
-    return covered

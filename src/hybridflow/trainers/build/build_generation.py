@@ -1,4 +1,4 @@
-"""Builds programs that generate without training: `hybridflow evaluate` and `hybridflow generate`."""
+"""Builds programs that generate without training: `hybridflow evaluate`, `hybridflow generate` and `hybridflow serve`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from hybridflow.checkpoint import Checkpoint
 from hybridflow.checkpoint.model_fingerprint import require_same_base
 from hybridflow.checkpoint.store import stored_weights
-from hybridflow.config import Config, EnvironmentConfig, ParallelConfig
+from hybridflow.config import Config, EnvironmentConfig, ParallelConfig, PlacementConfig
 from hybridflow.controller import Backend, ClassWithInitArgs, Role, WorkerGroup
 from hybridflow.data import RLHFDataset
 from hybridflow.data.parquet_rows import Row
@@ -18,10 +18,12 @@ from hybridflow.errors import CheckpointConfigError
 from hybridflow.trainers.build.build_run import prepare_driver_process
 from hybridflow.trainers.build.groups import build_backend, build_groups, closing_on_error
 from hybridflow.trainers.build.preconditions import (
+    positions_of,
     require_reward_functions,
     require_rollout_engine,
     settle_auto,
     settle_rows,
+    template_findings,
     with_required_files,
 )
 from hybridflow.trainers.build.role_classes import environment_closures, reward_worker
@@ -56,6 +58,33 @@ def build_generator(
     tokenizer = tokenizer_of(config)
     with _groups(config, checkpoint, {}) as (backend, groups):
         return TextGenerator(config, tokenizer, groups[Role.ActorRollout], backend)
+
+
+@contextmanager
+def built_server(
+    config: Config, checkpoint: Checkpoint | None = None, *, host: str, port: int, key: str, record: str = ""
+) -> Iterator[WorkerGroup]:
+    """Yield a `ServingWorker` in this process, with the weights of model.path or of a checkpoint.
+
+    The ranks and environments of the run take no part in it.
+    """
+    from hybridflow.workers.serving import ServingWorker  # with a web server
+
+    own = config.controller.model_copy(update={"backend": "local", "num_workers": 1})
+    alone = {"controller": own, "placement": PlacementConfig(), "parallel": ParallelConfig()}
+    config = _prepare(config.model_copy(update={**alone, "environment": EnvironmentConfig()}), checkpoint)
+    template_findings(config)
+    data, rollout, positions = config.data, config.rollout, positions_of(config.model.path)
+    longest = positions if isinstance(positions, int) else data.max_prompt_length + data.max_response_length
+    changes = {"tensor": 1, "max_model_len": rollout.max_model_len or longest}
+    config = config.model_copy(update={"rollout": rollout.model_copy(update=changes)})
+    address = {"host": host, "port": port, "key": key, "record": record}
+    worker = ClassWithInitArgs(ServingWorker, config=config, **address)
+    with _groups(config, checkpoint, {Role.ActorRollout: worker}) as (backend, groups):
+        try:
+            yield groups[Role.ActorRollout]
+        finally:
+            backend.close()
 
 
 def open_prompts(config: Config, files: tuple[str, ...], max_samples: int = 0, order_by: str = "") -> RLHFDataset:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Self
 
 from hybridflow.config import Config
-from hybridflow.config.roles import ROLES, RoleTraits
+from hybridflow.config.roles import ROLES, RoleTraits, pool_of, pools_of, ranks_of
 from hybridflow.controller import (
     Backend,
     ClassWithInitArgs,
@@ -45,9 +45,6 @@ STAGE_OF_WORKER_METHOD = {
 
 MOST_NAMED = 8
 """Workers that the log of the start names."""
-
-MAIN_POOL = "main"
-"""The pool of all roles if placement.pools is empty."""
 
 
 def build_backend(config: Config) -> Backend:
@@ -111,20 +108,9 @@ def closing_on_error(backend: Backend) -> Iterator[Backend]:
         raise
 
 
-def pools_of(config: Config) -> dict[str, tuple[int, ...]]:
-    """Return the number of processes on each node, by the name of the pool."""
-    return dict(config.placement.pools) or {MAIN_POOL: (config.controller.num_workers,)}
-
-
-def pool_of(config: Config, role: Role) -> str:
-    """Return the name of the pool of a role: the configured one, or the first."""
-    return {**config.placement.roles}.get(role.value, next(iter(pools_of(config))))  # pyright: ignore
-
-
 def processes_of(config: Config, roles: Iterable[Role]) -> dict[str, tuple[str, int]]:
     """Return the pool of each role with its number of processes."""
-    pools = {role.value: pool_of(config, role) for role in roles}
-    return {role: (pool, sum(pools_of(config)[pool])) for role, pool in pools.items()}
+    return {role.value: (pool_of(config, role.value), ranks_of(config, role.value)) for role in roles}
 
 
 def traits_of(role: Role) -> RoleTraits:
@@ -139,7 +125,7 @@ def build_groups(
 
     The backend checks that all pools fit before the first group starts.
     """
-    roles_of = {name: [role for role in classes if pool_of(config, role) == name] for name in pools_of(config)}
+    roles_of = {name: [role for role in classes if pool_of(config, role.value) == name] for name in pools_of(config)}
     pools = {
         name: build_pool(config, backend, name, processes, roles_of[name])
         for name, processes in pools_of(config).items()
@@ -173,7 +159,7 @@ def meshes_of(config: Config, names: Iterable[str]) -> dict[str, dict[str, dict[
     """Return the device meshes of each group: `default` for training, `ROLLOUT_MESH` for generation."""
     parallel, meshes = config.parallel, {}
     for name in names:
-        ranks = sum(pools_of(config)[pool_of(config, Role(name))])
+        ranks = ranks_of(config, name)
         data = max(ranks // (parallel.sequence * parallel.tensor), 1)
         meshes[name] = {}
         fits = ranks % parallel.divisor[0] == 0

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from hybridflow.config import Config
+from hybridflow.config.roles import pool_of, ranks_of
 from hybridflow.controller import Role
 from hybridflow.errors import ConfigError
 from hybridflow.models.forward import max_logits_of, memory_of
@@ -14,7 +15,7 @@ from hybridflow.models.tensor_parallel import require_tensor_parallel
 from hybridflow.rollout.vllm.arguments import KV_CACHE_BYTES_ON_CPU
 from hybridflow.runtime.device import own_device
 from hybridflow.runtime.observe import get_logger
-from hybridflow.trainers.build.groups import meshes_of, pool_of, pools_of, traits_of
+from hybridflow.trainers.build.groups import meshes_of, traits_of
 from hybridflow.trainers.build.preconditions import require_model_directory
 from hybridflow.trainers.build.role_classes import role_classes
 
@@ -101,8 +102,8 @@ def _model_of(config: Config, role: Role) -> tuple[str, str]:
 def _estimate_of(
     config: Config, role: Role, sizes: ModelSizes, device: str, max_logits: int
 ) -> tuple[RoleEstimate, MemoryLayout]:
-    pool, longest = pool_of(config, role), config.data.max_prompt_length + config.data.max_response_length
-    ranks = sum(pools_of(config)[pool])
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    pool, ranks = pool_of(config, role.value), ranks_of(config, role.value)
     mesh = meshes_of(config, [role.value])[role.value].get("default")
     if mesh is None:
         product = config.parallel.divisor[1]
@@ -135,8 +136,8 @@ def _generation(
 ) -> RoleEstimate | None:
     """Return the estimate of generation, which needs a copy of the weights unless the actor's own are on the device."""
     data, in_own_pool = config.data, config.has_rollout_pool
-    pool = pool_of(config, Role.Rollout if in_own_pool else Role.ActorRollout)
-    ranks = sum(pools_of(config)[pool])
+    role = "rollout" if in_own_pool else "actor_rollout"
+    pool, ranks = pool_of(config, role), ranks_of(config, role)
     if config.rollout.backend == "vllm":
         memory = _share_of_vllm(config, sizes, layout, gpu_memory_bytes)
         sleeps = layout.kernels != "cpu" and not in_own_pool

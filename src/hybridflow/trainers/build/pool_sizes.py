@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from hybridflow.config import Config
 from hybridflow.config.checks import contradictions
+from hybridflow.config.roles import pool_of, pools_of
 from hybridflow.controller import Backend, Role, WorkerGroup, move_colocated
 from hybridflow.errors import ConfigError, LostWorkerError
 from hybridflow.runtime.observe import get_logger
-from hybridflow.trainers.build.groups import build_pool, meshes_of, pool_of, pools_of
+from hybridflow.trainers.build.groups import build_pool, meshes_of
 from hybridflow.trainers.run.rank_speeds import measured_shares, watch_slow_ranks
 from hybridflow.trainers.run.speed import measured_speedometer
 from hybridflow.trainers.run.trainer import Trainer
@@ -33,7 +34,7 @@ class PoolSizes:
 
     def __init__(self, config: Config, backend: "RayBackend", roles: Sequence[Role]) -> None:
         self.config, self._backend = config, backend
-        self._roles_of = {name: [r for r in roles if pool_of(config, r) == name] for name in pools_of(config)}
+        self._roles_of = {name: [r for r in roles if pool_of(config, r.value) == name] for name in pools_of(config)}
         self._wanted = {name: processes for name, processes in pools_of(config).items() if self._roles_of[name]}
         fewest = config.placement.min_processes
         self._shapes = {

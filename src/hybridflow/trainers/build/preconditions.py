@@ -13,7 +13,7 @@ from hybridflow.data import RLHFDataset, load_tokenizer
 from hybridflow.data.chat_templates import chat_template_of
 from hybridflow.data.tokenizer import CLOCK, reads_clock, require_tokenizer, stop_token_ids, tokenizer_of
 from hybridflow.data.watched_tokenizer import require_sound, watched
-from hybridflow.environments import check_template
+from hybridflow.environments import Finding, check_template
 from hybridflow.environments.agents.agent import Agent, names_agent
 from hybridflow.environments.processes.arguments import check_names, check_signature
 from hybridflow.environments.processes.closure import ENVIRONMENT, closure_of
@@ -111,14 +111,7 @@ def settle_rows(config: Config) -> Config:
     environment = config.environment
     if not environment.classes:
         return config
-    tokenizer = tokenizer_of(config)
-    with watched(tokenizer):
-        findings = check_template(tokenizer, stop_token_ids(tokenizer, config.model.path))
-    if failed := [each for each in findings if each.state == "failed"]:
-        raise EnvironmentConfigError(
-            f"the chat template of model.path='{config.model.path}' cannot serve episodes: {failed[0].check}: "
-            f"{failed[0].detail}. `hybridflow check-template {config.model.path}` shows all checks."
-        )
+    findings = template_findings(config)
     if environment.max_rows:
         return config
     reasons = [f"the chat template changes earlier turns ({each.check})" for each in findings if each.state == "rows"]
@@ -129,6 +122,19 @@ def settle_rows(config: Config) -> Config:
     settled = config.model_copy(update={"environment": environment.model_copy(update={"max_rows": rows})})
     check(settled)
     return settled
+
+
+def template_findings(config: Config) -> list[Finding]:
+    """Return what was found of the chat template. Raises EnvironmentConfigError for one that cannot serve episodes."""
+    tokenizer = tokenizer_of(config)
+    with watched(tokenizer):
+        findings = check_template(tokenizer, stop_token_ids(tokenizer, config.model.path))
+    if failed := [each for each in findings if each.state == "failed"]:
+        raise EnvironmentConfigError(
+            f"the chat template of model.path='{config.model.path}' cannot serve episodes: {failed[0].check}: "
+            f"{failed[0].detail}. `hybridflow check-template {config.model.path}` shows all checks."
+        )
+    return findings
 
 
 def _is_agent(source: str) -> bool:

@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 
 from hybridflow.config import Config
+from hybridflow.config.roles import pool_of, pools_of, ranks_of
 from hybridflow.controller import ClassWithInitArgs, ResourcePool, Role, spawn_colocated
 from hybridflow.controller.placeholder import PlaceholderBackend, synthetic_batch
 from hybridflow.runtime.observe import TraceEvent
-from hybridflow.trainers.build.groups import meshes_of, pool_of, pools_of
+from hybridflow.trainers.build.groups import meshes_of
 from hybridflow.trainers.build.role_classes import role_classes
 from hybridflow.trainers.ppo import PPO
 from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of
@@ -25,11 +26,11 @@ def run_on_placeholders(config: Config, classes: Mapping[Role, ClassWithInitArgs
     """
     require_in_flight(config)
     backend = PlaceholderBackend(_lengths(config))
-    groups = {}
+    groups, classes = {}, classes or role_classes(config)
     for name, processes in pools_of(config).items():
-        roles = {role: cls for role, cls in (classes or role_classes(config)).items() if pool_of(config, role) == name}
+        roles = [role for role in classes if pool_of(config, role.value) == name]
         if roles:
-            by_name = {role.value: cls for role, cls in roles.items()}
+            by_name = {role.value: classes[role] for role in roles}
             on_pool = spawn_colocated(ResourcePool(processes), by_name, backend, meshes_of(config, by_name))
             groups |= {role: on_pool[role.value] for role in roles}
     one_round = config.algorithm.model_copy(update={"max_sampling_rounds": 1})
@@ -64,10 +65,9 @@ def _check_policy_loss(config: Config) -> None:
 
 def placement_notes(config: Config) -> dict[str, str]:
     """Return pool and ranks of each method, as in "main, 4 ranks", by the name of the method in the trace."""
-    pools, notes = pools_of(config), {}
+    notes = {}
     for role, cls_with_init in role_classes(config).items():
-        pool = pool_of(config, role)
-        ranks = sum(pools[pool])
+        pool, ranks = pool_of(config, role.value), ranks_of(config, role.value)
         for method in dir(cls_with_init.cls):
             notes[f"{cls_with_init.cls.__name__}.{method}"] = f"{pool}, {ranks} rank{'s' if ranks > 1 else ''}"
     return notes

@@ -1,11 +1,10 @@
 """The estimated seconds of a step of a run on GPUs, from its configuration and the sizes of the policy."""
 
 from hybridflow.config import Config
-from hybridflow.controller import Role
+from hybridflow.config.roles import ranks_of
 from hybridflow.models.model_sizes import model_sizes
 from hybridflow.models.step_time import LINK_BANDWIDTH, READ_BANDWIDTH, READ_SHARES, UPDATE_FLOPS, StepSizes
 from hybridflow.models.step_time import step_seconds as seconds_of
-from hybridflow.trainers.build.groups import pool_of, pools_of
 from hybridflow.trainers.stages import needs_old_log_probs
 
 
@@ -15,8 +14,8 @@ def step_estimate(config: Config) -> list[str]:
     if model is None:
         return []
     data, tensor = config.data, config.rollout.tensor if config.rollout.backend == "vllm" else 1
-    roles = (Role.ActorRollout, Role.Rollout if config.has_rollout_pool else Role.ActorRollout)
-    trainers, generating = (sum(pools_of(config)[pool_of(config, role)]) for role in roles)
+    trainers = ranks_of(config, "actor_rollout")
+    generating = ranks_of(config, "rollout") if config.has_rollout_pool else trainers
     budget, length = config.memory.max_tokens_per_micro_batch, data.max_prompt_length + data.max_response_length
     step = StepSizes(
         prompts=data.train_batch_size,

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridflow.config import Config
+from hybridflow.config.roles import pools_of
 from hybridflow.controller import Role, WorkerGroup
 from hybridflow.errors import CheckpointError
 from hybridflow.runtime.files import write_text_atomically
 from hybridflow.runtime.observe import get_logger
-from hybridflow.trainers.build.groups import pools_of, traits_of
+from hybridflow.trainers.build.groups import traits_of
 from hybridflow.trainers.run.run_directory import TOKEN_BUDGETS, RunDirectory
 
 logger = get_logger(__name__)

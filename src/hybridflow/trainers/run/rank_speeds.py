@@ -14,10 +14,11 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.config import Config
+from hybridflow.config.roles import pool_of
 from hybridflow.controller import Backend, Role, WorkerGroup
 from hybridflow.controller.part_sizes import SteadyShares
 from hybridflow.runtime.observe import TraceEvent, get_logger
-from hybridflow.trainers.build.groups import STAGE_OF_WORKER_METHOD, groups_of_pools, pool_of, traits_of
+from hybridflow.trainers.build.groups import STAGE_OF_WORKER_METHOD, groups_of_pools, traits_of
 from hybridflow.trainers.run.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def measured_shares(config: Config, groups: Mapping[Role, WorkerGroup]) -> RankS
     for role, group in groups.items():
         has_replicas = "measure_speed" in group.methods and group.mesh().axes.get("data", 1) > 1
         if has_replicas and traits_of(role).has_sharded_model(config):
-            pools.setdefault(pool_of(config, role), []).append(group)
+            pools.setdefault(pool_of(config, role.value), []).append(group)
     return RankSpeeds(config, list(pools.values())) if pools else None
 
 
