@@ -1,12 +1,17 @@
 """A server of the package `mcp`, whose tools a model calls; each episode has a process of its own."""
 
+import asyncio
 import os
+import re
 import shlex
 import sys
+from pathlib import Path
 
 import pytest
 
+from hybridflow.environments import AssistantTurn, CallLimits, EnvironmentPool, ToolCall
 from hybridflow.environments.adapters import load, rows_of
+from hybridflow.environments.episodes.answers import Begin, TakeTurn
 from hybridflow.environments.episodes.tools import tools_of
 from hybridflow.errors import EnvironmentConfigError
 
@@ -94,6 +99,13 @@ def test_the_tools_of_a_server_are_those_that_it_describes(source):
     }
 
 
+def test_the_server_of_the_page_has_its_tool(tmp_path):
+    page = (Path(__file__).parents[3] / "docs/agents.md").read_text()
+    (tmp_path / "server.py").write_text(re.findall(r"```python server.py\n(.*?)```", page, re.DOTALL)[0])
+    made, _ = load(f"mcp:{sys.executable} {tmp_path}/server.py", "environment.classes.a")
+    assert list(tools_of(made())) == ["price"]
+
+
 @pytest.mark.parametrize("processes", [0, 1])
 def test_each_episode_has_a_server_of_its_own_and_a_function_scores_it(play, processes):
     for _ in range(2):
@@ -105,6 +117,19 @@ def test_each_episode_has_a_server_of_its_own_and_a_function_scores_it(play, pro
         assert ended.rewards == {"score": 1.0}
         with pytest.raises(ProcessLookupError):
             os.kill(int(called.called[3].result), 0)
+
+
+def test_servers_end_with_the_process_of_their_environments(source, tmp_path):
+    judge = f"{os.path.dirname(shlex.split(source)[1])}/judge.py:judge"
+    pool = EnvironmentPool({"it": source}, num_processes=1, limits=CallLimits(60.0), reward_function=judge)
+    questions = [Begin({"prompt": "Count."}), TakeTurn(AssistantTurn("", calls=(ToolCall("process"),)))]
+    try:
+        answer = asyncio.run_coroutine_threadsafe(pool.environment("it", 0).ask(questions), pool.loop).result(120)
+        os.kill(int(answer.called[0].result), 0)
+    finally:
+        pool.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(answer.called[0].result), 0)
 
 
 def test_what_a_server_refuses_is_an_answer_and_its_end_is_a_failure(play):
@@ -127,7 +152,7 @@ def test_what_a_server_refuses_is_an_answer_and_its_end_is_a_failure(play):
         ("no-such-program", "the server 'no-such-program' has failed: FileNotFoundError: .*'no-such-program'"),
         ("sh -c 'echo no licence >&2'", "has failed: it closed the connection. no licence"),
         ("cat", "the server 'cat' has failed: McpError: "),
-        ("sleep 30", "the server did not name its tools within 0.2 s; try its command"),
+        ("sleep 30", "the server did not name its tools in 0.2 s; try its command"),
     ],
 )
 def test_a_command_that_is_not_a_server_is_an_error(command, message, monkeypatch):

@@ -68,6 +68,8 @@ class Guess(vf.MultiTurnEnv):
 
 
 def load_environment(kind="single", size=20, groups=False):
+    if kind == "legs":
+        return vf.ReasoningGymEnv("leg_counting", num_train_examples=4, num_eval_examples=2)
     if kind == "nothing":
         return types.SimpleNamespace(env_id="", env_args={})
     given = {
@@ -115,6 +117,18 @@ def test_a_rollout_is_that_of_the_package_and_its_rubric_scores_it():
     assert not request.tools
     asked = (request.temperature, request.top_p, request.top_k, request.max_tokens, request.stop)
     assert asked == (None, None, None, None, ())
+
+
+def test_an_environment_that_comes_with_the_package_scores_the_right_answer():
+    from hybridflow.environments.adapters.reasoning_gym import reasoning_gym  # without the warnings of its import
+
+    source = "verifiers:vf_sums?kind=legs"
+    entries = reasoning_gym.create_dataset("leg_counting", size=6, seed=0)
+    assert sorted(row["reward_model"]["ground_truth"] for row in rows_of(source, "test", 9, 0)) == ["4", "5"]
+    row = rows_of(source, "train", 4, 0)[0]
+    right = entries[int(row["reward_model"]["ground_truth"])]["answer"]
+    for text, score in ((f"<answer>{right}</answer>", 1.0), ("<answer>-1</answer>", 0.0)):
+        assert play(source, AssistantTurn(text), row=row)[0]["score"] == score
 
 
 def test_tools_of_the_package_answer_the_calls_of_the_model():

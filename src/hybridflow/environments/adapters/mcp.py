@@ -48,7 +48,7 @@ class McpEnvironment(Environment):
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> str:
         self._server = self._server or _Server(self.command)
-        result = await self._server.ask(lambda session: session.call_tool(name, arguments))
+        result = await self._server.ask(partial(ClientSession.call_tool, name=name, arguments=arguments))
         text = "\n".join(map(_text_of, result.content))
         if result.isError:
             raise ToolError(text)
@@ -75,11 +75,9 @@ class _Server:
             await asyncio.wait({asking, self._running}, return_when=asyncio.FIRST_COMPLETED)
             if asking.done():
                 return asking.result()
-        except McpError as error:
-            if error.error.code != types.CONNECTION_CLOSED:
+        except (McpError, *CLOSED) as error:
+            if isinstance(error, McpError) and error.error.code != types.CONNECTION_CLOSED:
                 raise
-        except CLOSED:
-            pass
         finally:
             asking.cancel()
         self._log.seek(0)
@@ -131,9 +129,7 @@ async def _tools_of(command: str) -> list[types.Tool]:
                 if not (cursor := page.nextCursor):
                     return tools
     except TimeoutError as error:
-        raise EnvironmentConfigError(
-            f"the server did not name its tools within {START_S:g} s; try its command."
-        ) from error
+        raise EnvironmentConfigError(f"the server did not name its tools in {START_S:g} s; try its command.") from error
     finally:
         await server.close()
 

@@ -35,7 +35,7 @@ class Tool:
     def of(cls, function: Callable[..., Any]) -> "Tool":
         """Return the tool of a function with typed parameters. Raises EnvironmentConfigError for one without types."""
         name = function.__name__
-        if given := getattr(function, "json_schema", None):
+        if (given := getattr(function, "json_schema", None)) is not None:
             return cls(name, function.__doc__ or "", given, function)
         fields: dict[str, Any] = {}
         for parameter in inspect.signature(function).parameters.values():
