@@ -31,9 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="RUN_OR_MODEL", help="directory of a run, or of a model")
     add_recipe_arguments(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: only this machine)")
-    parser.add_argument(
-        "--port", type=port_number, default=8000, help="port to listen on (default: 8000; 0: a free one)"
-    )
+    parser.add_argument("--port", type=port_number, default=8000, help="port (default: 8000; 0: a free one)")
     parser.add_argument("--key", help=f"key that clients must send (default: {KEY_VARIABLE}, or a random one)")
     parser.add_argument(
         "--record", metavar="DIR", default="", help="append each turn with its tokens to turns.jsonl in this directory"

@@ -136,6 +136,22 @@ def test_after_a_restart_the_same_requests_have_the_same_turns():
     assert [row.num_sampled for row in tree.rows()] == [len(first.ids)]
 
 
+def test_the_oldest_turns_are_forgotten_and_their_noise_is_not_used_again():
+    tree = new_tree()
+    first, again = (ask(tree, [user("a")], "one") for _ in range(2))
+    waiting = tree.ask(ChatRequest((user("b"),)))
+    newest = [ask(tree, [user(f"number {number}")], "two") for number in range(9)]
+    tree.forget_oldest(16)
+    assert len(tree.turns) == 12
+    tree.forget_oldest(8)
+    assert tree.turns == [waiting, *newest[-8:]]
+    assert ask(tree, after(first, user("c")), "three").parent is None
+    assert ask(tree, after(newest[-1], user("c")), "three").parent is newest[-1]
+    repeated = ask(tree, [user("a")], "one")
+    assert repeated.noise[:2] == again.noise[:2]
+    assert repeated.noise[2] > again.noise[2]
+
+
 @pytest.mark.parametrize(
     ("limits", "code", "word"),
     [
