@@ -76,7 +76,7 @@ def test_a_turn_whose_client_has_gone_is_given_up_and_others_go_on():
     assert not served.engine.has_unfinished()
 
 
-def test_after_an_error_of_the_engine_open_turns_are_refused_and_later_ones_served():
+def test_after_an_error_of_the_engine_its_open_turns_are_refused():
     served = Served(kv_cache_bytes=2**14)
     large = served.answer("word " * 300)
     assert (served.results[large].status, served.results[large].code) == (500, "engine_failed")

@@ -50,11 +50,11 @@ def run(args: argparse.Namespace) -> int:
     args.run, args.checkpoint, args.step = source if is_run else None, None, None
     config, checkpoint = config_and_checkpoint(args, [] if is_run else [f"model.path={toml_value(str(source))}"])
     from hybridflow.runtime.observe import get_logger
-    from hybridflow.trainers import built_server
+    from hybridflow.trainers.build.build_generation import built_server
 
     if not _is_loopback(args.host):
         get_logger(__name__).warning(
-            "--host %s: other machines reach this address too; whoever has the key can use the model, and what is sent "
+            "--host %s is reached by other machines too: a client that has the key can use the model, and what is sent "
             "is not encrypted",
             args.host,
         )
