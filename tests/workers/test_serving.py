@@ -50,8 +50,10 @@ class Served:
         return turn
 
 
-def test_equal_sequences_of_requests_have_equal_answers_and_repeats_have_others():
-    said = [[served.answer().ids for _ in range(4)] for served in (Served(), Served())]
+def test_equal_requests_have_equal_answers_in_every_server_and_repeats_others():
+    one, other = Served(), Served()
+    other.answer("something else")
+    said = [[served.answer().ids for _ in range(4)] for served in (one, other)]
     assert said[0] == said[1]
     assert len(set(map(tuple, said[0]))) > 1
 
