@@ -1,13 +1,13 @@
 """Runs into which faults are injected: are their results those of undisturbed runs, bit for bit?
 
 A tiny model trains on Ray with two training ranks and two rollout engines, by GRPO, by PPO, and with `trainer.lag`,
-where batches have begun whenever a process is lost. Each disturbed run gets some faults, drawn with `--seed`: processes that
-are killed or stopped, delays, weights changed in transit, full disks. Lost workers are replaced inside the run. If the
-driver is killed, or a checkpoint finds no space, the same command runs again. With `--kills`, further runs lose their
-driver, a service of their Ray cluster or a reward process, at random moments from the begin of the command to its end,
-and the same command runs again if it has ended. At the end weights, optimizer, samples and metrics (without times,
-memory, transfers and recoveries) are compared with those of the undisturbed run. Exits with status 1 if one differs, if
-a run does not come to its end, or if a killed driver leaves a process.
+where batches have begun whenever a process is lost. Each disturbed run gets some faults, drawn with `--seed`:
+processes that are killed or stopped, delays, weights changed in transit, full disks. Lost workers are replaced inside
+the run. If the driver is killed, or a checkpoint finds no space, the same command runs again. With `--kills`, further
+runs lose their driver, a service of their Ray cluster or a reward process, at random moments from the begin of the
+command to its end, and the same command runs again if it has ended. At the end weights, optimizer, samples and
+metrics (without times, memory, transfers and recoveries) are compared with those of the undisturbed run. Exits with
+status 1 if one differs, if a run does not come to its end, or if a killed driver leaves a process.
 """
 
 import os

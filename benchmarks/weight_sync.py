@@ -5,6 +5,7 @@ transports
   object_store  two processes of a Ray cluster, through shared memory
   ipc           the same two processes, through pages that both map
   broadcast     the same two processes, through gloo
+  disk          the same two processes, through files
   vllm          vLLM's reload of the weights in its process, and the probe after it
 
 Every transport sends float32 and checks every tensor. With five repeats it takes about ten minutes.
@@ -34,7 +35,7 @@ from hybridflow.runtime.allocator import keep_freed_memory
 from hybridflow.runtime.threads import count_physical_cores, set_num_threads
 
 MODELS = ("small", "100M", "500M")
-TRANSPORTS = ("object_store", "ipc", "broadcast")
+TRANSPORTS = ("object_store", "ipc", "broadcast", "disk")
 MAKE_TARGET = "bench-weight_sync"
 
 

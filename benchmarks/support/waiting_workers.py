@@ -19,7 +19,7 @@ from hybridflow.protocol import DataProto
 from hybridflow.rollout import Completion, Request
 from hybridflow.rollout.weight_sync.receiver import WeightReceiver
 from hybridflow.rollout.weight_sync.sender import WeightSender
-from hybridflow.rollout.weight_sync.transports import build_transport
+from hybridflow.rollout.weight_sync.transports import build_sending_transport, build_transport
 from hybridflow.runtime.random_streams import uniform
 from hybridflow.workers import ActorWorker, InFlightRolloutWorker, RolloutWorker
 from hybridflow.workers.worker_process import prepare_worker_process
@@ -105,7 +105,7 @@ class WaitingActor(ActorWorker):
     def __init__(self, config: Config) -> None:
         prepare_worker_process(self, config)
         self.config, self.engine = config, WaitingEngine()
-        self.weight_sender = WeightSender(self.engine, config, lambda: build_transport(config))
+        self.weight_sender = WeightSender(self.engine, config, lambda: build_sending_transport(config))
 
 
 class WaitingRollout:

@@ -15,7 +15,7 @@ from hybridflow.protocol import DataProto
 from hybridflow.rollout.weight_sync.base import Announcement
 from hybridflow.rollout.weight_sync.receiver import ReceivesWeights, WeightReceiver
 from hybridflow.rollout.weight_sync.sender import SendsWeights, WeightSender
-from hybridflow.rollout.weight_sync.transports import build_transport
+from hybridflow.rollout.weight_sync.transports import build_sending_transport, build_transport
 from hybridflow.runtime.allocator import keep_freed_memory
 from hybridflow.runtime.threads import set_num_threads
 
@@ -87,7 +87,7 @@ class Sender(SendsWeights, Worker):
         keep_freed_memory()
         set_num_threads(config.controller.threads)
         self.engine, self.peak = GivenWeights(random_weights(config.model.path)), PeakMemory()
-        self.weight_sender = WeightSender(self.engine, config, partial(build_transport, config))
+        self.weight_sender = WeightSender(self.engine, config, partial(build_sending_transport, config))
 
     @register(Dispatch.ONE_TO_ALL)
     def announce_weights(self) -> Announcement:

@@ -146,14 +146,13 @@ def test_a_local_sandbox_bounds_hostile_commands(local, monkeypatch):
 @in_processes
 def test_a_local_sandbox_shows_and_changes_nothing_of_the_host(local, tmp_path):
     (tmp_path / "secret").write_text("of the host")
-    reach = f"cat {tmp_path}/secret /etc/shadow /proc/1/environ; ls /home; mount -o remount,rw /usr; touch /usr/x"
-    escape = "unshare --user --map-root-user --mount sh -c 'mount -o remount,bind,rw /usr; touch /usr/x'"
+    reach = f"cat {tmp_path}/secret /etc/shadow /proc/1/environ; ls /home; mount -o remount,bind,rw /usr && echo yes"
+    escape = "unshare --user --map-root-user --mount sh -c 'mount -o remount,bind,rw /usr && echo yes'"
     kernel = "echo x > /proc/sys/kernel/domainname; mknod disk b 254 0"
     network = "python3 -c 'import socket; socket.create_connection((\"1.1.1.1\", 53), 5)'"
     links = f"ln -s {tmp_path}/secret out; ln -s /dev/zero endless; mkfifo pipe"
     *tried, _ = use(local, *(command(f"{text}; false") for text in (reach, escape, kernel, network)), command(links))
     assert [each.stdout for each in tried] == [""] * 4
-    assert not os.path.exists("/usr/x")
     for path, problem in (("out", "No such file"), ("endless", "more than 67,108,864 bytes"), ("/usr", "directory")):
         with pytest.raises(SandboxError, match=problem):
             use(LocalSandbox("/app"), command(links), lambda sandbox, path=path: sandbox.get(path))

@@ -162,7 +162,7 @@ TIMEOUT = "import time\n\ndef score(**_):\n    time.sleep(10000)\n"
 @pytest.mark.ray
 @pytest.mark.own_run("lag: with weights that come in flight")
 def test_sequences_go_on_with_new_weights_and_a_replay_gives_the_same_bits(task, tmp_path, run_in_turn, hybridflow):
-    command = ["train", task / "rl.toml", *LAG, "rollout.on_new_weights=retract", "rollout.weight_sync=ipc"]
+    command = ["train", task / "rl.toml", *LAG, "rollout.on_new_weights=retract", "rollout.weight_sync=disk"]
     command += ["placement.pools={learn=[1],generate=[1]}", "placement.roles.rollout=generate", "trainer.val_every=3"]
     recorded = [*command, *POOLS[:2], f"trainer.run_dir={tmp_path}/run"]
     replayed = [*command, f"rollout.replay={tmp_path}/run", "rollout.weight_sync=broadcast"]

@@ -23,13 +23,13 @@ VLLM = ("rollout.backend=vllm", "rollout.enforce_eager=true", "rollout.kv_cache_
 ON_RAY = ("controller.backend=ray", "controller.cpus_per_worker=0.5", "data.val_files=[]", "trainer.total_steps=2")
 OWN_POOL = ("placement.pools={learn=[1],generate=[2]}", "placement.roles.rollout=generate")
 KILL = "2: kill rollout/0 in generate"
-"""The fault of the layout `killed`, whose results are those of `broadcast`: a run less than its own."""
+"""The fault of the layout `disk`, whose results are those of `broadcast`: a whole run less than with one of its own."""
 LAYOUTS = {
     "shared": ("controller.num_workers=2", "parallel.tensor=2", "rollout.tensor=2"),
     "replicas": ("controller.num_workers=2",),
     "object_store": (*OWN_POOL, "rollout.weight_sync=object_store", "rollout.tensor=2"),
     "broadcast": (*OWN_POOL, "rollout.weight_sync=broadcast", "rollout.sync_bucket_bytes=20000"),
-    "killed": (*OWN_POOL, "rollout.weight_sync=broadcast", "rollout.sync_bucket_bytes=20000", faults(KILL)),
+    "disk": (*OWN_POOL, "rollout.weight_sync=disk", "rollout.sync_bucket_bytes=20000", faults(KILL)),
     "ipc": (*OWN_POOL, "rollout.weight_sync=ipc", "rollout.sync_bucket_bytes=20000"),
     "adapters": (*OWN_POOL, "rollout.tensor=2", "lora.rank=4", "rollout.merge_adapters=false"),
 }
@@ -113,6 +113,7 @@ def test_samples_do_not_depend_on_the_layout_or_the_weight_transport(runs, layou
         for name in ("actor/loss", "actor/grad_norm", "actor/entropy"):
             assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-7), name
         assert other["critic/score/mean"] == one["critic/score/mean"]
+    assert not (run / "weight_sync").exists()
     if layout in ("shared", "replicas"):  # ranks that share an engine receive only their slices
         least, most = {"shared": (0, 0.25), "replicas": (0.4, 0.6)}[layout]
         synced = [row for row in read_jsonl(run / "metrics.jsonl") if "weight_sync/bytes" in row]
@@ -129,10 +130,10 @@ def test_a_run_with_fp8_weights_corrects_for_their_log_probs(runs):
 
 @exhaustive
 def test_a_run_that_loses_a_vllm_engine_has_the_results_of_an_undisturbed_one(tiny, runs):
-    assert [row["fault"] for row in fired_faults(runs.killed)] == [KILL]
-    (row,) = read_jsonl(runs.killed / "recoveries.jsonl")
+    assert [row["fault"] for row in fired_faults(runs.disk)] == [KILL]
+    (row,) = read_jsonl(runs.disk / "recoveries.jsonl")
     assert (row["step"], row["from_step"], row["action"], row["restarted"]) == (2, 1, "restart", ["rollout"])
-    disturbed, undisturbed = tiny.results_of(runs.killed, 2), tiny.results_of(runs.broadcast, 2)
+    disturbed, undisturbed = tiny.results_of(runs.disk, 2), tiny.results_of(runs.broadcast, 2)
     assert disturbed.keys() == undisturbed.keys()
     for results in (disturbed, undisturbed):  # another transport, and new engines get the weights again
         results["metrics"] = [{n: v for n, v in row.items() if "weight_sync/" not in n} for row in results["metrics"]]

@@ -91,7 +91,6 @@ def test_batch_may_lack_tensors_arrays_or_all_columns():
         (lambda: DataProto.from_dict(non_tensors={"x": [1, 2], "y": [1]}), BatchError, r"x \(2,\), y \(1,\)"),
         (lambda: DataProto(TensorDict({"x": torch.zeros(2, 3)}, [2, 3])), BatchError, "exactly one batch dimension"),
         (lambda: DataProto(TensorDict({"x": torch.zeros(2, 3)}, [])), BatchError, "exactly one batch dimension"),
-        (lambda: DataProto.from_dict({"x": torch.zeros(2)}, num_batch_dims=2), BatchError, "num_batch_dims=2"),
         (lambda: DataProto({"x": torch.zeros(2)}), BatchError, r"use DataProto\.from_dict"),
         (lambda: DataProto(non_tensor_batch={"x": [1, 2]}), FieldError, r"non_tensor_batch\['x'\] is a list"),
         (lambda: DataProto(non_tensor_batch={"x": np.array(3)}), FieldError, "no dimension"),

@@ -1,4 +1,4 @@
-"""Arguments that several commands have: `RECIPE ... [section.key=value ...]`, `--stop-after N`, `--steps A-B`, `--port`."""
+"""Arguments that several commands have: `RECIPE ... [section.key=value ...]`, `--stop-after`, `--steps`, `--port`."""
 
 import argparse
 from collections.abc import Sequence

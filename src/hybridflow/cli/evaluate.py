@@ -36,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the validation metrics."""
-    config, checkpoint = config_and_checkpoint(args, [] if args.agent is None else _classes(args.agent))
+    args.overrides += [] if args.agent is None else _classes(args.agent)
+    config, checkpoint = config_and_checkpoint(args)
     if not config.model.path:
         raise ConfigError("no model is named; give --run DIR, a RECIPE or model.path=DIR.")
     from hybridflow.trainers import build_validator

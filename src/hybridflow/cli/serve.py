@@ -31,9 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="RUN_OR_MODEL", help="directory of a run, or of a model")
     add_recipe_arguments(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: only this machine)")
-    parser.add_argument(
-        "--port", type=port_number, default=8000, help="port to listen on (default: 8000; 0: a free one)"
-    )
+    parser.add_argument("--port", type=port_number, default=8000, help="port (default: 8000; 0: a free one)")
     parser.add_argument("--key", help=f"key that clients must send (default: {KEY_VARIABLE}, or a random one)")
     parser.add_argument(
         "--record", metavar="DIR", default="", help="append each turn with its tokens to turns.jsonl in this directory"
@@ -52,11 +50,11 @@ def run(args: argparse.Namespace) -> int:
     args.run, args.checkpoint, args.step = source if is_run else None, None, None
     config, checkpoint = config_and_checkpoint(args, [] if is_run else [f"model.path={toml_value(str(source))}"])
     from hybridflow.runtime.observe import get_logger
-    from hybridflow.trainers import built_server
+    from hybridflow.trainers.build.build_generation import built_server
 
     if not _is_loopback(args.host):
         get_logger(__name__).warning(
-            "--host %s: other machines reach this address too; whoever has the key can use the model, and what is sent "
+            "--host %s is reached by other machines too: a client that has the key can use the model, and what is sent "
             "is not encrypted",
             args.host,
         )

@@ -77,12 +77,9 @@ class DataProto(Batch):
         tensors: Mapping[str, torch.Tensor] | None = None,
         non_tensors: Mapping[str, np.ndarray | list | tuple] | None = None,
         meta_info: dict[str, Any] | None = None,
-        num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> "DataProto":
         """Return a batch of columns of shape (rows, ...); a list becomes an object array with one entry per row."""
-        if num_batch_dims != 1:
-            raise BatchError(f"num_batch_dims={num_batch_dims} is invalid: must be 1; reshape to (rows, ...).")
         arrays = {
             name: object_column(values) if isinstance(values, list | tuple) else values
             for name, values in (non_tensors or {}).items()
@@ -102,12 +99,8 @@ class DataProto(Batch):
         return cls.from_dict(tensors, arrays, meta_info, auto_padding=auto_padding)
 
     @classmethod
-    def from_tensordict(
-        cls, tensor_dict: TensorDictBase, meta_info: dict[str, Any] | None = None, num_batch_dims: int = 1
-    ) -> "DataProto":
+    def from_tensordict(cls, tensor_dict: TensorDictBase, meta_info: dict[str, Any] | None = None) -> "DataProto":
         """Return a batch from a TensorDict: NonTensorStack becomes a numpy column, NonTensorData a key of meta_info."""
-        if num_batch_dims != 1:
-            raise BatchError(f"num_batch_dims={num_batch_dims} is invalid: must be 1.")
         return batch_from_tensordict(cls, tensor_dict, meta_info)
 
     def to_tensordict(self) -> TensorDict:

@@ -4,7 +4,7 @@ from hybridflow.runtime.allocator import paused_collector
 
 with paused_collector():
     from hybridflow.trainers.build.build import build_trainer
-    from hybridflow.trainers.build.build_generation import build_generator, build_validator, built_server
+    from hybridflow.trainers.build.build_generation import build_generator, build_validator
     from hybridflow.trainers.build.build_offline import build_dpo_trainer, build_reward_model_trainer, build_sft_trainer
     from hybridflow.trainers.build.memory_estimate import estimate_memory, need_of_pools
     from hybridflow.trainers.build.program import placement_notes, run_on_placeholders
@@ -39,7 +39,6 @@ __all__ = [
     "build_sft_trainer",
     "build_trainer",
     "build_validator",
-    "built_server",
     "estimate_memory",
     "fit",
     "majority_at_k",

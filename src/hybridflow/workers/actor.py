@@ -13,7 +13,7 @@ from hybridflow.data.tokenizer import stop_token_ids, tokenizer_of
 from hybridflow.engines import TrainEngine
 from hybridflow.protocol import DataProto
 from hybridflow.rollout.weight_sync.sender import SendsWeights, WeightSender, boxes_of_sender
-from hybridflow.rollout.weight_sync.transports import build_transport
+from hybridflow.rollout.weight_sync.transports import build_sending_transport
 from hybridflow.runtime.random_streams import derive_seed
 from hybridflow.workers.algorithm_functions import reads_column, token_selection
 from hybridflow.workers.log_prob_mismatch import KL, MEAN, SHARE, log_prob_mismatch_of
@@ -75,7 +75,7 @@ class ActorWorker(SendsWeights, ModelWorker):
         self.prepare()
         self.engine = self.build_engine(config, config.model.path, "policy", config.actor.optimizer, total_updates)
         sends = self.rank == 0
-        transport = partial(build_transport, config) if sends else None
+        transport = partial(build_sending_transport, config) if sends else None
         boxes = boxes_of_sender(self.engine.weight_shapes(), sends=sends)
         self.weight_sender = WeightSender(self.engine, config, transport, boxes)
 

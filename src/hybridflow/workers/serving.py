@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -56,13 +57,14 @@ class ServingWorker(ActorRolloutWorker):
         super().__init__(config)
 
     def prepare(self) -> None:
-        """Take the port and open the file, before the weights are loaded."""
-        self._endpoint, self._writer = Endpoint(self._host, self._port), None
+        """Open the file and take the port, before the weights are loaded."""
+        self._writer = None
         if self._record:
             try:
                 self._writer = JsonlWriter(Path(self._record) / RECORD)
             except (OSError, ValueError) as error:  # ValueError: a NUL in the path
                 raise DataConfigError(f"--record {self._record} cannot be written: {error}.") from error
+        self._endpoint = Endpoint(self._host, self._port)
 
     @register(Dispatch.RANK_ZERO)
     def base_url(self) -> str:
@@ -78,7 +80,8 @@ class ServingWorker(ActorRolloutWorker):
         session.events = deque(maxlen=0)  # no journal
         with self.ready_to_generate(), _loop_in_thread() as wait_for:
             asked = SimpleQueue[TreeTurn]()
-            turns = ServedTurns(self.rollout, self._request, lambda *done: wait_for(self._deliver(session, *done)))
+            request = partial(request_of, self.config, self.stop_ids)
+            turns = ServedTurns(self.rollout, request, lambda *done: wait_for(self._deliver(session, *done)))
             try:
                 wait_for(self._start(session, asked))
                 while True:
@@ -107,25 +110,12 @@ class ServingWorker(ActorRolloutWorker):
     ) -> None:
         """Answer the request of a turn and record it; the reply is sent afterwards."""
         if isinstance(result, RefusedError):
-            return session.refuse(turn, result)
+            session.refuse(turn, result)
+            return
         session.deliver(turn, result)
         if self._writer and turn.is_kept:
             self._writer.write(recorded(turn, result, seconds))
         session.tree.forget_oldest(MOST_TURNS)
-
-    def _request(self, number: int, turn: TreeTurn) -> Request:
-        """Return the request of a turn; what a client leaves out is as the run samples."""
-        asked, rollout = turn.request, self.config.rollout
-        most = turn.max_tokens if asked.max_tokens else min(turn.max_tokens, self.config.data.max_response_length)
-        sampling = SamplingParams(
-            most,
-            rollout.temperature if asked.temperature is None else asked.temperature,
-            rollout.top_k if asked.top_k is None else asked.top_k,
-            rollout.top_p if asked.top_p is None else asked.top_p,
-            self.stop_ids,
-            (*rollout.stop_strings, *asked.stop),
-        )
-        return Request(number, turn.context, sampling, noise_key=(self.config.trainer.seed, *turn.noise), keep=True)
 
 
 class ServedTurns:
@@ -134,10 +124,10 @@ class ServedTurns:
     def __init__(
         self,
         engine: RolloutEngine,
-        request_of: Callable[[int, TreeTurn], Request],
+        request: Callable[[int, TreeTurn], Request],
         deliver: Callable[[TreeTurn, Completion | RefusedError, float], None],
     ) -> None:
-        self._engine, self._request_of, self._deliver = engine, request_of, deliver
+        self._engine, self._request, self._deliver = engine, request, deliver
         self.running: dict[int, tuple[TreeTurn, float]] = {}
         self._numbers, self._kept_tokens = itertools.count(), 0
 
@@ -146,7 +136,7 @@ class ServedTurns:
         for turn in turns:
             number = next(self._numbers)
             try:
-                self._engine.submit(self._request_of(number, turn))
+                self._engine.submit(self._request(number, turn))
                 self.running[number] = turn, time.monotonic()
             except HybridFlowError as error:
                 self._deliver(turn, RefusedError(400, "not_served", str(error)), 0.0)
@@ -178,6 +168,20 @@ class ServedTurns:
             with suppress(RolloutError):  # it has just finished
                 self._engine.abort(number)
         return [self.running.pop(number)[0] for number in numbers]
+
+
+def request_of(config: Config, stop_ids: Sequence[int], number: int, turn: TreeTurn) -> Request:
+    """Return the request of a turn; what its client has left out is as the run samples."""
+    asked, rollout = turn.request, config.rollout
+    sampling = SamplingParams(
+        turn.max_tokens if asked.max_tokens else min(turn.max_tokens, config.data.max_response_length),
+        rollout.temperature if asked.temperature is None else asked.temperature,
+        rollout.top_k if asked.top_k is None else asked.top_k,
+        rollout.top_p if asked.top_p is None else asked.top_p,
+        tuple(stop_ids),
+        (*rollout.stop_strings, *asked.stop),
+    )
+    return Request(number, turn.context, sampling, noise_key=(config.trainer.seed, *turn.noise), keep=True)
 
 
 def recorded(turn: TreeTurn, completion: Completion, seconds: float) -> dict[str, Any]:

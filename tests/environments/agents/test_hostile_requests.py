@@ -7,6 +7,11 @@ from http.client import HTTPResponse
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
+
+from hybridflow.environments.agents.anthropic_messages import AnthropicMessages
+from hybridflow.environments.agents.chat import RefusedError
+from hybridflow.environments.agents.openai_chat import OpenAIChat
 
 PAGE = Path(__file__).parents[3] / "docs" / "agents.md"
 OPENAI, ANTHROPIC = "/s0/v1/chat/completions", "/s0/v1/messages"
@@ -64,8 +69,8 @@ def chat_of(what, part, *messages):
 USE = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "add", "input": {}}]}
 RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "1"}
 KEY = "x-api-key: the key"
-LARGE = b"x" * 100_001
-MANY = b'{"model": "m", "messages": [%s0]}' % (b"0," * 40_000)
+LARGE = b"x" * 1_000_001
+MANY = [{"role": "user", "content": [{"type": "text", "text": ""}] * 100}] * 300
 IMAGE = {"role": "user", "content": [{"type": "image"}]}
 
 CASES = [
@@ -83,9 +88,9 @@ CASES = [
     Case("no HTTP", 400, "Invalid HTTP request received", raw=b"\x16\x03\x01 hello\r\n\r\n"),
     Case("a header of 70 KB without an end", 400, "Invalid HTTP request received", raw=b"header"),
     # bodies
-    bytes_of("a body that is too large", "a body may have 100,000 bytes", LARGE, status=413),
-    Case("a body without length that is too large", 413, "a body may have 100,000 bytes", headers=(), raw=b"chunked"),
-    Case("a length of 10 TB", 413, "a body may have 100,000 bytes", headers=(), raw=b"length"),
+    bytes_of("a body that is too large", "a body may have 1,000,000 bytes", LARGE, status=413),
+    Case("a body without length that is too large", 413, "a body may have 1,000,000 bytes", headers=(), raw=b"chunked"),
+    Case("a length of 10 TB", 413, "a body may have 1,000,000 bytes", headers=(), raw=b"length"),
     Case("a packed body", 415, "content-encoding='gzip' is not", headers=(KEY, "content-encoding: gzip")),
     bytes_of("no body", "the body is not JSON: EOF", b""),
     bytes_of("half a body of JSON", "the body is not JSON: EOF", b'{"model": "m", "mess'),
@@ -100,10 +105,11 @@ CASES = [
     # messages
     Case("no messages", 400, "messages is missing", body=b'{"model": "m"}'),
     chat("an empty list of messages", "messages=(list): List should have at least 1 item", messages=[]),
-    bytes_of(
-        "40,001 messages",
-        "messages=(list): List should have at most 10000 items",
-        b'{"model":"m","messages":[' + b"0," * 40_000 + b"0]}",
+    chat("300 messages of 100 parts", "has more than 30,000 messages, parts, calls and tools", messages=MANY),
+    chat(
+        "an object with 101 fields",
+        "it has 101 fields; an object",
+        messages=[{"role": "user"} | dict.fromkeys(map(str, range(100)), 0)],
     ),
     chat("a text for messages", "messages='hi': Input should be", messages="hi"),
     chat_of("a message without a role", "messages.1=(dict): Unable to extract tag", {"content": "hi"}),
@@ -181,7 +187,7 @@ CASES = [
 SPECIAL = {
     b"header": f"POST {OPENAI} HTTP/1.1\r\nx: ".encode() + b"y" * 70_000,
     b"chunked": f"POST {OPENAI} HTTP/1.1\r\nhost: x\r\n{KEY}\r\ntransfer-encoding: chunked\r\n\r\n".encode()
-    + b"186a1\r\n%s\r\n0\r\n\r\n" % LARGE,
+    + b"f4241\r\n%s\r\n0\r\n\r\n" % LARGE,
     b"length": f"POST {OPENAI} HTTP/1.1\r\nhost: x\r\n{KEY}\r\ncontent-length: 10000000000000\r\n\r\n{{".encode(),
 }
 
@@ -222,3 +228,38 @@ def test_table_of_wrong_requests_equals_the_cases():
     table = "\n".join(["| request | status | message, or a part of it |", "|---|---|---|", *rows]) + "\n"
     assert len(CASES) >= 60
     assert table in PAGE.read_text("utf-8"), f"put this into docs/agents.md:\n{table}"
+
+
+WRONG = [0] * 3000
+
+
+@pytest.mark.parametrize(
+    ("protocol", "fields"),
+    [
+        (OpenAIChat, {"messages": WRONG}),
+        (OpenAIChat, {"messages": [{"role": "user", "content": WRONG}]}),
+        (OpenAIChat, {"messages": [{"role": "assistant", "tool_calls": WRONG}]}),
+        (OpenAIChat, {"messages": [USER], "tools": WRONG}),
+        (OpenAIChat, {"messages": [USER], "modalities": WRONG}),
+        (OpenAIChat, {"messages": [USER], "stop": WRONG}),
+        (OpenAIChat, {"messages": [USER], **{f"x{number}": 0 for number in range(3000)}}),
+        (OpenAIChat, {"messages": [USER], "response_format": {f"x{number}": 0 for number in range(3000)}}),
+        (AnthropicMessages, {"messages": WRONG}),
+        (AnthropicMessages, {"messages": [{"role": "user", "content": WRONG}]}),
+        (AnthropicMessages, {"messages": [{"role": "assistant", "content": WRONG}]}),
+        (AnthropicMessages, {"messages": [USER], "tools": WRONG}),
+        (AnthropicMessages, {"messages": [USER], "system": WRONG}),
+        (AnthropicMessages, {"messages": [USER], "thinking": {f"x{number}": 0 for number in range(3000)}}),
+    ],
+)
+def test_a_body_with_thousands_of_errors_is_read_up_to_the_first(protocol, fields):
+    with pytest.raises(ValidationError) as error:
+        protocol.model_validate({"model": "m", "max_tokens": 5, **fields})
+    assert error.value.error_count() < 3
+
+
+def test_an_error_shows_the_beginning_of_what_was_sent():
+    body = {"model": "m", "messages": [USER], "y" * 90_000: 1, "temperature": "z" * 90_000}
+    with pytest.raises(RefusedError) as error:
+        OpenAIChat.read(json.dumps(body).encode())
+    assert len(str(error.value)) < 500

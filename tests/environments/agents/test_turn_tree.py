@@ -55,7 +55,7 @@ def test_a_linear_conversation_is_one_row_of_the_sampled_tokens():
     assert row.context == TOKENIZER.apply_chat_template(after(second), tokenize=True)["input_ids"][:-1]
 
 
-def test_a_retry_and_another_answer_to_a_turn_are_rows_with_its_tokens_as_prompt():
+def test_a_retry_and_a_second_branch_of_a_turn_are_rows_of_their_own():
     tree = new_tree()
     first = ask(tree, [user("a")], "one")
     again = ask(tree, [user("a")], "uno")
@@ -70,7 +70,7 @@ def test_a_retry_and_another_answer_to_a_turn_are_rows_with_its_tokens_as_prompt
     assert tree.messages()[0] == after(other)
 
 
-def test_a_turn_with_calls_goes_on_whatever_ids_and_reasoning_its_client_repeats():
+def test_a_turn_with_calls_goes_on_whatever_ids_its_client_repeats():
     tree = new_tree()
     first = ask(
         tree,
@@ -134,6 +134,22 @@ def test_after_a_restart_the_same_requests_have_the_same_turns():
     assert again.reply is not None
     assert tree.ask(ChatRequest((user("a"),))).reply is None  # a second one is another sample
     assert [row.num_sampled for row in tree.rows()] == [len(first.ids)]
+
+
+def test_the_oldest_turns_are_forgotten_and_their_noise_is_not_used_again():
+    tree = new_tree()
+    first, again = (ask(tree, [user("a")], "one") for _ in range(2))
+    waiting = tree.ask(ChatRequest((user("b"),)))
+    newest = [ask(tree, [user(f"number {number}")], "two") for number in range(9)]
+    tree.forget_oldest(16)
+    assert len(tree.turns) == 12
+    tree.forget_oldest(8)
+    assert tree.turns == [waiting, *newest[-8:]]
+    assert ask(tree, after(first, user("c")), "three").parent is None
+    assert ask(tree, after(newest[-1], user("c")), "three").parent is newest[-1]
+    repeated = ask(tree, [user("a")], "one")
+    assert repeated.noise[:2] == again.noise[:2]
+    assert repeated.noise[2] > again.noise[2]
 
 
 @pytest.mark.parametrize(

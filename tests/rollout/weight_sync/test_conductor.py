@@ -12,6 +12,7 @@ from hybridflow.controller import ClassWithInitArgs, Dispatch, ResourcePool, Wor
 from hybridflow.errors import RolloutError, WeightSyncError, WorkerDiedError
 from hybridflow.protocol import DataProto
 from hybridflow.rollout.weight_sync.conductor import BetweenPools
+from hybridflow.rollout.weight_sync.disk import Disk
 from hybridflow.rollout.weight_sync.ipc import Ipc
 from hybridflow.rollout.weight_sync.receiver import RECEIVING, ReceivesWeights
 from hybridflow.rollout.weight_sync.sender import SENDING, SendsWeights
@@ -41,30 +42,32 @@ def pools(tiny_model, tmp_path, restores_the_process):
     return build
 
 
-@pytest.mark.parametrize("transport", ["object_store", "ipc"])
-def test_a_version_is_sent_once_and_log_probs_agree(pools, transport):
+@pytest.mark.parametrize("transport", ["object_store", "disk", "ipc"])
+def test_a_version_is_sent_once_and_log_probs_agree(pools, transport, tmp_path):
     learn, generate = pools(transport)
     sync = BetweenPools(learn, generate)
     metrics = sync()
     assert metrics["weight_sync/bytes"] > 2 * 2000
     assert metrics["weight_sync/probe_diff_max"] < 1e-5
     assert sync() == {}
+    assert not (tmp_path / "weight_sync").exists()
     rollouts = generate.generate_greedy_sequences(prompts())
     computed = learn.compute_log_probs(rollouts).batch["old_log_probs"]
     torch.testing.assert_close(computed, rollouts.batch["rollout_log_probs"], atol=1e-5, rtol=0)
 
 
-def test_a_failed_sync_is_repeated(pools, monkeypatch):
+@pytest.mark.parametrize("transport", [Disk, Ipc])
+def test_a_failed_sync_is_repeated(pools, monkeypatch, transport):
     def failing(self, sent):
-        raise WeightSyncError("the memory is gone")
+        raise WeightSyncError("the disk is gone")
 
-    learn, generate = pools("ipc")
+    learn, generate = pools(transport.__name__.lower())
     with pytest.raises(RolloutError, match="the rollout engine has no weights yet; sync weights before generating"):
         generate.generate_greedy_sequences(prompts())
     sync = BetweenPools(learn, generate)
     with monkeypatch.context() as patch:
-        patch.setattr(Ipc, "receive", failing)
-        with pytest.raises(WeightSyncError, match="the memory is gone"):
+        patch.setattr(transport, "receive", failing)
+        with pytest.raises(WeightSyncError, match="the disk is gone"):
             sync()
     learn.abandon_step()
     assert sync()["weight_sync/bytes"] > 0

@@ -6,6 +6,7 @@ Each test runs on each transport; sender and receivers run in threads if they ha
 import os
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -16,12 +17,13 @@ from torch._C._distributed_c10d import FileStore
 
 from hybridflow.config import Config, RolloutConfig, load_config
 from hybridflow.errors import LostWeightSyncError, WeightSyncError
-from hybridflow.rollout.weight_sync import broadcast
+from hybridflow.rollout.weight_sync import broadcast, disk
 from hybridflow.rollout.weight_sync.base import WeightTransport
 from hybridflow.rollout.weight_sync.broadcast import Broadcast
 from hybridflow.rollout.weight_sync.buckets import Bucket, fill_buckets, plan_buckets, spec_of
+from hybridflow.rollout.weight_sync.disk import Disk
 from hybridflow.rollout.weight_sync.in_process import InProcess
-from hybridflow.rollout.weight_sync.transports import TRANSPORTS
+from hybridflow.rollout.weight_sync.transports import TRANSPORTS, build_sending_transport
 
 NUM_RECEIVERS = 2
 
@@ -30,8 +32,13 @@ def configured(run_dir: object, *overrides: str) -> Config:
     return load_config(None, [f"trainer.run_dir={run_dir}", "controller.call_timeout_s=120", *overrides])
 
 
-def test_the_table_has_every_configurable_transport():
+def test_table_has_every_configurable_transport_and_removes_old_buckets(tmp_path):
     assert set(get_args(RolloutConfig.model_fields["weight_sync"].annotation)) == set(TRANSPORTS)
+    (tmp_path / "weight_sync").mkdir()  # of a killed run
+    (tmp_path / "weight_sync" / "bucket_00000.safetensors").touch()
+    sender = build_sending_transport(configured(tmp_path, "rollout.weight_sync=broadcast"))
+    assert isinstance(sender, Broadcast)
+    assert not (tmp_path / "weight_sync").exists()
 
 
 def weights_like_those_of_a_model(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -191,6 +198,47 @@ def test_a_receiver_that_is_killed_is_an_error_of_the_sender(fork_server, tmp_pa
     with pytest.raises(LostWeightSyncError, match="the broadcast of a weight bucket failed"):
         sender.finish()
     assert receiver.returncode == -9
+
+
+def test_files_are_removed_when_all_are_received_or_a_write_fails(tmp_path, monkeypatch):
+    transport, buckets = Disk(configured(tmp_path)), list(buckets_of(weights_like_those_of_a_model(), 3000))
+    for bucket in buckets:
+        transport.receive(transport.send(bucket))
+    assert len(list((tmp_path / "weight_sync").iterdir())) == 3
+    transport.finish()
+    assert not (tmp_path / "weight_sync").exists()
+    transport.send(buckets[0])
+
+    def full(weights, path):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disk, "save_file", full)
+    with pytest.raises(WeightSyncError, match=r"could not be written to .*No space left"):
+        transport.send(buckets[1])
+    assert not (tmp_path / "weight_sync").exists()
+
+
+def test_missing_or_damaged_file_is_named_in_error(tmp_path):
+    transport = Disk(configured(tmp_path))
+    (bucket,) = buckets_of(weights_like_those_of_a_model())
+    sent = transport.send(bucket)
+    with open(sent.contents, "r+b") as file:
+        file.truncate(100)
+    with pytest.raises(WeightSyncError, match=r"could not be read from '.*bucket_00000.safetensors'"):
+        transport.receive(sent)
+    with pytest.raises(WeightSyncError, match="must have access to the trainer's directory"):
+        transport.receive(replace(sent, contents=str(tmp_path / "elsewhere")))
+
+
+def test_disk_transport_does_not_write_through_a_link(tmp_path):
+    (tmp_path / "weight_sync").mkdir()
+    (tmp_path / "target").write_text("precious")
+    (tmp_path / "weight_sync" / "bucket_00000.safetensors").symlink_to(tmp_path / "target")
+    (bucket, *_) = buckets_of(weights_like_those_of_a_model())
+    with pytest.raises(WeightSyncError, match=r"bucket_00000\.safetensors' is a symbolic link, not a regular file"):
+        Disk(configured(tmp_path)).send(bucket)
+    assert (tmp_path / "target").read_text() == "precious"
 
 
 def test_missing_receivers_are_an_error_after_the_timeout(tmp_path):

@@ -77,11 +77,11 @@ class RolloutConfig(Section):
     speculative: dict[Speculative, Parameter] = Field(
         default={}, description="vllm: draft tokens that the model verifies; keys and example: docs/rollout.md."
     )
-    weight_sync: Literal["object_store", "broadcast", "ipc"] = Field(
+    weight_sync: Literal["object_store", "broadcast", "disk", "ipc"] = Field(
         default="object_store",
         description="Transport of the weight sync to rollout engines in a separate pool: Ray's object store (shared "
-        "memory on one node), a collective broadcast (gloo, or NCCL on GPUs), or memory shared between processes of "
-        "one node (ipc; on GPUs, of one GPU).",
+        "memory on one node), a collective broadcast (gloo, or NCCL on GPUs), files in trainer.run_dir, or memory "
+        "shared between processes of one node (ipc; on GPUs, of one GPU).",
     )
     sync_bucket_bytes: Positive = Field(
         default=256 * 2**20,

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from hybridflow.environments.agents import bodies
-from hybridflow.environments.agents.bodies import Body, Parts, TextPart, json_text, pieces, text_of
+from hybridflow.environments.agents.bodies import Body, Items, Parts, TextPart, json_text, pieces, text_of
 from hybridflow.environments.agents.chat import ChatReply, ChatRequest, RefusedError
 from hybridflow.environments.episodes.messages import ToolCall
 
@@ -28,7 +28,7 @@ class _AnthropicToolUse(Body):
 class _AnthropicResult(Body):
     harmless = frozenset({"cache_control"})
     type: Literal["tool_result"]
-    tool_use_id: str
+    tool_use_id: bodies.Name
     content: Parts = Field(default=[])
     is_error: bool = False
 
@@ -40,13 +40,13 @@ class _AnthropicResult(Body):
 
 class _AnthropicUser(Body):
     role: Literal["user", "system"]
-    content: Annotated[list[Annotated[TextPart | _AnthropicResult, Field(discriminator="type")]], bodies.as_parts]
+    content: Annotated[Items[Annotated[TextPart | _AnthropicResult, Field(discriminator="type")]], bodies.as_parts]
 
 
 class _AnthropicTurn(Body):
     role: Literal["assistant"]
     content: Annotated[
-        list[Annotated[TextPart | _AnthropicThinking | _AnthropicToolUse, Field(discriminator="type")]],
+        Items[Annotated[TextPart | _AnthropicThinking | _AnthropicToolUse, Field(discriminator="type")]],
         bodies.as_parts,
     ]
 
@@ -65,21 +65,25 @@ class _AnthropicToolChoice(Body):
     disable_parallel_tool_use: Literal[False] = False
 
 
+class _AnthropicThought(Body):
+    type: Literal["disabled"]
+
+
 class AnthropicMessages(bodies.ChatBody):
     """The body of POST /v1/messages."""
 
     keep_alive: ClassVar[str] = 'event: ping\ndata: {"type":"ping"}\n\n'
     harmless = frozenset({"cache_control", "metadata", "service_tier"})
     messages: Annotated[
-        list[Annotated[_AnthropicUser | _AnthropicTurn, Field(discriminator="role")]],
-        Field(min_length=1, max_length=bodies.MAX_MESSAGES),
+        Items[Annotated[_AnthropicUser | _AnthropicTurn, Field(discriminator="role")]],
+        Field(min_length=1),
     ]
     max_tokens: bodies.Count
     system: Parts = Field(default=[])
-    tools: list[_AnthropicTool] = Field(default=[])
+    tools: Items[_AnthropicTool] = Field(default=[])
     tool_choice: _AnthropicToolChoice = _AnthropicToolChoice(type="auto")
     stop_sequences: bodies.Stops = Field(default=[])
-    thinking: dict[Literal["type"], Literal["disabled"]] | None = None
+    thinking: _AnthropicThought | None = None
 
     def request(self) -> ChatRequest:
         """Return the request without the words of the protocol."""

@@ -4,26 +4,43 @@ A body lists what is supported and what changes no token. Any other field is ref
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from itertools import count
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_core import from_json
 
 from hybridflow.environments.agents.chat import ChatRequest, RefusedError
 from hybridflow.environments.episodes.messages import AssistantTurn, Message, ToolCall
 
-MAX_MESSAGES = 10_000
+MAX_OBJECTS = 30_000
+"""Messages, parts of them, calls and tools of a request."""
+MAX_FIELDS = 100
 PIECE = 1000
 """Characters of a text in one event of a stream."""
+_MAYBE_INFINITE = re.compile(rb"\d[eE]\+?\d{3}|\d{300}")
 _ERRORS = {401: "authentication", 404: "not_found", 429: "rate_limit"}
 
+Item = TypeVar("Item")
+Items = Annotated[list[Item], FailFast()]
+"""A list that is read up to its first error, because a hostile one has a million."""
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Name = Annotated[str, Field(min_length=1, max_length=128)]
 Empty = Annotated[list[Any], Field(max_length=0)]
 Stops = Annotated[
-    list[Annotated[str, Field(min_length=1, max_length=1000)]],
+    Items[Annotated[str, Field(min_length=1, max_length=1000)]],
     Field(max_length=16),
     BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
 ]
@@ -37,9 +54,13 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_fields(cls, value: Any) -> Any:
+    def _read_fields(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.context is not None and next(info.context) > MAX_OBJECTS:
+            raise ValueError(f"the body has more than {MAX_OBJECTS:,} messages, parts, calls and tools")
         if not isinstance(value, dict):
             return value
+        if len(value) > MAX_FIELDS:
+            raise ValueError(f"it has {len(value):,} fields; an object of a request has at most {MAX_FIELDS}")
         return {key: each for key, each in value.items() if each is not None and key not in cls.harmless}
 
 
@@ -53,7 +74,7 @@ class TextPart(Body):
 
 
 as_parts = BeforeValidator(lambda content: [{"type": "text", "text": content}] if isinstance(content, str) else content)
-Parts = Annotated[list[TextPart], as_parts]
+Parts = Annotated[Items[TextPart], as_parts]
 
 
 class ChatBody(Body):
@@ -69,14 +90,16 @@ class ChatBody(Body):
     def read(cls, body: bytes) -> Self:
         """Return the request. Raises RefusedError that names the first field that is wrong."""
         try:
-            return cls.model_validate(parse_json(body))
+            return cls.model_validate(parse_json(body), context=count())
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False)[0]
-        place, value = ".".join(map(str, first["loc"])) or "the body", first["input"]
+        place, value = ".".join(map(str, first["loc"]))[:200] or "the body", first["input"]
         if first["type"] == "extra_forbidden":
             raise RefusedError(400, "unsupported_parameter", f"{place} is not supported; leave it out")
+        value = value[:100] if isinstance(value, str) else value
+        problem = first["msg"].removeprefix("Value error, ")
         shown = ascii(value)[:100] if isinstance(value, str | int | float) else f"({type(value).__name__})"
-        raise invalid(f"{place} is missing" if first["type"] == "missing" else f"{place}={shown}: {first['msg']}")
+        raise invalid(f"{place} is missing" if first["type"] == "missing" else f"{place}={shown}: {problem}")
 
     def _request(self, conversation: "Conversation", tools: Sequence[Mapping[str, Any]], **asked: Any) -> ChatRequest:
         """Return a request with the messages and tools, and the sampling that the body asks for."""
@@ -94,9 +117,11 @@ def invalid(message: str) -> RefusedError:
 
 def parse_json(text: str | bytes, what: str = "the body") -> Any:
     """Return a value of JSON without NaN, infinity, halves of characters, and more than 200 levels."""
+    text = text.encode() if isinstance(text, str) else text
     try:
-        value = from_json(text.encode() if isinstance(text, str) else text, allow_inf_nan=False)
-        json_text(value)  # 1e999 has been read as infinity
+        value = from_json(text, allow_inf_nan=False)
+        if _MAYBE_INFINITE.search(text):
+            json_text(value)  # refuses the infinity that 1e999 is read as
     except ValueError as error:
         raise RefusedError(400, "invalid_json", f"{what} is not JSON: {error}") from None
     return value
@@ -147,7 +172,7 @@ class Conversation:
         if len(self._waiting) < len(calls):
             raise invalid("messages: two calls of one message have the same id")
 
-    def result(self, call_id: str, content: str, name: str = "") -> None:
+    def result(self, call_id: str, content: str, name: str | None = None) -> None:
         """Add the result of a call of the last turn; a name must be that of its tool."""
         tool = self._waiting.get(call_id)
         if tool is None or call_id in self._results:

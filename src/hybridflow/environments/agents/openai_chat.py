@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from hybridflow.environments.agents import bodies
-from hybridflow.environments.agents.bodies import Body, Parts, json_text, pieces, text_of
+from hybridflow.environments.agents.bodies import Body, Items, Parts, json_text, pieces, text_of
 from hybridflow.environments.agents.chat import ChatReply, ChatRequest, RefusedError
 from hybridflow.environments.episodes.messages import ToolCall
 
@@ -59,15 +59,19 @@ class _OpenAITurn(Body):
     role: Literal["assistant"]
     content: Parts = Field(default=[])
     reasoning_content: str = ""
-    tool_calls: list[_OpenAICall] = Field(default=[])
+    tool_calls: Items[_OpenAICall] = Field(default=[])
     annotations: bodies.Empty = Field(default=[])
 
 
 class _OpenAIResult(Body):
     role: Literal["tool"]
     content: Parts
-    tool_call_id: str
-    name: str = ""
+    tool_call_id: bodies.Name
+    name: bodies.Name | None = None
+
+
+class _OpenAIFormat(Body):
+    type: Literal["text"]
 
 
 class _OpenAIStreamOptions(Body):
@@ -83,10 +87,10 @@ class OpenAIChat(bodies.ChatBody):
         ["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"]
     )
     messages: Annotated[
-        list[Annotated[_OpenAISaid | _OpenAITurn | _OpenAIResult, Field(discriminator="role")]],
-        Field(min_length=1, max_length=bodies.MAX_MESSAGES),
+        Items[Annotated[_OpenAISaid | _OpenAITurn | _OpenAIResult, Field(discriminator="role")]],
+        Field(min_length=1),
     ]
-    tools: list[_OpenAITool] = Field(default=[])
+    tools: Items[_OpenAITool] = Field(default=[])
     tool_choice: Literal["auto", "none"] = "auto"
     max_tokens: bodies.Count | None = None
     max_completion_tokens: bodies.Count | None = None
@@ -97,8 +101,8 @@ class OpenAIChat(bodies.ChatBody):
     n: Literal[1] = 1
     top_logprobs: Literal[0] = 0
     parallel_tool_calls: Literal[True] = True
-    response_format: dict[Literal["type"], Literal["text"]] | None = None
-    modalities: list[Literal["text"]] = Field(default=[])
+    response_format: _OpenAIFormat | None = None
+    modalities: Items[Literal["text"]] = Field(default=[])
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
     presence_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None

@@ -403,8 +403,7 @@ def _as_float(value: Any) -> float | None:
     return value if math.isfinite(value) and abs(value) <= _MAX_SCORE else None
 
 
-def _excerpt(value: Any, max_chars: int = 400) -> str:
-    """Return the `repr` of a value, without its middle if it exceeds `max_chars`."""
+def _excerpt(value: Any) -> str:
+    """Return the `repr` of a value, without its middle if it exceeds 400 characters."""
     text = repr(value)
-    half = max_chars // 2
-    return text if len(text) <= max_chars else f"{text[:half]} ... {text[-half:]}"
+    return text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}"

@@ -1,4 +1,4 @@
-"""Builds programs that generate without training: `hybridflow evaluate`, `hybridflow generate` and `hybridflow serve`."""
+"""Builds programs that generate without training: `hybridflow evaluate`, `generate` and `serve`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
