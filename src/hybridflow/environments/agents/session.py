@@ -19,8 +19,11 @@ from hybridflow.rollout import Completion, SamplingParams
 MAX_OPEN_REQUESTS = 64
 """Requests of one agent that may be open at a time."""
 
-MAX_BODY_BYTES = 4 * 2**20
-"""Largest body of a request."""
+MAX_GIVEN_UP = 256
+"""Turns of an episode whose clients may go before they have them: the engine samples some to their ends."""
+
+BODY_BYTES, BODY_BYTES_PER_TOKEN = 2**16, 64
+"""Largest body of a request: a longer one cannot fit into a row, and its tokens would take long to count."""
 
 _ENDINGS: dict[str, EndReason] = {"max_turns": "turns", "context_length_exceeded": "tokens", "max_rows": "rows"}
 
@@ -32,8 +35,6 @@ class Session:
     further turn. `key` is a secret of the agent.
     """
 
-    max_body_bytes = MAX_BODY_BYTES
-
     def __init__(
         self,
         tree: TurnTree,
@@ -43,6 +44,7 @@ class Session:
         key: str = "",
     ) -> None:
         self.tree, self._allowed, self._seconds, self._clock = tree, allowed, seconds, clock
+        self.max_body_bytes = BODY_BYTES + BODY_BYTES_PER_TOKEN * tree.limits.context_tokens
         self.key = key or secrets.token_urlsafe(24)
         self.reward: dict[str, Any] | None = None
         self.limit: EndReason | None = None
@@ -51,7 +53,7 @@ class Session:
         self.events: MutableSequence[list[Any]] = []
         """What happened, in order: ["ask", request], ["got", number of the request, digest], ["drop", number]."""
         self._numbers = WeakKeyDictionary[TreeTurn, int]()
-        self._began, self._num_open = clock(), 0
+        self._began, self._num_open, self._num_given_up = clock(), 0, 0
         self._new: list[TreeTurn] = []
         self._waiting: dict[TreeTurn, asyncio.Future[None]] = {}
         self._changed = asyncio.Event()
@@ -77,6 +79,10 @@ class Session:
         """
         self._require_running()
         self._require_sampling(request)
+        if self._num_given_up >= MAX_GIVEN_UP:
+            raise RefusedError(
+                429, "too_many_requests", f"the episode has given up {MAX_GIVEN_UP} turns; let clients wait for them."
+            )
         try:
             if self._clock() - self._began > self._seconds:
                 raise RefusedError(400, "max_seconds", f"the episode has lasted {self._seconds:g} s; end it.")
@@ -115,6 +121,7 @@ class Session:
 
     def _drop(self, turn: TreeTurn) -> None:
         self.tree.drop(turn)
+        self._num_given_up += 1
         self.events.append(["drop", self._numbers[turn]])
 
     def set_reward(self, value: Any) -> None:
@@ -127,11 +134,10 @@ class Session:
 
     async def next_turns(self) -> list[TreeTurn]:
         """Return the turns that requests have asked for since the last call, at least one; none if it is over."""
-        while not (self._new or self.is_over):
+        while not (turns := [turn for turn in self._new if not turn.is_dropped]) and not self.is_over:
             self._changed.clear()
             await self._changed.wait()
-            self._new = [turn for turn in self._new if not turn.is_dropped]
-        turns, self._new = self._new, []
+        self._new = []
         return turns
 
     def deliver(self, turn: TreeTurn, completion: Completion) -> None:
@@ -153,7 +159,7 @@ class Session:
         self._end_requests("agent_lost", "the process of the agent was lost, and the agent is started again.")
         self.key, self.reward, self.limit, self._began = secrets.token_urlsafe(24), None, None, self._clock()
         self.tree.restart()
-        self.events, self._numbers = [], WeakKeyDictionary()
+        self.events, self._numbers, self._num_given_up = [], WeakKeyDictionary(), 0
 
     def end(self) -> None:
         """End the episode: open requests and later ones are refused."""
