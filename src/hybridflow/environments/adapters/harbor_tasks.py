@@ -111,8 +111,8 @@ def _followed(path: Path) -> tuple[str, list[tuple[Path, str]], list[str]]:
                     files.append((source, posixpath.join(place, source.name) if is_within else place))
             case _:
                 raise EnvironmentConfigError(
-                    f"{str(path)!r} has `{line.strip()[:80]}`, and a local sandbox builds no image; use sandbox=docker, "
-                    "or remove such lines, if the programs of this machine are enough."
+                    f"{str(path)!r} has `{line.strip()[:80]}`, and a local sandbox builds no image; use "
+                    "sandbox=docker, or remove such lines, if the programs of this machine are enough."
                 )
     return workdir, files, variables
 
