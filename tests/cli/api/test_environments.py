@@ -202,9 +202,9 @@ def test_types_that_only_annotations_name_travel():
     [
         (Talk(), "is a Talk; expected a class"),
         (int, "'int' does not name a subclass of hybridflow.environments.Environment"),
-        ({"talk": 3}, "'3' does not name a subclass"),
+        ({"talk": 3}, "'3' is neither a class nor an `async` function"),
         ({}, "environments={} names no class"),
-        ({"max_turns": 4}, "'4' does not name a subclass"),
+        ({"max_turns": 4}, "'4' is neither a class nor"),
     ],
 )
 def test_what_is_not_an_environment_is_an_error(given, message):

@@ -165,7 +165,6 @@ def test_what_is_wrong_is_an_error_before_a_file_is_written(task, rows, tmp_path
         ({"eval_dataset": "x"}, ConfigError, "eval_dataset: no such key; the key here is val_prompts"),
         ({"reward": None}, RewardConfigError, "serves data_source 'rows' in prompts; .* Set reward=FUNCTION or"),
         ({"reward": lambda completion, anwser: 0.0}, RewardConfigError, "'anwser' names .*did you mean 'answer'"),
-        ({"reward": "task.py:score", "environments": "a.py:B"}, ConfigError, "environments=.* with reward='task.py"),
         ({"reward": 5}, RewardConfigError, "reward=5 is a int; expected a function, or its name"),
         ({"recipe": "dapoo"}, ConfigError, "recipe='dapoo' is unknown"),
         ({"recipe": 3}, ConfigError, "recipe=3 is invalid"),

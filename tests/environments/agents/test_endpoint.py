@@ -43,6 +43,12 @@ def read_until(connection, text):
     return found
 
 
+def wait_for_open(session, number):
+    """Wait until a session has so many open requests."""
+    while session.num_open != number:
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_turn_is_cancelled_if_its_client_goes(stream, serve):
     session, address = serve(None)
@@ -51,8 +57,8 @@ def test_a_turn_is_cancelled_if_its_client_goes(stream, serve):
         if stream:
             read_until(connection, b": the model works\n\n")
     assert session.cancelled.wait(60)
-    assert session.closed.wait(60)
-    assert (session.num_open, session.dropped) == (0, [])
+    wait_for_open(session, 0)
+    assert session.dropped == []
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -60,7 +66,7 @@ def test_a_turn_that_its_client_did_not_read_is_dropped(stream, serve):
     session, address = serve(LONG)
     with request(address, stream=stream) as connection:
         read_until(connection, b"HTTP/1.1 200")
-    assert session.closed.wait(60)
+    wait_for_open(session, 0)
     assert session.dropped == ["t1"]
 
 
@@ -70,8 +76,20 @@ def test_a_slow_client_gets_its_whole_turn(serve):
         assert session.began.wait(60)
         read = read_until(connection, b'"total_tokens":5}}')
     assert json.loads(read.partition(b"\r\n\r\n")[2])["choices"][0]["message"]["content"] == LONG.content
-    assert session.closed.wait(60)
+    wait_for_open(session, 0)
     assert session.dropped == []
+
+
+def test_a_turn_that_is_not_read_is_cut_off_when_its_episode_ends(serve, endpoint, on_loop):
+    session, address = serve(LONG)
+    with request(address, stream=True) as connection:
+        read = read_until(connection, b"HTTP/1.1 200")
+        on_loop(endpoint.remove, "s0")
+        wait_for_open(session, 0)
+        while chunk := connection.recv(2**20):
+            read += chunk
+    assert session.dropped == ["t1"]
+    assert b"session_ended" not in read
 
 
 @pytest.mark.parametrize(
@@ -97,8 +115,7 @@ def test_open_requests_are_refused_when_their_episode_ends(body, serve, endpoint
     session, address = serve(None)
     with request(address, body, length=100 if body else None) as connection:
         if body:
-            while not session.num_open:
-                time.sleep(0.01)
+            wait_for_open(session, 1)
         else:
             assert session.began.wait(60)
         on_loop(endpoint.remove, "s0")
@@ -110,14 +127,11 @@ def test_open_requests_are_refused_when_their_episode_ends(body, serve, endpoint
 def test_half_a_body_holds_one_request_until_its_client_goes(serve):
     session, address = serve(HELLO)
     with request(address, b"{", length=100):
-        while not session.num_open:
-            time.sleep(0.01)
+        wait_for_open(session, 1)
         with openai.OpenAI(base_url=f"{address}/v1", api_key="the key", max_retries=0) as client:
             client.chat.completions.create(model="m", messages=[USER])
-        assert session.num_open == 1
-        session.closed.clear()
-    assert session.closed.wait(60)
-    assert session.num_open == 0
+        wait_for_open(session, 1)
+    wait_for_open(session, 0)
 
 
 def test_a_session_without_an_id_is_served_at_the_base_url(endpoint, on_loop):
@@ -142,7 +156,8 @@ def test_thirty_clients_at_once_get_their_own_turns(serve, on_loop, endpoint):
             return [each.choices[0].message.content for each in await asyncio.gather(*asked)]
 
     assert asyncio.run(ask()) == [f"turn {number}" for number in range(30)]
-    assert all(session.num_open == 0 for session, _ in served)
+    for session, _ in served:
+        wait_for_open(session, 0)
 
 
 def test_the_server_ends_with_open_requests_and_keeps_handlers_of_signals():
@@ -162,6 +177,7 @@ def test_the_server_ends_with_open_requests_and_keeps_handlers_of_signals():
                 await asyncio.sleep(0.01)
             await endpoint.stop()
             assert b"410" in waiting.recv(100)
+            assert not endpoint._server.server_state.connections
         assert session.cancelled.is_set()
         assert session.dropped == ["t2"]
         with pytest.raises(ConnectionRefusedError):

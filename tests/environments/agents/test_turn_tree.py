@@ -55,7 +55,7 @@ def test_a_linear_conversation_is_one_row_of_the_sampled_tokens():
     assert row.context == TOKENIZER.apply_chat_template(after(second), tokenize=True)["input_ids"][:-1]
 
 
-def test_a_retry_and_another_answer_to_a_turn_are_rows_with_its_tokens_as_prompt():
+def test_a_retry_and_a_second_branch_of_a_turn_are_rows_of_their_own():
     tree = new_tree()
     first = ask(tree, [user("a")], "one")
     again = ask(tree, [user("a")], "uno")
@@ -70,7 +70,7 @@ def test_a_retry_and_another_answer_to_a_turn_are_rows_with_its_tokens_as_prompt
     assert tree.messages()[0] == after(other)
 
 
-def test_a_turn_with_calls_goes_on_whatever_ids_and_reasoning_its_client_repeats():
+def test_a_turn_with_calls_goes_on_whatever_ids_its_client_repeats():
     tree = new_tree()
     first = ask(
         tree,

@@ -19,7 +19,7 @@ from hybridflow.rollout import Completion, SamplingParams
 MAX_OPEN_REQUESTS = 64
 """Requests of one agent that may be open at a time."""
 
-MAX_BODY_BYTES = 16 * 2**20
+MAX_BODY_BYTES = 4 * 2**20
 """Largest body of a request."""
 
 _ENDINGS: dict[str, EndReason] = {"max_turns": "turns", "context_length_exceeded": "tokens", "max_rows": "rows"}
