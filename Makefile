@@ -29,7 +29,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # As in hybridflow/__init__.py, for programs that import torch first, and for the peers of benchmarks.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: help setup setup-vllm demo demo-control demo-tools rlhf learn chaos soak smoke test types fast-tests test-runs test-vllm test-all test-gpu fix
+.PHONY: help setup setup-vllm demo demo-control demo-tools demo-agent rlhf learn chaos soak smoke test types fast-tests test-runs test-vllm test-all test-gpu fix
 .PHONY: bench-balance bench-compiled_kernels bench-controller_scale bench-episodes bench-gpu bench-grpo_step
 .PHONY: bench-lag_learning bench-overlap bench-recovery bench-report bench-rewards bench-rollout bench-slow_reward bench-snapshot_size bench-trace_share bench-train_engine bench-uneven
 .PHONY: bench-transport bench-weight_sync
@@ -65,6 +65,9 @@ demo: $(STAMP) ## a small model learns countdown by reinforcement learning, in m
 
 demo-tools: $(STAMP) ## a small model learns to call a calculator, in minutes on a CPU; ARGS=--full: also a text game
 	$(BIN)/python examples/tools_demo.py $(ARGS)
+
+demo-agent: $(STAMP) ## the same with an agent of the OpenAI Agents SDK, which knows nothing of training, on Ray
+	$(BIN)/python examples/agent_demo.py $(ARGS)
 
 rlhf: $(STAMP) ## a reward model from preferences, PPO against it, and DPO, in two minutes on a CPU
 	$(BIN)/python benchmarks/rlhf.py $(ARGS)
@@ -177,7 +180,7 @@ bench-overlap: $(STAMP) ## the time of a step with trainer.stream and trainer.la
 bench-lag_learning: $(STAMP) ## countdown with each trainer.lag, three seeds each; ARGS="--help" for more
 	$(BIN)/python benchmarks/lag_learning.py $(ARGS)
 
-bench-episodes: $(STAMP) ## episodes of four turns with slow tools against as many tokens in one turn; ARGS="--help" for more
+bench-episodes: $(STAMP) ## episodes of four turns with slow tools, as agents, and as many tokens in one turn; ARGS="--help" for more
 	$(BIN)/python benchmarks/episodes.py $(ARGS)
 
 bench-slow_reward: $(STAMP) ## countdown with a reward of 200 ms: sync, streamed and lag; ARGS="--help" for more

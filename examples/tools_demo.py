@@ -5,30 +5,28 @@ and with --full also:                                                  +--GRPO w
                                                                        +--GRPO in a maze--> finds the way
 """
 
+import argparse
+import json
+import shutil
+import sys
 import time
+from pathlib import Path
+from typing import Any
 
-START = time.perf_counter()
+import psutil
+from calculator import Calculator
+from rich.console import Console
+from tools_task import write_data, write_model
 
-import argparse  # noqa: E402
-import json  # noqa: E402
-import shutil  # noqa: E402
-import sys  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
-
-from calculator import Calculator  # noqa: E402
-from rich.console import Console  # noqa: E402
-from tools_task import write_data, write_model  # noqa: E402
-
-from hybridflow.checkpoint import CheckpointStore, export_model  # noqa: E402
-from hybridflow.config import load_config  # noqa: E402
-from hybridflow.environments import EnvironmentKind  # noqa: E402
-from hybridflow.observability import plot_curves, read_jsonl  # noqa: E402
-from hybridflow.trainers import OfflineTrainer, PPOTrainer, build_sft_trainer, build_trainer  # noqa: E402
+from hybridflow.checkpoint import CheckpointStore, export_model
+from hybridflow.config import load_config
+from hybridflow.environments import EnvironmentKind
+from hybridflow.observability import plot_curves, read_jsonl
+from hybridflow.trainers import OfflineTrainer, PPOTrainer, build_sft_trainer, build_trainer
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 RUN = Path("runs/tools")
-MADE = ("data", "model", "sft", "warm_start", "calculator", "single", "maze")
+MADE = ("data", "model", "sft", "warm_start", "calculator", "single", "maze", "agent")
 """What the demo makes in `RUN`, and replaces when it starts again."""
 WITHOUT_TOOLS = ("environment.classes={}", "reward.function=examples/calculator.py:exact")
 HELD_OUT = 256
@@ -37,11 +35,23 @@ CONVERSATIONS = 38_400
 console = Console()
 
 
-def make_everything(num_conversations: int = CONVERSATIONS) -> None:
-    """Write data, tokenizer and a model with random weights."""
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of what all demos of tools take."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--sft", action="append", default=[], metavar="KEY=VALUE", help="override of the recipe of the warm start"
+    )
+    parser.add_argument("--grpo", action="append", default=[], metavar="KEY=VALUE", help="override of the GRPO recipes")
+    parser.add_argument(
+        "--conversations", type=int, default=CONVERSATIONS, metavar="N", help="conversations of the warm start"
+    )
+    return parser
+
+
+def make_everything(tools: list[dict[str, Any]], num_conversations: int) -> None:
+    """Write data with the schemas of some tools, a tokenizer and a model with random weights."""
     for name in MADE:
         shutil.rmtree(RUN / name, ignore_errors=True)
-    tools = [dict(schema) for schema in EnvironmentKind.of(Calculator, "calculator").schemas]
     write_data(RUN / "data", tools, num_examples=num_conversations, num_train=8_000, num_test=HELD_OUT)
     num_parameters = write_model(RUN / "model")
     console.print(f"created a model of {num_parameters / 1e6:.1f}M parameters, a tokenizer and problems in {RUN}/")
@@ -90,32 +100,38 @@ def show_turns(run: str) -> None:
         console.print(f"  {message['role']:10} {message['content']}{' '.join(calls)}", markup=False, highlight=False)
 
 
+def learn(recipe: str, overrides: list[str]) -> tuple[list[dict[str, Any]], float]:
+    """Train with GRPO and show what was learned; return the rows of metrics and the seconds."""
+    rows, seconds = reinforce(recipe, *overrides)
+    name = Path(load_config(RECIPES / f"{recipe}.toml", overrides).trainer.run_dir).name
+    show_turns(name)
+    draw(name, rows)
+    return rows, seconds
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--sft", action="append", default=[], metavar="KEY=VALUE", help="override of the recipe of the warm start"
-    )
-    parser.add_argument("--grpo", action="append", default=[], metavar="KEY=VALUE", help="override of the GRPO recipes")
-    parser.add_argument(
-        "--conversations", type=int, default=CONVERSATIONS, metavar="N", help="conversations of the warm start"
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--full", action="store_true", help="also the comparison without the calculator, and the maze")
     args = parser.parse_args()
-    make_everything(args.conversations)
+    tools = [dict(schema) for schema in EnvironmentKind.of(Calculator, "calculator").schemas]
+    make_everything(tools, args.conversations)
     warm_start(args.sft)
-    with_tools, seconds = reinforce("tools_calculator", *args.grpo)
-    show_turns("calculator")
-    draw("calculator", with_tools)
+    with_tools, seconds = learn("tools_calculator", args.grpo)
     if args.full:
         compare(seconds, seconds / with_tools[-1]["step"], args.grpo)
         play(args.grpo)
     else:
         console.print("skipped: the comparison without the calculator, and the maze; ARGS=--full runs them")
-    problems = load_config(RECIPES / "tools_calculator.toml", args.grpo).validation.max_samples
-    before, after = accuracies(with_tools)[0], accuracies(with_tools)[-1]
+    conclude("demo-tools", with_tools, args.grpo)
+
+
+def conclude(demo: str, rows: list[dict[str, Any]], overrides: list[str]) -> None:
+    """Print the accuracies before and after a run of GRPO, and the time since the program began."""
+    problems = load_config(RECIPES / "tools_calculator.toml", overrides).validation.max_samples
+    before, after = accuracies(rows)[0], accuracies(rows)[-1]
+    seconds = time.time() - psutil.Process().create_time()
     console.print(
-        f"demo-tools: accuracy {before:.3f} -> {after:.3f} "
-        f"on {problems or HELD_OUT} held-out problems in {time.perf_counter() - START:.0f} s",
+        f"{demo}: accuracy {before:.3f} -> {after:.3f} on {problems or HELD_OUT} held-out problems in {seconds:.0f} s",
         soft_wrap=True,
     )
 
@@ -138,15 +154,16 @@ def compare(seconds: float, seconds_per_step: float, overrides: list[str]) -> No
 
 def play(overrides: list[str]) -> None:
     """Train in the maze."""
-    maze, _ = reinforce("tools_maze", *overrides)
-    show_turns("maze")
-    draw("maze", maze)
-    reached = [row["reward/reached/mean"] for row in maze if "reward/reached/mean" in row]
-    few = max(1, len(reached) // 10)
-    console.print(
-        f"maze: reached the goal in {sum(reached[:few]) / few:.2f} of the games at the start, "
-        f"{sum(reached[-few:]) / few:.2f} at the end"
-    )
+    maze, _ = learn("tools_maze", overrides)
+    start, end = at_both_ends(maze, "reward/reached/mean")
+    console.print(f"maze: reached the goal in {start:.2f} of the games at the start, {end:.2f} at the end")
+
+
+def at_both_ends(rows: list[dict[str, Any]], name: str) -> tuple[float, float]:
+    """Return the means of a metric over the first and over the last tenth of a run's steps."""
+    found = [row[name] for row in rows if name in row]
+    few = max(1, len(found) // 10)
+    return sum(found[:few]) / few, sum(found[-few:]) / few
 
 
 def _as_long(seconds: float, seconds_per_step: float, overrides: list[str]) -> tuple[list[dict[str, Any]], float]:

@@ -92,3 +92,17 @@ def test_the_demo_of_tools_runs_to_its_last_line(tmp_path, steps):
     if steps > 1:
         turns = [each for row in read_jsonl(runs / "maze" / "rollouts.jsonl") for each in row["turns"]]
         assert max(turns) > 1
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("steps", [pytest.param(2, marks=ALL)])
+def test_an_agent_of_a_library_is_trained_on_ray_by_its_demo(tmp_path, steps):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    sft = ["controller.threads=1", "trainer.total_steps=4", "offline.batch_size=8"]
+    grpo = [f"trainer.total_steps={steps}", "data.train_batch_size=2", "validation.max_samples=8", *FEW]
+    output = run_demo(tmp_path, "agent_demo", "--conversations", 64, sft=sft, grpo=grpo)
+    *_, reward, last = output.strip().splitlines()
+    assert re.fullmatch(rf"reward of the agent: \d\.\d{{3}} -> \d\.\d{{3}} in {steps} steps, \d+ s", reward)
+    assert re.fullmatch(r"demo-agent: accuracy \d\.\d{3} -> \d\.\d{3} on 8 held-out problems in \d+ s", last)
+    rows = read_jsonl(tmp_path / "runs" / "tools" / "agent" / "samples.jsonl")
+    assert rows[0]["rendered_prompt"].startswith("<|im_start|>system\ntools: multiply<|im_end|><|im_start|>user\n")

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from fixtures.chat_tokenizers import chat_tokenizer
-from fixtures.tiny_episodes import talking_model
+from fixtures.tiny_episodes import talking_model, write_episode_task
 from hybridflow.config import load_config
 from hybridflow.environments import EpisodeLimits
 from hybridflow.environments.agents.chat import ChatRequest, RefusedError
@@ -24,9 +24,9 @@ CONFIG = load_config(None, ["data.max_response_length=40", "rollout.temperature=
 class Served:
     """A server without HTTP: a tree of turns, and what was delivered."""
 
-    def __init__(self, **engine):
+    def __init__(self, engine=None, **options):
         self.tree = TurnTree(Renderers(TOKENIZER), STOP, EpisodeLimits(10**9, 2048, 2048, 10**9))
-        self.engine = EmbeddedRollout(MODEL, tokenizer=TOKENIZER, **engine)
+        self.engine = engine or EmbeddedRollout(MODEL, tokenizer=TOKENIZER, **options)
         self.turns = ServedTurns(self.engine, lambda *turn: request_of(CONFIG, STOP, *turn), self.deliver)
         self.results = {}
 
@@ -50,8 +50,10 @@ class Served:
         return turn
 
 
-def test_equal_sequences_of_requests_have_equal_answers_and_repeats_have_others():
-    said = [[served.answer().ids for _ in range(4)] for served in (Served(), Served())]
+def test_equal_requests_have_equal_answers_in_every_server_and_repeats_others():
+    one, other = Served(), Served()
+    other.answer("something else")
+    said = [[served.answer().ids for _ in range(4)] for served in (one, other)]
     assert said[0] == said[1]
     assert len(set(map(tuple, said[0]))) > 1
 
@@ -114,3 +116,22 @@ def test_a_refused_turn_is_not_kept_and_its_client_gets_the_error():
         assert turn.is_dropped
 
     asyncio.run(play())
+
+
+@pytest.mark.vllm
+def test_vllm_serves_turns_and_refuses_what_it_cannot_sample(tmp_path):
+    from fixtures.vllm_engines import lend_engine, take_back_engines
+
+    write_episode_task(tmp_path, width=64)  # heads of 32 dimensions, which vLLM computes on a CPU
+    try:
+        served = Served(lend_engine(tmp_path / "model", tokenizer=TOKENIZER, dtype="float32", max_model_len=2048))
+        turns = [served.begin(f"question {number}", temperature=number / 4) for number in range(8)]
+        gone = served.begin("gone")
+        served.tree.drop(gone)
+        wrong = served.begin("wrong", temperature=0.001)
+        served.end()
+        assert all(turn.is_kept for turn in turns)
+        assert gone not in served.results
+        assert "temperature=0.001, but vLLM samples at 0" in str(served.results[wrong])
+    finally:
+        take_back_engines()

@@ -1,7 +1,6 @@
 """`mcp:COMMAND`: the tools of an MCP server, which each episode starts for itself (transport: stdio).
 
-The names, descriptions and schemas of the tools are those of the server, which also checks their arguments. It gives no
-rewards: reward.function scores the episodes.
+Names, descriptions and schemas are those of the server, which also checks arguments. reward.function scores episodes.
 """
 
 import asyncio
@@ -19,10 +18,7 @@ from mcp import ClientSession, McpError, StdioServerParameters, stdio_client, ty
 from hybridflow.environments.episodes.environment import Environment, Turn
 from hybridflow.errors import EnvironmentConfigError, ToolError
 
-START_S = 60.0
-"""Seconds in which the server must name its tools."""
-
-CLOSED = (BrokenResourceError, ClosedResourceError)
+START_S = 60.0  # in which the server must name its tools
 
 
 class ServerEndedError(RuntimeError):
@@ -50,9 +46,9 @@ class McpEnvironment(Environment):
         self._server = self._server or _Server(self.command)
         result = await self._server.ask(partial(ClientSession.call_tool, name=name, arguments=arguments))
         text = "\n".join(map(_text_of, result.content))
-        if result.isError:
-            raise ToolError(text)
-        return text
+        if not result.isError:
+            return text
+        raise ToolError(text)
 
 
 class _Server:
@@ -61,7 +57,7 @@ class _Server:
     def __init__(self, command: str) -> None:
         self._command, self.problem = command, ""
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  (closed by `close`)
-        self._session: asyncio.Future[ClientSession] = asyncio.get_running_loop().create_future()
+        self._session = asyncio.Future[ClientSession]()
         self._running = asyncio.create_task(self._run())
 
     async def ask(self, question: Callable[[ClientSession], Awaitable[Any]]) -> Any:
@@ -75,14 +71,13 @@ class _Server:
             await asyncio.wait({asking, self._running}, return_when=asyncio.FIRST_COMPLETED)
             if asking.done():
                 return asking.result()
-        except (McpError, *CLOSED) as error:
-            if isinstance(error, McpError) and error.error.code != types.CONNECTION_CLOSED:
+        except Exception as error:
+            if not _is_closed(error):
                 raise
         finally:
             asking.cancel()
         self._log.seek(0)
-        why = self.problem or "it closed the connection"
-        printed = " ".join(self._log.read().split())[-200:]
+        why, printed = self.problem or "it closed the connection", " ".join(self._log.read().split())[-200:]
         self.problem = f"the server {self._command!r} has failed: {why}. {printed}".strip()
         raise ServerEndedError(self.problem)
 
@@ -103,7 +98,7 @@ class _Server:
         except Exception as error:  # of the server, the system or the client
             while isinstance(error, ExceptionGroup):
                 error = error.exceptions[0]
-            self.problem = self.problem or ("" if isinstance(error, CLOSED) else f"{type(error).__name__}: {error}")
+            self.problem = self.problem or ("" if _is_closed(error) else f"{type(error).__name__}: {error}")
 
 
 def make(rest: str) -> type[Environment]:
@@ -141,6 +136,11 @@ def _method(tool: types.Tool) -> Callable[..., Any]:
     call.__name__, call.__doc__ = tool.name, tool.description
     call.json_schema = tool.inputSchema  # pyright: ignore[reportFunctionMemberAccess]
     return call
+
+
+def _is_closed(error: Exception) -> bool:
+    is_its = isinstance(error, McpError) and error.error.code == types.CONNECTION_CLOSED
+    return is_its or isinstance(error, BrokenResourceError | ClosedResourceError)
 
 
 def _text_of(content: types.ContentBlock) -> str:
