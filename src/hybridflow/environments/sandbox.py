@@ -108,25 +108,27 @@ def sandbox_of(name: str) -> Callable[..., Sandbox]:
     return known.get(name) or load_user_function(name, "sandbox", EnvironmentConfigError, is_class=True)
 
 
-class _Process(asyncio.SubprocessProtocol):
-    """A process in a session of its own, and what it writes, of which the beginning and the end are kept."""
+class Program(asyncio.SubprocessProtocol):
+    """A process in a session of its own, and what it writes, of which the beginning (`head`) and the end are kept."""
 
     transport: Any
 
-    def __init__(self, most: int) -> None:
-        self._most, loop = most, asyncio.get_running_loop()
+    def __init__(self, most: int, head: int) -> None:
+        self._most, self._head, loop = most, head, asyncio.get_running_loop()
         self.said, self.ended = loop.create_future(), loop.create_future()
         self.kept, self.num_cut = {1: bytearray(), 2: bytearray()}, {1: 0, 2: 0}
         self.is_late = False
 
     @classmethod
-    async def start(cls, argv: Sequence[str], options: dict[str, Any], most: int = MAX_OUTPUT_BYTES) -> "_Process":
-        """Start a program. Raises SandboxError if it is not installed."""
-        start = asyncio.get_running_loop().subprocess_exec
+    async def start(
+        cls, argv: Sequence[str], options: dict[str, Any], most: int = MAX_OUTPUT_BYTES, head: int | None = None
+    ) -> "Program":
+        """Start a program; half of what is kept is the beginning, by default. Raises SandboxError if it is missing."""
+        make = partial(cls, most, most // 2 if head is None else head)
         try:
-            return (await start(partial(cls, most), *argv, start_new_session=True, **options))[1]
+            return (await asyncio.get_running_loop().subprocess_exec(make, *argv, start_new_session=True, **options))[1]
         except OSError as error:
-            raise SandboxError(f"a sandbox cannot be used: {argv[0]!r} cannot be run: {error.strerror}") from error
+            raise SandboxError(f"{argv[0]!r} cannot be run: {error.strerror}") from error
 
     async def wait(self, timeout_s: float, stdin: bytes = b"") -> None:
         """Wait for its end; kill its process group after the time, or if this task is cancelled."""
@@ -139,37 +141,42 @@ class _Process(asyncio.SubprocessProtocol):
         finally:
             self.is_late = asyncio.get_running_loop().time() - begun >= timeout_s
             if not self.ended.done():
-                with suppress(OSError):
-                    os.killpg(self.transport.get_pid(), signal.SIGKILL)
+                self.kill()
                 await asyncio.wait({self.ended}, timeout=FILE_S)
             for _ in range(4):  # what it has written is in the pipes, and is read in these steps of the loop
                 await asyncio.sleep(0)
+            if pipe.get_write_buffer_size():  # it has not read all
+                pipe.abort()
             self.transport.close()
+
+    def kill(self) -> None:
+        """Kill its process group."""
+        with suppress(OSError):
+            os.killpg(self.transport.get_pid(), signal.SIGKILL)
 
     @property
     def exit_code(self) -> int:
         """What it has exited with, or `LATE`."""
         return LATE if self.is_late else self.transport.get_returncode() or 0
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:  # noqa: D102  (of the protocol, as below)
         self.transport = transport
 
-    def pipe_data_received(self, fd: int, data: bytes) -> None:
+    def pipe_data_received(self, fd: int, data: bytes) -> None:  # noqa: D102
         self.kept[fd] += data
         too_many = max(0, len(self.kept[fd]) - self._most)
-        del self.kept[fd][self._most // 2 : self._most // 2 + too_many]
+        del self.kept[fd][self._head : self._head + too_many]
         self.num_cut[fd] += too_many
         if not self.said.done():
             self.said.set_result(None)
 
-    def process_exited(self) -> None:  # before the end of its pipes, if a process in the background has them
+    def process_exited(self) -> None:  # noqa: D102  (before the end of pipes that another process has too)
         self.ended.set_result(None)
 
     def text(self, fd: int) -> str:
         """Return what is kept, with a word in place of what is not."""
-        half = self._most // 2
         cut = f"\n[... {self.num_cut[fd]:,} bytes are left out ...]\n".encode() if self.num_cut[fd] else b""
-        return (self.kept[fd][:half] + cut + self.kept[fd][half:]).decode(errors="replace")
+        return (self.kept[fd][: self._head] + cut + self.kept[fd][self._head :]).decode(errors="replace")
 
 
 class _HeldSandbox:
@@ -179,7 +186,7 @@ class _HeldSandbox:
 
     def __init__(self, limits: Sequence[str] = (), **options: Any) -> None:
         self._limits, self._options = limits, options  # of the user's commands, and of processes outside
-        self._holder: _Process | None = None
+        self._holder: Program | None = None
         self._starting, self._is_closed = asyncio.Lock(), False
 
     async def exec(self, command: Sequence[str] | str, *, timeout_s: float, stdin: str = "") -> ExecResult:
@@ -213,16 +220,14 @@ class _HeldSandbox:
             if self._holder:
                 await self._holder.wait(0)
 
-    async def _run(
-        self, argv: Sequence[str], timeout_s: float, stdin: bytes = b"", most: int = MAX_OUTPUT_BYTES
-    ) -> _Process:
+    async def _run(self, argv: Sequence[str], timeout_s: float, stdin: bytes = b"", most: int = 0) -> Program:
         async with self._starting:
             if self._is_closed:
                 raise SandboxError("the sandbox is closed")
             holder = self._holder = self._holder or await self._start()
         if not holder.ended.done():
             inside = self._inside(argv, timeout_s, holder.transport.get_pid())
-            process = await _Process.start(inside, self._options, most)
+            process = await Program.start(inside, self._options, most or MAX_OUTPUT_BYTES)
             await process.wait(timeout_s, stdin)
             if not process.exit_code or not holder.ended.done():
                 return process
@@ -230,9 +235,9 @@ class _HeldSandbox:
             f"the sandbox has ended ({holder.text(2).strip() or 'killed'}); nothing can be run in it any more"
         )
 
-    async def _start(self) -> _Process:
+    async def _start(self) -> Program:
         """Start what holds the sandbox, and return it as soon as it has written "ready"."""
-        holder = await _Process.start(await self._held_by(), self._options)
+        holder = await Program.start(await self._held_by(), self._options)
         try:
             await asyncio.wait({holder.said, holder.ended}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -306,7 +311,7 @@ class ContainerSandbox(_HeldSandbox):
 
     async def _held_by(self) -> Sequence[str]:
         if not self._image:
-            built = await _Process.start([self._binary, "build", "--quiet", str(self._context)], {})
+            built = await Program.start([self._binary, "build", "--quiet", str(self._context)], {})
             await built.wait(START_S)
             if built.exit_code:
                 problem = built.text(2).strip()
@@ -323,5 +328,5 @@ class ContainerSandbox(_HeldSandbox):
         """Remove the container."""
         await super().close()
         if self._holder:
-            removing = await _Process.start([self._binary, "rm", "--force", self._name], {})
+            removing = await Program.start([self._binary, "rm", "--force", self._name], {})
             await removing.wait(FILE_S)

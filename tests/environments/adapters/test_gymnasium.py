@@ -10,7 +10,7 @@ from hybridflow.errors import EnvironmentConfigError
 
 LAKE = "gymnasium:FrozenLake-v1?is_slippery=False"
 SPACES = {
-    "named": spaces.Discrete(3, start=1),
+    "number": spaces.Discrete(3, start=1),
     "several": spaces.MultiDiscrete([[3, 4]], dtype=np.int8),
     "text": spaces.Text(8, min_length=2, charset="abc "),
 }
@@ -28,9 +28,6 @@ class Shown(gymnasium.Env):
             "graph": spaces.Sequence(parts["all"]),
         }[observed]
         self.observed = observed
-
-    def get_action_meanings(self):
-        return ["STAY", "LEFT", "LEFT UP"]
 
     def seen(self, action):
         text, some = "héllo", np.array([0.123456789, 1], np.float32)
@@ -102,9 +99,9 @@ def test_a_picture_of_characters_follows_the_observation(play):
     ("actions", "turns", "valid"),
     [
         (
-            "named",
-            {"go left": 2, "LEFT UP!": 3, "left, no: 1": 1, "2, or stay": 1, "0": None, "1.5": None, "9" * 5000: None},
-            "a number from 1 to 3 or its name (STAY, LEFT, LEFT UP)",
+            "number",
+            {"no 2: 1!": 1, "**3**": 3, "left": None, "0": None, "1.5": None, "9" * 5000: None},
+            "a number from 1 to 3",
         ),
         (
             "several",
@@ -128,7 +125,7 @@ def test_an_action_is_the_last_that_a_turn_names(play, custom, actions, turns, v
 
 
 def test_a_text_is_observed_as_it_is_and_a_limit_of_steps_ends_the_episode(play, custom):
-    source = f"{custom}?actions=named&observed=text"
+    source = f"{custom}?actions=number&observed=text"
     answers = play(source, {"prompt": "Play.", "extra_info": {"seed": 1}}, ["1", "2", "3"])
     assert shown(answers) == ["Play.\n\nhéllo", "héllo", "héllo", "", ""]
     assert [answer.reward for answer in answers] == [0, 0.5, 1.0, 1.5, 0]
@@ -137,4 +134,4 @@ def test_a_text_is_observed_as_it_is_and_a_limit_of_steps_ends_the_episode(play,
 
 def test_observations_without_a_short_text_are_refused(custom):
     with pytest.raises(EnvironmentConfigError, match=r"the observations are Sequence.* expected Text, Discrete"):
-        load(f"{custom}?actions=named&observed=graph", "environment.classes.a")
+        load(f"{custom}?actions=number&observed=graph", "environment.classes.a")

@@ -40,8 +40,8 @@ ENV GREETING="Hello" \\
     NAME=world
 WORKDIR /app
 COPY notes ./notes
-COPY --chown=root first.txt second.txt .
-COPY ["first.txt", "/etc/renamed.txt"]
+COPY first.txt second.txt .
+COPY first.txt /etc/renamed.txt
 CMD ["bash"]
 """,
     "environment/notes/deep/note.txt": "a note",
@@ -225,21 +225,16 @@ def test_what_a_local_sandbox_cannot_do_is_an_error_that_names_it(tasks, monkeyp
         "RUN apt-get install -y \\\n  gcc",
         "COPY --from=0 /a /b",
         "ENV PATH=/x:$PATH",
-        "FROM other",
-        "USER me",
+        "FROM other AS base",
+        "COPY ../.. /x",
+        "COPY missing /x",
     ):
         path = write("built", **{"environment/Dockerfile": f"{dockerfile}{line}\n"})
         word = line.split()[0]
-        with pytest.raises(
-            EnvironmentConfigError, match=rf"`{word} .*builds no image; use sandbox=docker, or add skip={word} "
-        ):
+        with pytest.raises(EnvironmentConfigError, match=rf"`{word} .*builds no image.* use sandbox=docker, or remove"):
             task_of(path)
-        if word in ("RUN", "USER"):
-            assert task_of(path, skip=f"{word},ADD".lower()).layout.workdir == "/app"
-    with pytest.raises(EnvironmentConfigError, match=r"`COPY \.\./\.\. /x` .* copies no file of this directory"):
-        task_of(write("built", **{"environment/Dockerfile": "FROM x\nCOPY ../.. /x\n"}))
-    whole = task_of(write("whole", **{"environment/Dockerfile": "FROM x\nCOPY . /app/\n"})).layout
-    assert (whole.files, whole.workdir) == ([(directory / "whole/environment", "/app")], "/")
+    whole = task_of(write("whole", **{"environment/Dockerfile": "FROM x\nCOPY . /app/\n"}))
+    assert whole.files == [(directory / "whole/environment", "/app")]
     with pytest.raises(EnvironmentConfigError, match=r"does not support network=true; use sandbox=docker"):
         task_of(directory / "hello", network=True)
     monkeypatch.setattr(harbor_tasks, "READABLE", (str(directory),))
@@ -251,7 +246,7 @@ def test_a_directory_of_tasks_that_is_wrong_is_an_error_at_the_start(tasks):
     directory, write = tasks
     for name, changes, problem in (
         ("toml", {"task.toml": "version ="}, r"task.toml' cannot be read"),
-        ("parts", {"task.toml": "[[steps]]\n[environment]\ngpus = 1\n"}, r"has environment.gpus, steps, which is not"),
+        ("parts", {"task.toml": "[[steps]]\n[environment]\ngpus = 1\n"}, r"has steps, environment.gpus, which is not"),
         ("key", {"task.toml": '[verifier.env]\nKEY = "${KEY}"\n'}, r"has env KEY=\$\{KEY\}, which is not supported"),
     ):
         with pytest.raises(EnvironmentConfigError, match=problem):
@@ -262,7 +257,7 @@ def test_a_directory_of_tasks_that_is_wrong_is_an_error_at_the_start(tasks):
             f"{directory}/none",
             rf"{key}='harbor:.*/none': '.*' has no tasks; expected directories in it with a task.toml",
         ),
-        (f"{directory}?image=x", "image is not an argument; expected sandbox, network or skip"),
+        (f"{directory}?image=x", "unexpected keyword argument 'image'"),
         (f"{directory}?sandbox=dcoker", "sandbox='dcoker' is not known"),
     ):
         with pytest.raises(EnvironmentConfigError, match=problem):

@@ -43,7 +43,7 @@ def test_a_missing_package_is_an_error_that_says_how_to_install_it(monkeypatch):
 
 
 def test_arguments_are_json_literals_of_python_or_texts():
-    assert arguments_of("a:B-v1?n=3&slip=False&slow=true&map=4x4&rows=['SF','FG']&left=none&op=%26") == (
+    assert arguments_of("a:B-v1?n=3&slip=False&slow=true&map=4x4&rows=['SF','FG']&left=null&op=%26") == (
         "a:B-v1",
         {"n": 3, "slip": False, "slow": True, "map": "4x4", "rows": ["SF", "FG"], "left": None, "op": "&"},
     )

@@ -19,7 +19,6 @@ from hybridflow.environments.processes.reward_process import source_of
 from hybridflow.errors import EnvironmentConfigError
 from hybridflow.runtime.user_import import load_user_function
 
-_WORDS = {"true": True, "false": False, "none": None, "null": None}
 _MOST_ROWS = 10**8
 
 
@@ -75,8 +74,6 @@ def first_seed(split: str, seed: int) -> int:
 
 
 def _value_of(text: str) -> Any:
-    if text.lower() in _WORDS:
-        return _WORDS[text.lower()]
     for read in (json.loads, literal_eval):
         try:
             return read(text)

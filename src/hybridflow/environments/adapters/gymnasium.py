@@ -25,10 +25,8 @@ def make(rest: str) -> type["_Gymnasium"]:
     environment = gymnasium.make(name, **arguments)
     try:
         _require_readable(environment.observation_space)
-        meanings = getattr(environment.unwrapped, "get_action_meanings", None)  # as environments of Atari have
-        names = tuple(map(str, meanings())) if meanings else ()
-        members = {"name": name, "arguments": arguments, "names": names, "about": _about(environment)}
-        members["valid"] = _valid(environment.action_space, names)
+        members = {"name": name, "arguments": arguments, "about": _about(environment)}
+        members["valid"] = _valid(environment.action_space)
     finally:
         environment.close()
     return type(re.sub(r"\W", "_", name), (_Gymnasium,), members)
@@ -52,7 +50,6 @@ class _Gymnasium(SteppingEnvironment):
 
     name: str
     arguments: Mapping[str, Any]
-    names: tuple[str, ...]
     about: str
     valid: str
 
@@ -68,7 +65,7 @@ class _Gymnasium(SteppingEnvironment):
         return self._text(observation)
 
     async def _act(self, text: str) -> tuple[str, float, bool]:
-        action = _action_of(text, self._environment.action_space, self.names)
+        action = _action_of(text, self._environment.action_space)
         if action is None:
             raise WrongActionError(f"This is not an action. Answer with {self.valid}.")
         observation, reward, terminated, truncated, _ = self._environment.step(action)
@@ -95,12 +92,10 @@ def _about(environment: gymnasium.Env[Any, Any]) -> str:
     return f"\n\n{found[1].strip()}" if found else ""
 
 
-def _valid(space: spaces.Space[Any], names: tuple[str, ...]) -> str:
+def _valid(space: spaces.Space[Any]) -> str:
     """Return what an action is, in words. Raises EnvironmentConfigError for a space without texts."""
     if isinstance(space, spaces.Discrete):
-        first = int(space.start)
-        numbers = f"a number from {first} to {first + int(space.n) - 1}"
-        return f"{numbers} or its name ({', '.join(names)})" if names else numbers
+        return f"a number from {space.start} to {space.start + space.n - 1}"
     if isinstance(space, spaces.MultiDiscrete):
         ends = zip(space.start.flatten(), (space.start + space.nvec - 1).flatten(), strict=True)
         return f"{space.nvec.size} numbers ({', '.join(f'{first} to {last}' for first, last in ends)})"
@@ -111,20 +106,19 @@ def _valid(space: spaces.Space[Any], names: tuple[str, ...]) -> str:
     )
 
 
-def _action_of(text: str, space: spaces.Space[Any], names: tuple[str, ...]) -> Any:
+def _action_of(text: str, space: spaces.Space[Any]) -> Any:
     """Return the action that a turn names last, None if there is none."""
+    if isinstance(space, spaces.Text):
+        return text.strip() if space.contains(text.strip()) else None
+    found = [int(number) for number in re.findall(NUMBER, text)]
     if isinstance(space, spaces.Discrete):
-        numbers = {name.lower(): int(space.start) + number for number, name in enumerate(names)}
-        words = (rf"\b{re.escape(name)}\b" for name in sorted(numbers, key=len, reverse=True))
-        found = re.findall("|".join([NUMBER, *words]), text.lower())
-        action = next((numbers[each] if each in numbers else int(each) for each in found[-1:]), None)
-        return action if action is not None and space.contains(action) else None
-    if isinstance(space, spaces.MultiDiscrete):
-        found = [int(number) for number in re.findall(NUMBER, text)[-space.nvec.size :]]
-        action = np.array(found).reshape(space.shape) if len(found) == space.nvec.size else space.start - 1
-        is_valid = np.all((action >= space.start) & (action < space.start + space.nvec))
-        return action.astype(space.dtype) if is_valid else None
-    return text.strip() if space.contains(text.strip()) else None
+        return found[-1] if found and space.contains(found[-1]) else None
+    assert isinstance(space, spaces.MultiDiscrete)
+    if len(found) < space.nvec.size:
+        return None
+    given = np.array(found[-space.nvec.size :]).reshape(space.shape)
+    action = given.astype(space.dtype)
+    return action if np.array_equal(action, given) and space.contains(action) else None
 
 
 def _require_readable(space: spaces.Space[Any]) -> None:

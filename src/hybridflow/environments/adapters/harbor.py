@@ -1,8 +1,8 @@
 """Tasks of Harbor (terminal-bench 2): "harbor:DIR", or "harbor:DIR?sandbox=docker&network=true".
 
 DIR has a directory for each task, with task.toml, instruction.md, environment/Dockerfile and tests/test.sh. The model
-has a tool `bash`; then the tests are copied to /tests, and test.sh writes the reward to /logs/verifier. `sandbox`:
-see `sandbox_of`. In a local one no image is built; `skip=RUN,USER` leaves out instructions of the Dockerfile for it.
+has a tool `bash`; then the tests are copied to /tests, and test.sh writes the reward to /logs/verifier. In a local
+sandbox no image is built, see harbor_tasks.
 """
 
 import io
@@ -11,6 +11,7 @@ import random
 import tarfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,6 @@ rm -rf /tests /logs/verifier && mkdir -p /logs/verifier /logs/agent
 def make(rest: str) -> type[Environment]:
     """Return the class of the tasks of a directory. Raises EnvironmentConfigError for one that cannot be served."""
     directory, options = arguments_of(rest)
-    if unknown := {*options} - {"sandbox", "network", "skip"}:
-        raise EnvironmentConfigError(f"{', '.join(unknown)} is not an argument; expected sandbox, network or skip.")
     tasks = {path.name: task_of(path, **options) for path in directories_of(directory)}
     return type("Harbor", (_HarborEnvironment,), {"tasks": tasks})
 
@@ -61,15 +60,10 @@ class _HarborEnvironment(Environment):
         """Start the sandbox of the task, with its files."""
         name = str((row.get("extra_info") or {}).get("task"))
         if name not in self.tasks:
-            raise EnvironmentConfigError(
-                f"extra_info.task={name!r} of a row is not a task; there are {', '.join(self.tasks)[:500]}; write "
-                "rows: hybridflow prepare environment harbor:DIR"
-            )
+            raise EnvironmentConfigError(f"extra_info.task={name!r} of a row is not a task of the directory.")
         self._task = self.tasks[name]
         self._left_s, self._sandbox = self._task.agent_s, self._task.sandbox()
-        await self._sandbox.exec(["true"], timeout_s=FILE_S)  # starts it here, not within the time for commands
-        if self._task.layout.files:
-            await _copy(self._sandbox, self._task.layout.files)
+        await _copy(self._sandbox, self._task.files)  # starts it here, not within the time for commands
         return await super().reset(row)
 
     async def bash(self, command: str) -> str:
@@ -98,9 +92,14 @@ class _HarborEnvironment(Environment):
         what = f"tests/test.sh of the task {task.directory.name!r}"
         if done.exit_code == LATE:
             raise RewardError(f"{what} took longer than verifier.timeout_sec={task.verifier_s:g}")
+        rewards: dict[str, float] = {}
         try:
-            rewards = await _rewards_in(sandbox)
-        except (SandboxError, ValueError, TypeError, AttributeError) as error:
+            with suppress(SandboxError):  # it need not exist
+                found = json.loads(await sandbox.get("/logs/verifier/reward.json"))
+                rewards = {name: value for name, value in found.items() if type(value) in (int, float)}
+            if "reward" not in rewards:
+                rewards["reward"] = float((await sandbox.get("/logs/verifier/reward.txt")).decode())
+        except (SandboxError, ValueError, AttributeError) as error:
             wrote = (done.stdout + done.stderr)[-500:].strip()
             raise RewardError(f"{what} has not written a reward ({error}); it ends with: {wrote}") from error
         return {"score": rewards.pop("reward"), **rewards}
@@ -109,17 +108,6 @@ class _HarborEnvironment(Environment):
         """End the sandbox."""
         if self._sandbox is not None:
             await self._sandbox.close()
-
-
-async def _rewards_in(sandbox: Sandbox) -> dict[str, float]:
-    """Return the numbers of reward.json by name, and that of reward.txt if "reward" is not among them."""
-    rewards: dict[str, float] = {}
-    if not (await sandbox.exec(["test", "-e", "/logs/verifier/reward.json"], timeout_s=FILE_S)).exit_code:
-        found = json.loads(await sandbox.get("/logs/verifier/reward.json"))
-        rewards = {name: value for name, value in found.items() if type(value) in (int, float)}
-    if "reward" not in rewards:
-        rewards["reward"] = float((await sandbox.get("/logs/verifier/reward.txt")).decode())
-    return rewards
 
 
 async def _copy(sandbox: Sandbox, files: Iterable[tuple[Path, str]]) -> None:

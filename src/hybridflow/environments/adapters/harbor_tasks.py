@@ -1,15 +1,14 @@
-"""Directories of tasks in Harbor's format, as data: limits, variables, what makes the sandbox, and its files.
+"""Directories of tasks in Harbor's format, as data.
 
-A local sandbox has no image: what its Dockerfile copies and sets is read here.
+A local sandbox has no image: it gets what the Dockerfile copies, its variables and its working directory.
 """
 
-import json
 import posixpath
 import re
 import shlex
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -19,34 +18,24 @@ from hybridflow.errors import EnvironmentConfigError
 _LIMIT_S = 600.0
 """Seconds of a part of a task without `timeout_sec`."""
 
-_NOT_SUPPORTED = {
-    "environment": ("gpus", "tpu", "mcp_servers", "healthcheck", "skills_dir"),
-    "agent": ("user",),
-    "verifier": ("user", "environment"),
-}
-_NO_EFFECT = ("ARG", "CMD", "ENTRYPOINT", "EXPOSE", "HEALTHCHECK", "LABEL", "MAINTAINER", "STOPSIGNAL")
-
-
-@dataclass
-class Layout:
-    """Pairs of a file or directory and its path in the image, the working directory, and texts NAME=VALUE."""
-
-    files: list[tuple[Path, str]] = field(default_factory=list)
-    workdir: str = "/"
-    variables: list[str] = field(default_factory=list)
+_OF_ENVIRONMENT = ("gpus", "tpu", "mcp_servers", "healthcheck", "skills_dir")
+_NOT_SUPPORTED = (
+    *("steps", "agent.user", "verifier.user", "verifier.environment"),
+    *(f"environment.{name}" for name in _OF_ENVIRONMENT),
+)
 
 
 @dataclass(frozen=True)
 class HarborTask:
-    """A task: what makes its sandbox, what is copied there, limits in seconds, and variables as texts NAME=VALUE."""
+    """A task: what makes its sandbox, files and their paths there, variables NAME=VALUE, and limits in seconds."""
 
     directory: Path
     sandbox: Callable[[], Sandbox]
-    layout: Layout
-    agent_s: float
-    verifier_s: float
+    files: Sequence[tuple[Path, str]]
     variables: Sequence[str]
     of_verifier: Sequence[str]
+    agent_s: float
+    verifier_s: float
 
 
 def directories_of(directory: str) -> list[Path]:
@@ -60,88 +49,74 @@ def directories_of(directory: str) -> list[Path]:
     return paths
 
 
-def task_of(path: Path, sandbox: str = "local", network: bool = False, skip: str = "") -> HarborTask:
+def task_of(path: Path, sandbox: str = "local", network: bool = False) -> HarborTask:
     """Return the task of a directory. Raises EnvironmentConfigError for one that the sandbox cannot serve."""
     try:
-        settings = tomllib.loads((path / "task.toml").read_text("utf-8"))
+        given = tomllib.loads((path / "task.toml").read_text("utf-8"))
     except ValueError as error:
         raise EnvironmentConfigError(f"{str(path / 'task.toml')!r} cannot be read: {error}") from error
-    environment, agent, verifier = (settings.get(name, {}) for name in ("environment", "agent", "verifier"))
-    used = [f"{part}.{key}" for part, keys in _NOT_SUPPORTED.items() for key in keys if settings.get(part, {}).get(key)]
-    used += ["steps"] * ("steps" in settings) + ["environment.os"] * (environment.get("os", "linux") != "linux")
-    used += ["docker-compose.yaml"] * (path / "environment/docker-compose.yaml").exists()
+    parts = [(name, part) for name, part in given.items() if isinstance(part, dict)]
+    given |= {f"{name}.{key}": value for name, part in parts for key, value in part.items()}
     variables, of_verifier = (
-        [f"{key}={value}" for key, value in part.get("env", {}).items()] for part in (environment, verifier)
+        [f"{name}={value}" for name, value in given.get(key, {}).items()] for key in ("environment.env", "verifier.env")
     )
+    used = [key for key in _NOT_SUPPORTED if given.get(key)]
+    used += ["docker-compose.yaml"] * (path / "environment/docker-compose.yaml").exists()
     used += [f"env {each}" for each in variables + of_verifier if "${" in each]
     if used:
         raise EnvironmentConfigError(
             f"the task {str(path)!r} has {', '.join(used)}, which is not supported; remove it."
         )
-    agent_s, verifier_s = (float(part.get("timeout_sec") or _LIMIT_S) for part in (agent, verifier))
-    build, context = sandbox_of(str(sandbox)), path / "environment"
+    build, context, files = sandbox_of(str(sandbox)), path / "environment", list[tuple[Path, str]]()
     if build is LocalSandbox:
         if network or any(path.is_relative_to(each) for each in READABLE):
             problem = "network=true" if network else f"tests that it can read, below {str(path)!r}"
             raise EnvironmentConfigError(f"a local sandbox does not support {problem}; use sandbox=docker.")
-        layout = _layout_of(context, str(skip).upper().split(","))
-        return HarborTask(
-            path, partial(build, layout.workdir), layout, agent_s, verifier_s, layout.variables + variables, of_verifier
-        )
-    memory = f"{environment['memory_mb']}m" if environment.get("memory_mb") else environment.get("memory", "").lower()
-    asked = {"--memory": memory, "--cpus": environment.get("cpus")}
-    flags = [str(word) for flag, value in asked.items() if value for word in (flag, value)]
-    image = {"image": environment["docker_image"]} if environment.get("docker_image") else {"context": context}
-    made = partial(build, **image, network=network, options=flags)
-    return HarborTask(path, made, Layout(), agent_s, verifier_s, variables, of_verifier)
+        workdir, files, of_image = _followed(context / "Dockerfile")
+        made, variables = partial(build, workdir), of_image + variables
+    else:
+        megabytes, older = given.get("environment.memory_mb"), given.get("environment.memory", "").lower()
+        asked = {"--memory": f"{megabytes}m" if megabytes else older, "--cpus": given.get("environment.cpus")}
+        flags = [str(word) for flag, value in asked.items() if value for word in (flag, value)]
+        name = given.get("environment.docker_image")
+        made = partial(build, **({"image": name} if name else {"context": context}), network=network, options=flags)
+    agent_s, verifier_s = (float(given.get(f"{part}.timeout_sec") or _LIMIT_S) for part in ("agent", "verifier"))
+    return HarborTask(path, made, files, variables, of_verifier, agent_s, verifier_s)
 
 
-def _layout_of(context: Path, skip: Sequence[str]) -> Layout:
-    """Return what FROM, WORKDIR, ENV and COPY say in a directory's Dockerfile, without the instructions `skip`.
+def _followed(path: Path) -> tuple[str, list[tuple[Path, str]], list[str]]:
+    """Return the working directory, files and variables of a Dockerfile of FROM, WORKDIR, ENV and COPY.
 
     Raises EnvironmentConfigError for other instructions, and for forms of these that need a build.
     """
-    path, layout, has_base = context / "Dockerfile", Layout(), False
     if not path.is_file():
         raise EnvironmentConfigError(
             f"{str(path)!r} does not exist, which a local sandbox follows; use sandbox=docker."
         )
+    context, workdir, files, variables = path.parent, "/", list[tuple[Path, str]](), list[str]()
     text = re.sub(r"^\s*#.*\n", "", path.read_text("utf-8"), flags=re.MULTILINE).replace("\\\n", " ")
-    for line in filter(None, map(str.strip, text.splitlines())):
-        name, _, rest = line.partition(" ")
-        name = name.upper()
-        if name in _NO_EFFECT or name in skip:
-            continue
-        try:
-            words = json.loads(rest) if rest.strip().startswith("[") else shlex.split(rest)
-        except ValueError:
-            words = []
-        words = [word for word in words if not word.startswith("--chown=")]
-        needs_build = "$" in rest or not words or words[0].startswith("--")
-        if name == "FROM" and words and not has_base:
-            has_base = True
-        elif name == "WORKDIR" and not needs_build:
-            layout.workdir = posixpath.normpath(posixpath.join(layout.workdir, words[0]))
-        elif name == "ENV" and not needs_build and all("=" in word for word in words):
-            layout.variables += words
-        elif name == "COPY" and not needs_build and len(words) > 1:
-            _copy(layout, context, words[:-1], words[-1], line)
-        else:
-            raise EnvironmentConfigError(
-                f"{str(path)!r} has `{line[:80]}`, and a local sandbox builds no image; use sandbox=docker, or add "
-                f"skip={name} to leave such lines out, if the programs of this machine are enough."
-            )
-    return layout
+    for line in filter(str.strip, text.splitlines()):
+        match ["$"] if "$" in line else line.split():
+            case ["FROM", _] | ["CMD" | "ENTRYPOINT" | "EXPOSE" | "LABEL", *_]:
+                pass
+            case ["WORKDIR", to]:
+                workdir = posixpath.normpath(posixpath.join(workdir, to))
+            case ["ENV", first, *_] if "=" in first:
+                variables += shlex.split(line)[1:]
+            case ["COPY", *names, to] if names and all(_is_in(context, name) for name in names):
+                place = posixpath.normpath(posixpath.join(workdir, to))
+                is_directory = len(names) > 1 or to.endswith("/") or place in ("/", workdir)
+                for source in (context / name.lstrip("/") for name in names):
+                    is_within = is_directory and source.is_file()
+                    files.append((source, posixpath.join(place, source.name) if is_within else place))
+            case _:
+                raise EnvironmentConfigError(
+                    f"{str(path)!r} has `{line.strip()[:80]}`, and a local sandbox builds no image; use "
+                    "sandbox=docker, or remove such lines, if the programs of this machine are enough."
+                )
+    return workdir, files, variables
 
 
-def _copy(layout: Layout, context: Path, sources: Sequence[str], target: str, line: str) -> None:
-    names = [posixpath.normpath(each.lstrip("/") or ".") for each in sources]
-    found = [path for name in names for path in ([context] if name == "." else sorted(context.glob(name)))]
-    if not found or not all(path.resolve().is_relative_to(context) for path in found):
-        raise EnvironmentConfigError(
-            f"`{line[:80]}` in {str(context / 'Dockerfile')!r} copies no file of this directory."
-        )
-    place = posixpath.normpath(posixpath.join(layout.workdir, target))
-    is_directory = len(found) > 1 or target.endswith("/") or place in ("/", layout.workdir)
-    for path in found:
-        layout.files.append((path, posixpath.join(place, path.name) if is_directory and path.is_file() else place))
+def _is_in(context: Path, name: str) -> bool:
+    path = (context / name.lstrip("/")).resolve()
+    return path.exists() and path.is_relative_to(context)

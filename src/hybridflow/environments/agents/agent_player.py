@@ -219,12 +219,12 @@ def _next_turn(turn: TreeTurn) -> NextTurn:
 
 def _turns(kept: Sequence[TreeTurn]) -> list[Turn]:
     """Return the turns of an episode, with the results of their calls that the agent has given the model."""
-    turns = []
+    turns, first_after = [], {id(turn.parent): turn for turn in reversed(kept)}
     for number, turn in enumerate(kept):
         assert turn.reply is not None
         said, results = turn.reply.said, list[str]()
-        if turn.children:
-            after = turn.children[0].request.messages[turn.position + 1 :]
+        if following := first_after.get(id(turn)):
+            after = following.request.messages[turn.position + 1 :]
             results = [str(message.get("content")) for message in after if message["role"] == "tool"]
         called = [
             CalledTool(call, results[place] if place < len(results) else "") for place, call in enumerate(said.calls)

@@ -2,20 +2,18 @@
 
 import asyncio
 import json
+import math
 import os
 import shlex
-import signal
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any, ClassVar
 
 from hybridflow.environments.agents.agent import Agent, AgentSession
+from hybridflow.environments.sandbox import Program
 from hybridflow.errors import EnvironmentConfigError
 
 MAX_OUTPUT = 20_000
 """Characters of the output of a command that are kept: the last ones."""
-
-CHUNK = 1 << 16
 
 
 class CommandError(Exception):
@@ -30,7 +28,12 @@ class CommandAgent(Agent):
     """
 
     command: ClassVar[tuple[str, ...]]
-    output = ""
+    _program: Program | None = None
+
+    @property
+    def output(self) -> str:
+        """The last part of what the command has printed so far."""
+        return self._program.kept[1].decode("utf-8", "replace")[-MAX_OUTPUT:] if self._program else ""
 
     async def run(self, session: AgentSession, row: Mapping[str, Any]) -> float | Mapping[str, Any] | None:
         """Run the command to its end. Raises CommandError if its exit status is not 0."""
@@ -40,54 +43,16 @@ class CommandAgent(Agent):
             "ANTHROPIC_BASE_URL": session.anthropic_base_url,
             "ANTHROPIC_API_KEY": session.api_key,
         }
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            *self.command,
-            stdin=pipe,
-            stdout=pipe,
-            stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, **own},
-            start_new_session=True,
-        )
+        options = {"env": {**os.environ, **own}, "stderr": asyncio.subprocess.STDOUT}
+        program = self._program = await Program.start(self.command, options, 4 * MAX_OUTPUT, head=0)
         try:
-            output, _ = await asyncio.gather(self._read(process), _write(process, json.dumps(dict(row)).encode()))
-            status = await process.wait()
+            await program.wait(math.inf, json.dumps(dict(row)).encode())
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-        if status:
+            program.kill()  # also what it has left running
+        if status := program.exit_code:
             how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
-            raise CommandError(f"the command {how}; its output ends with: {output[-500:]!r}")
-        return reward_in(output)
-
-    async def _read(self, process: asyncio.subprocess.Process) -> str:
-        """Return the last part of what the process prints, until the process has exited."""
-        assert process.stdout is not None
-        kept, ended = bytearray(), asyncio.ensure_future(process.wait())
-        try:
-            while True:
-                reading = asyncio.ensure_future(process.stdout.read(CHUNK))
-                await asyncio.wait({reading, ended}, return_when=asyncio.FIRST_COMPLETED)
-                if not reading.done():  # a process that it has left behind may hold its output open
-                    with suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)
-                chunk = await reading
-                if not chunk:
-                    return self.output
-                kept += chunk
-                del kept[: -4 * MAX_OUTPUT]
-                self.output = kept.decode("utf-8", "replace")[-MAX_OUTPUT:]
-        finally:
-            ended.cancel()
-
-
-async def _write(process: asyncio.subprocess.Process, contents: bytes) -> None:
-    assert process.stdin is not None
-    with suppress(BrokenPipeError, ConnectionResetError):  # it need not read the row
-        process.stdin.write(contents)
-        await process.stdin.drain()
-        process.stdin.close()
+            raise CommandError(f"the command {how}; its output ends with: {self.output[-500:]!r}")
+        return reward_in(self.output)
 
 
 def reward_in(output: str) -> float | Mapping[str, Any] | None:

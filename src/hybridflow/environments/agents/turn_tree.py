@@ -11,7 +11,6 @@ each turn is sampled, and trained, in one row.
 import hashlib
 import json
 from array import array
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -68,7 +67,7 @@ class TreeTurn:
     noise: tuple[int, ...]
     position: int  # the number of its messages
     digest: "hashlib.blake2b"  # of tools and messages before the turn
-    children: list["TreeTurn"] = field(default_factory=list)
+    path: bytes = b""  # digest of these and of what its client has got, which later requests repeat
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -98,7 +97,6 @@ class TurnTree:
     def __init__(self, renderers: Renderers, stop_ids: Sequence[int], limits: EpisodeLimits) -> None:
         self._renderers, self._stop_ids, self.limits = renderers, stop_ids, limits
         self.turns: list[TreeTurn] = []
-        self._by_messages: dict[bytes, list[TreeTurn]] = {}
         self._num_asked: dict[tuple[int, int], int] = {}
         self._least_asked = 0  # of what was forgotten
         self._earlier: dict[tuple[int, ...], TreeTurn] = {}  # by noise, from before a restart
@@ -116,7 +114,7 @@ class TurnTree:
     def restart(self) -> None:
         """Forget the requests, but not the tokens: what is asked again has the same turn."""
         self._earlier |= {turn.noise: turn for turn in self.turns if turn.reply}
-        self.turns, self._by_messages = [], {}
+        self.turns = []
         self._num_asked.clear()
 
     def ask(self, request: ChatRequest) -> TreeTurn:
@@ -124,11 +122,12 @@ class TurnTree:
 
         Raises RefusedError for messages that the chat template does not take, and beyond a limit.
         """
-        if sum(not turn.is_dropped for turn in self.turns) >= self.limits.turns:
+        live = [turn for turn in self.turns if not turn.is_dropped]
+        if len(live) >= self.limits.turns:
             raise RefusedError(
                 400, "max_turns", f"the episode has had environment.max_turns={self.limits.turns} turns; end it."
             )
-        turn = self._attached(request, self._renderers.of(request.tools))
+        turn = self._attached(request)
         if turn.max_tokens < 1:
             has_own = self.limits.tokens < self.limits.context_tokens
             of_them = f", of which data.max_response_length={self.limits.tokens} follow its first prompt" * has_own
@@ -138,7 +137,8 @@ class TurnTree:
                 f"the conversation has {len(turn.context)} tokens, which leaves no room for a turn: a row may have "
                 f"{self.limits.context_tokens} tokens{of_them}; shorten the messages or end the episode.",
             )
-        if self._num_rows(turn) > self.limits.rows:
+        gone_on = {id(each.parent) for each in (*live, turn) if not each.starts_row}
+        if sum(id(each) not in gone_on for each in (*live, turn)) > self.limits.rows:
             raise RefusedError(
                 400,
                 "max_rows",
@@ -147,17 +147,14 @@ class TurnTree:
             )
         self._num_asked[turn.noise[0], turn.noise[1]] = turn.noise[2] + 1
         if earlier := self._earlier.pop(turn.noise, None):
-            earlier.parent, earlier.children, earlier.is_dropped = turn.parent, [], False
+            earlier.parent, earlier.is_dropped = turn.parent, False
             turn = earlier
-            self._remember(turn)
-        if turn.parent:
-            turn.parent.children.append(turn)
         self.turns.append(turn)
         return turn
 
     def tokens_of(self, request: ChatRequest) -> int:
         """Return the number of tokens before the turn of a request."""
-        return len(self._attached(request, self._renderers.of(request.tools)).context)
+        return len(self._attached(request).context)
 
     def answer(self, turn: TreeTurn, completion: Completion) -> None:
         """Give a turn its tokens and its reply."""
@@ -187,26 +184,13 @@ class TurnTree:
             tuple(completion.log_probs),
             self._renderers.text_of,
         )
-        self._remember(turn)
-
-    def _remember(self, turn: TreeTurn) -> None:
-        """Let requests go on from a turn: they repeat what its client has got."""
-        assert turn.reply is not None
-        message = turn.reply.said.message()
-        if is_begun(turn.request.messages):
-            message["content"] = str(turn.request.messages[-1].get("content") or "") + message["content"]
-        path = turn.digest.copy()
-        path.update(_canonical(message))
-        self._by_messages.setdefault(path.digest(), []).append(turn)
+        repeated, path = turn.reply.said.message(), turn.digest.copy()
+        path.update(_canonical({**repeated, "content": begun + str(repeated.get("content") or "")}))
+        turn.path = path.digest()
 
     def drop(self, turn: TreeTurn) -> None:
         """Forget a turn that its client has not got; its tokens are not trained."""
         turn.is_dropped = True
-        for turns in self._by_messages.values():
-            if turn in turns:
-                turns.remove(turn)
-        if turn.parent and turn in turn.parent.children:
-            turn.parent.children.remove(turn)
 
     def forget_oldest(self, most: int) -> None:
         """Forget the oldest turns that are not open, if there are more than `most` and an eighth; `most` stay.
@@ -217,26 +201,22 @@ class TurnTree:
             return
         gone = {turn for turn in self.turns[:-most] if turn.reply or turn.is_dropped}
         self.turns = [turn for turn in self.turns if turn not in gone]
-        left = {path: [turn for turn in turns if turn not in gone] for path, turns in self._by_messages.items()}
-        self._by_messages = {path: turns for path, turns in left.items() if turns}
         for turn in gone:
             self._least_asked = max(self._least_asked, self._num_asked.pop((turn.noise[0], turn.noise[1]), 0))
-            if turn.parent and turn in turn.parent.children:
-                turn.parent.children.remove(turn)
 
-    def _attached(self, request: ChatRequest, renderer: ChatRenderer) -> TreeTurn:
-        """Return the turn of a request after the deepest turn whose messages it repeats."""
-        messages = list(request.messages)
+    def _attached(self, request: ChatRequest) -> TreeTurn:
+        """Return the turn of a request after the deepest turn whose messages it repeats, one that none goes on from."""
+        messages, renderer = list(request.messages), self._renderers.of(request.tools)
+        gone_on = {id(turn.parent) for turn in self.turns if not turn.is_dropped}
+        by_path = {turn.path: turn for turn in sorted(self.kept, key=lambda turn: id(turn) not in gone_on)}
         digest = hashlib.blake2b(json.dumps(request.tools, sort_keys=True).encode(), digest_size=16)
-        parent, position, before = None, 0, digest
+        parent, position = None, 0
         num_whole = len(messages) - is_begun(messages)
         for number, message in enumerate(messages[:num_whole], start=1):
             digest = digest.copy()
             digest.update(_canonical(message))
-            found = self._by_messages.get(digest.digest()) if number < len(messages) else None
-            if found:
-                parent, position = next((each for each in reversed(found) if not each.children), found[-1]), number
-        before = digest
+            if number < len(messages) and (found := by_path.get(digest.digest())):
+                parent, position = found, number
         for turn in _path(parent):
             messages[turn.position] = turn.written
         try:
@@ -256,15 +236,7 @@ class TurnTree:
         most = room if request.max_tokens is None else min(room, request.max_tokens)
         asked = _words(context, most, request)
         noise = (*asked, self._num_asked.get(asked, self._least_asked))
-        return TreeTurn(request, prompt, context, parent, row_start, most_tokens, most, noise, num_whole, before)
-
-    def _num_rows(self, new: TreeTurn) -> int:
-        """Return the number of rows of the tree with one more turn."""
-        turns = [turn for turn in self.turns if not turn.is_dropped]
-        goes_on = {id(turn.parent) for turn in turns if not turn.starts_row}
-        is_another = new.starts_row or id(new.parent) in goes_on
-        branches = Counter(id(turn.parent) for turn in turns if not turn.starts_row)
-        return sum(turn.starts_row for turn in turns) + sum(branches.values()) - len(branches) + is_another
+        return TreeTurn(request, prompt, context, parent, row_start, most_tokens, most, noise, num_whole, digest)
 
     def messages(self) -> tuple[list[Message], int]:
         """Return the conversation of the newest turn, and how many messages are its first prompt."""
