@@ -83,12 +83,15 @@ def test_openai_client_calls_tools_over_two_turns(kind, serve):
 
 
 @KINDS
-def test_log_probs_and_a_cut_turn_reach_the_openai_client(kind, serve):
+def test_log_probs_token_ids_and_a_cut_turn_reach_the_openai_client(kind, serve):
     _, address = serve(AssistantTurn("Hello"), cut=True)
     try:
-        choice = complete(kind, address, messages=[USER], logprobs=True).choices[0]
+        asked = complete(kind, address, messages=[USER], logprobs=True, extra_body={"return_token_ids": True})
     except openai.LengthFinishReasonError as cut:  # so says the client where it puts a stream together
-        choice = cut.completion.choices[0]
+        asked = cut.completion
+    choice = asked.choices[0]
+    if not kind[1]:  # the client's stream helper keeps no other fields
+        assert (choice.token_ids, asked.prompt_token_ids) == ([1, 2, 3], [7, 8])
     assert [(each.token, each.logprob, each.bytes) for each in choice.logprobs.content] == [
         ("He", -0.5, [72, 101]),
         ("llo", -0.25, [108, 108, 111]),

@@ -190,8 +190,8 @@ def test_in_random_trees_each_kept_turn_is_trained_once_after_its_own_context(st
         kept = [turn for turn in got if not turn.is_dropped]
         base = kept[number % len(kept)] if kept else None
         if kind == "drop":
-            for turn in [turn for turn in kept if all(each.parent is not turn for each in tree.turns)][:1]:
-                tree.drop(turn)
+            if base:
+                tree.drop(base)
             continue
         if kind == "new" or not base:
             messages = [user(f"start {number % 5}")]
@@ -221,3 +221,4 @@ def test_in_random_trees_each_kept_turn_is_trained_once_after_its_own_context(st
     leaves = sum(not [each for each in kept if each.parent is turn and not each.starts_row] for turn in kept)
     assert len(rows) == leaves
     assert sum(row.num_sampled for row in rows) == tree.num_sampled
+    assert sum(row.num_sampled for row in tree.rows(only_last=True)) <= tree.num_sampled

@@ -7,8 +7,9 @@ that is repeated acts it out without the agent, as long as the model says the sa
 import asyncio
 import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Protocol
 
 from hybridflow.environments.agents.chat import ChatReply, ChatRequest, RefusedError
@@ -41,8 +42,8 @@ class SessionHost(Protocol):
         """Serve a session at an address of its own."""
         ...
 
-    def remove(self, session_id: str) -> None:
-        """End that."""
+    async def remove(self, session_id: str) -> None:
+        """End that, when nothing is delivered any more."""
         ...
 
 
@@ -97,33 +98,16 @@ class AgentPlayer:
         session, agent = self._session, self._agent
         assert session is not None
         assert agent is not None
-        answer, tree = await agent, session.tree
-        failure, error = answer.failure, answer.error
-        rows = tree.rows(only_last=self._only_last)
-        if not failure and not rows:
-            failure, error = (
-                "raised",
-                "the agent ended without a turn of the model; it must use its address",
-            )
-        messages, num_first = tree.messages()
-        ended = "error" if failure else session.limit or "done"
-        episode = Episode(self._row, messages, _turns(tree.kept), ended, error)
-        rewards = answer.rewards if answer.rewards is not None else session.reward
-        if not failure and rewards is None:
-            scored = await self._scored(Finish(ended, episode=episode))
-            rewards, failure, error = scored.rewards, scored.failure, scored.error
-            if failure:
-                episode.ended, episode.error = "error", error
-        return PlayedEpisode(episode, rows, {} if failure else rewards or {}, 0.0, failure, num_first, answer.output)
+        answer = await agent
+        rows, (_, num_first) = session.tree.rows(only_last=self._only_last), session.tree.messages()
+        rewards = {} if answer.failure else answer.rewards or {}
+        episode = self._episode(session, answer)
+        return PlayedEpisode(episode, rows, rewards, 0.0, answer.failure, num_first, answer.output)
 
-    async def _scored(self, question: Finish) -> Answer:
-        problem: LostError | None = None
-        for is_alone in (False, True):
-            try:
-                return await self._ask(question, is_alone)
-            except LostError as lost:
-                problem = lost
-        return _lost(problem)
+    def _episode(self, session: Session, answer: Answer) -> Episode:
+        messages, _ = session.tree.messages()
+        ended = "error" if answer.failure else session.limit or "done"
+        return Episode(self._row, messages, _turns(session.tree.kept), ended, answer.error)
 
     async def _play(self, session: Session) -> Answer:
         """Act the episode out as the journal has it, or let the agent play it; end the session."""
@@ -135,7 +119,7 @@ class AgentPlayer:
                     with suppress(_DivergedError):
                         return await _act_out(session, call.known, self._journal)
                     session.restart()
-            answer = await self._run(session)
+            answer = await self._scored(session, await self._run(session))
             if self._journal and call:
                 self._write(self._journal, call, session, answer)
             return answer
@@ -143,31 +127,53 @@ class AgentPlayer:
             session.end()
 
     async def _run(self, session: Session) -> Answer:
-        """Return the answer of the agent, which starts again, alone in a process, if its process is lost."""
-        problem: LostError | None = None
-        session_id = secrets.token_hex(8)
-        address = f"{self._endpoint.base_url}/{session_id}/v1"
-        self._endpoint.add(session_id, session)
-        try:
-            for is_alone in (False, True):
-                if problem:
-                    session.restart()
-                try:
-                    return await self._ask(RunAgent(self._row, address, session.key), is_alone)
-                except LostError as lost:
-                    problem = lost
-            return _lost(problem)
-        finally:
-            self._endpoint.remove(session_id)
+        """Return the answer of the agent, which starts again if its process is lost, with another address and key."""
+
+        async def run(is_alone: bool) -> Answer:
+            if is_alone:
+                session.restart()
+            session_id = secrets.token_hex(8)
+            self._endpoint.add(session_id, session)
+            try:
+                address = f"{self._endpoint.base_url}/{session_id}/v1"
+                return await self._ask(RunAgent(self._row, address, session.key), is_alone)
+            finally:
+                await self._endpoint.remove(session_id)
+
+        return await _asked(run)
+
+    async def _scored(self, session: Session, answer: Answer) -> Answer:
+        """Return the answer with what the episode is worth, if the agent has not said it. Nothing is asked any more."""
+        session.end()
+        if answer.failure:
+            return answer
+        if not session.tree.kept:
+            problem = "the agent ended without a turn of the model; it must use its address"
+            return replace(answer, failure="raised", error=problem)
+        if answer.rewards is not None:
+            return answer
+        finish = Finish(session.limit or "done", episode=self._episode(session, answer), rewards=session.reward)
+        return replace(await _asked(lambda is_alone: self._ask(finish, is_alone)), output=answer.output)
 
     def _write(self, journal: RewardJournal, call: Call, session: Session, answer: Answer) -> None:
         script = {
             "events": session.events,
-            "reward": session.reward,
             "limit": session.limit,
             "answer": answer.to_message(),
         }
         journal.write(call, Outcome(json.dumps(script)), is_answer=answer.failure is None)
+
+
+async def _asked(ask: Callable[[bool], Awaitable[Answer]]) -> Answer:
+    """Return an answer of the agent. If its process is lost, `ask` asks it again, alone in a process."""
+    with suppress(LostError):
+        return await ask(False)
+    try:
+        return await ask(True)
+    except LostError as lost:
+        how = "ended: " if lost.reason == "exited" else ""
+        failure = "timeout" if lost.reason == "late" else "died"
+        return Answer(failure=failure, error=f"the process of the agent {how}{lost}")
 
 
 async def _act_out(session: Session, known: Outcome, journal: RewardJournal) -> Answer:
@@ -187,7 +193,7 @@ async def _act_out(session: Session, known: Outcome, journal: RewardJournal) -> 
                 session.drop(tasks[what[0]].result().turn_id)
             else:
                 tasks[what[0]].cancel()
-        session.reward, session.limit = script["reward"], script["limit"]
+        session.limit = script["limit"]
         return Answer.of_message(script["answer"])
     except RefusedError as error:
         raise _DivergedError from error
@@ -225,11 +231,3 @@ def _turns(kept: Sequence[TreeTurn]) -> list[Turn]:
         ]
         turns.append(Turn(number, said.content, said.reasoning, tuple(called)))
     return turns
-
-
-def _lost(problem: LostError | None) -> Answer:
-    assert problem is not None
-    how = "ended: " if problem.reason == "exited" else ""
-    return Answer(
-        failure="timeout" if problem.reason == "late" else "died", error=f"the process of the agent {how}{problem}"
-    )

@@ -81,6 +81,7 @@ class Endpoint:
         self.port = self._socket.getsockname()[1]
         self._ended: deque[str] = deque(maxlen=_NUM_REMEMBERED)
         self._requests: dict[asyncio.Task[Any], str] = {}
+        self._rendering = asyncio.Lock()  # takes seconds for long conversations; other tasks run in between
         config = uvicorn.Config(
             self,
             http="h11",
@@ -114,14 +115,11 @@ class Endpoint:
 
     async def stop(self) -> None:
         """End the open requests and the server, and close its sockets."""
-        for session_id in list(self.sessions):
-            self.remove(session_id)
+        await asyncio.gather(*map(self.remove, list(self.sessions)))
         if self._serving is None:
             self._socket.close()
             return
         self._server.should_exit = True
-        if self._requests:
-            await asyncio.wait(self._requests, timeout=5)
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()  # a client that does not read would keep it open
         await self._serving
@@ -130,13 +128,18 @@ class Endpoint:
         """Serve a session."""
         self.sessions[session_id] = session
 
-    def remove(self, session_id: str) -> None:
-        """End the open requests of a session; they and later ones get an error that says that it has ended."""
+    async def remove(self, session_id: str) -> None:
+        """End the open requests of a session; they and later ones get an error that says that it has ended.
+
+        It returns when what could not be delivered was dropped.
+        """
         self.sessions.pop(session_id, None)
         self._ended.append(session_id)
-        for task, asked in self._requests.items():
-            if asked == session_id:
-                task.cancel()
+        open_requests = [task for task, asked in self._requests.items() if asked == session_id]
+        for task in open_requests:
+            task.cancel()
+        if open_requests:
+            await asyncio.wait(open_requests, timeout=5)  # a client need not read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request: the ASGI app."""
@@ -193,6 +196,8 @@ class Endpoint:
                 session.set_reward(parse_json(body))
                 return await exchange.reply({"accepted": True})
             asked = protocol.read(body)
+            await self._rendering.acquire()
+            asyncio.get_running_loop().call_soon(self._rendering.release)
             if protocol is AnthropicCount:
                 return await exchange.reply({"input_tokens": await session.count_tokens(asked.request())})
             return await exchange.turn(session, asked)

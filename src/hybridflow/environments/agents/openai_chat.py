@@ -96,6 +96,7 @@ class OpenAIChat(bodies.ChatBody):
     max_completion_tokens: bodies.Count | None = None
     stop: bodies.Stops = Field(default=[])
     logprobs: bool = False
+    return_token_ids: bool = False  # of vLLM
     stream_options: _OpenAIStreamOptions = _OpenAIStreamOptions()
     # Of each of these, only the value that changes nothing.
     n: Literal[1] = 1
@@ -138,7 +139,8 @@ class OpenAIChat(bodies.ChatBody):
         if calls := _calls(reply):
             message |= {"content": reply.said.content or None, "tool_calls": calls}
         choice = {"index": 0, "message": message, **self._ending(reply)}
-        return {**self._head(reply, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
+        head = {**self._head(reply, "chat.completion"), **self._prompt_ids(reply)}
+        return {**head, "choices": [choice], "usage": _usage(reply)}
 
     def events(self, reply: ChatReply) -> Iterator[str]:
         """Yield chunks; the last one has the reason of the end and the log-probs."""
@@ -154,7 +156,8 @@ class OpenAIChat(bodies.ChatBody):
         choices.append({"delta": {}, **self._ending(reply)})
         head = self._head(reply, "chat.completion.chunk")
         for choice in choices:
-            yield _event({**head, "choices": [{"index": 0, **choice}]})
+            first = self._prompt_ids(reply) if choice is choices[0] else {}
+            yield _event({**head, "choices": [{"index": 0, **choice}], **first})
         if self.stream_options.include_usage:
             yield _event({**head, "choices": [], "usage": _usage(reply)})
         yield "data: [DONE]\n\n"
@@ -172,12 +175,16 @@ class OpenAIChat(bodies.ChatBody):
     def _head(self, reply: ChatReply, kind: str) -> dict[str, Any]:
         return {"id": f"chatcmpl-{reply.turn_id}", "object": kind, "created": int(time.time()), "model": self.model}
 
+    def _prompt_ids(self, reply: ChatReply) -> dict[str, Any]:
+        return {"prompt_token_ids": reply.prompt_ids} if self.return_token_ids else {}
+
     def _ending(self, reply: ChatReply) -> dict[str, Any]:
         tokens = [
             {"token": text, "logprob": max(value, -9999.0), "bytes": list(text.encode()), "top_logprobs": []}
             for text, value in (reply.tokens if self.logprobs else ())
         ]
-        return {
+        own = {"token_ids": reply.token_ids} if self.return_token_ids else {}
+        return own | {
             "logprobs": {"content": tokens, "refusal": None} if self.logprobs else None,
             "finish_reason": "length" if reply.cut else "tool_calls" if reply.said.calls else "stop",
         }

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, MutableSequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from hybridflow.environments.agents.chat import ChatReply, ChatRequest, RefusedError
 from hybridflow.environments.agents.turn_tree import TreeTurn, TurnTree
@@ -21,6 +20,9 @@ MAX_OPEN_REQUESTS = 64
 
 MAX_BODY_BYTES = 4 * 2**20
 """Largest body of a request."""
+
+MAX_GIVEN_UP = 256
+"""Turns beyond `limits.turns` whose clients may go before they have them: the engine samples some to their ends."""
 
 _ENDINGS: dict[str, EndReason] = {"max_turns": "turns", "context_length_exceeded": "tokens", "max_rows": "rows"}
 
@@ -50,8 +52,7 @@ class Session:
         self.is_over = False
         self.events: MutableSequence[list[Any]] = []
         """What happened, in order: ["ask", request], ["got", number of the request, digest], ["drop", number]."""
-        self._numbers = WeakKeyDictionary[TreeTurn, int]()
-        self._began, self._num_open = clock(), 0
+        self._began, self._num_open, self._num_given_up, self._num_asked = clock(), 0, 0, 0
         self._new: list[TreeTurn] = []
         self._waiting: dict[TreeTurn, asyncio.Future[None]] = {}
         self._changed = asyncio.Event()
@@ -77,6 +78,10 @@ class Session:
         """
         self._require_running()
         self._require_sampling(request)
+        if self._num_given_up >= MAX_GIVEN_UP + self.tree.limits.turns:
+            raise RefusedError(
+                429, "too_many_requests", f"clients have given up {self._num_given_up} turns; let them wait for turns."
+            )
         try:
             if self._clock() - self._began > self._seconds:
                 raise RefusedError(400, "max_seconds", f"the episode has lasted {self._seconds:g} s; end it.")
@@ -85,7 +90,7 @@ class Session:
             ending: EndReason | None = "seconds" if refused.code == "max_seconds" else _ENDINGS.get(refused.code)
             self.limit = self.limit or ending
             raise
-        self._numbers[turn] = len(self._numbers)
+        turn.number, self._num_asked = self._num_asked, self._num_asked + 1
         self.events.append(["ask", asdict(request)])
         if turn.reply is None:
             self._new.append(turn)
@@ -99,7 +104,7 @@ class Session:
             finally:
                 self._waiting.pop(turn, None)
         assert turn.reply is not None
-        self.events.append(["got", self._numbers[turn], turn.reply.digest])
+        self.events.append(["got", turn.number, turn.reply.digest])
         return turn.reply
 
     async def count_tokens(self, request: ChatRequest) -> int:
@@ -115,7 +120,8 @@ class Session:
 
     def _drop(self, turn: TreeTurn) -> None:
         self.tree.drop(turn)
-        self.events.append(["drop", self._numbers[turn]])
+        self._num_given_up += 1
+        self.events.append(["drop", turn.number])
 
     def set_reward(self, value: Any) -> None:
         """Set what the episode is worth: a number, or several by name. Raises RefusedError for another value."""
@@ -127,11 +133,10 @@ class Session:
 
     async def next_turns(self) -> list[TreeTurn]:
         """Return the turns that requests have asked for since the last call, at least one; none if it is over."""
-        while not (self._new or self.is_over):
+        while not (turns := [turn for turn in self._new if not turn.is_dropped]) and not self.is_over:
             self._changed.clear()
             await self._changed.wait()
-            self._new = [turn for turn in self._new if not turn.is_dropped]
-        turns, self._new = self._new, []
+        self._new = []
         return turns
 
     def deliver(self, turn: TreeTurn, completion: Completion) -> None:
@@ -153,7 +158,7 @@ class Session:
         self._end_requests("agent_lost", "the process of the agent was lost, and the agent is started again.")
         self.key, self.reward, self.limit, self._began = secrets.token_urlsafe(24), None, None, self._clock()
         self.tree.restart()
-        self.events, self._numbers = [], WeakKeyDictionary()
+        self.events, self._num_given_up, self._num_asked = [], 0, 0
 
     def end(self) -> None:
         """End the episode: open requests and later ones are refused."""

@@ -74,6 +74,7 @@ class TreeTurn:
     written: Message = field(default_factory=dict)  # as the template is to write it
     reply: ChatReply | None = None
     is_dropped: bool = False
+    number: int = 0  # among the requests of its episode
 
     @property
     def turn_id(self) -> str:
@@ -83,7 +84,7 @@ class TreeTurn:
     @property
     def starts_row(self) -> bool:
         """Whether its context is the prompt of a row, because nothing before it was sampled, or as it was sampled."""
-        return self.parent is None or self.prompt.is_new_row
+        return self.parent is None or self.prompt.is_new_row or self.parent.is_dropped
 
     @property
     def is_kept(self) -> bool:
@@ -95,7 +96,7 @@ class TurnTree:
     """The turns that an episode's requests have asked for, at most `limits.turns`, in at most `limits.rows` rows."""
 
     def __init__(self, renderers: Renderers, stop_ids: Sequence[int], limits: EpisodeLimits) -> None:
-        self._renderers, self._stop_ids, self._limits = renderers, stop_ids, limits
+        self._renderers, self._stop_ids, self.limits = renderers, stop_ids, limits
         self.turns: list[TreeTurn] = []
         self._num_asked: dict[tuple[int, int], int] = {}
         self._least_asked = 0  # of what was forgotten
@@ -123,27 +124,27 @@ class TurnTree:
         Raises RefusedError for messages that the chat template does not take, and beyond a limit.
         """
         live = [turn for turn in self.turns if not turn.is_dropped]
-        if len(live) >= self._limits.turns:
+        if len(live) >= self.limits.turns:
             raise RefusedError(
-                400, "max_turns", f"the episode has had environment.max_turns={self._limits.turns} turns; end it."
+                400, "max_turns", f"the episode has had environment.max_turns={self.limits.turns} turns; end it."
             )
         turn = self._attached(request)
         if turn.max_tokens < 1:
-            has_own = self._limits.tokens < self._limits.context_tokens
-            of_them = f", of which data.max_response_length={self._limits.tokens} follow its first prompt" * has_own
+            has_own = self.limits.tokens < self.limits.context_tokens
+            of_them = f", of which data.max_response_length={self.limits.tokens} follow its first prompt" * has_own
             raise RefusedError(
                 400,
                 "context_length_exceeded",
                 f"the conversation has {len(turn.context)} tokens, which leaves no room for a turn: a row may have "
-                f"{self._limits.context_tokens} tokens{of_them}; shorten the messages or end the episode.",
+                f"{self.limits.context_tokens} tokens{of_them}; shorten the messages or end the episode.",
             )
         gone_on = {id(each.parent) for each in (*live, turn) if not each.starts_row}
-        if sum(id(each) not in gone_on for each in (*live, turn)) > self._limits.rows:
+        if sum(id(each) not in gone_on for each in (*live, turn)) > self.limits.rows:
             raise RefusedError(
                 400,
                 "max_rows",
                 f"the request changes earlier messages, which begins another row of the episode, of "
-                f"environment.max_rows={self._limits.rows}; go on from the last turn, or raise the limit.",
+                f"environment.max_rows={self.limits.rows}; go on from the last turn, or raise the limit.",
             )
         self._num_asked[turn.noise[0], turn.noise[1]] = turn.noise[2] + 1
         if earlier := self._earlier.pop(turn.noise, None):
@@ -231,7 +232,7 @@ class TurnTree:
         context, row_start = prompt.ids, len(prompt.ids)
         if parent and not prompt.is_new_row:
             context, row_start = [*parent.context, *parent.ids, *prompt.ids], parent.row_start
-        most_tokens = min(self._limits.context_tokens, row_start + self._limits.tokens)
+        most_tokens = min(self.limits.context_tokens, row_start + self.limits.tokens)
         room = most_tokens - len(context)
         most = room if request.max_tokens is None else min(room, request.max_tokens)
         asked = _words(context, most, request)
@@ -257,7 +258,7 @@ class TurnTree:
         kept = self.kept
         if not kept:
             return []
-        chosen = [*_path(kept[-1])] if only_last else kept
+        chosen = [turn for turn in _path(kept[-1]) if turn.is_kept] if only_last else kept
         numbers = {id(turn): number for number, turn in enumerate(kept)}
         rows: list[EpisodeRow] = []
         row_at: dict[int, EpisodeRow] = {}  # by the turn that is its last one

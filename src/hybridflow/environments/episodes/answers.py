@@ -1,6 +1,5 @@
 """What an episode asks of its environment, and what comes back: plain values, which a process or a journal can hold."""
 
-import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -113,7 +112,7 @@ def rewards_of(found: object) -> dict[str, Any]:
     for name, value in given.items():
         if isinstance(value, str) and name != "score":
             rewards[as_unicode(str(name))] = as_unicode(value)
-        elif isinstance(value, numbers.Real) and math.isfinite(value):
+        elif isinstance(value, numbers.Real) and abs(value) < 1e300:  # also of integers, and never of NaN
             rewards[as_unicode(str(name))] = float(value)
         else:
             raise ValueError(f"{name}={value!r:.100}; expected a finite number, or several by name")

@@ -56,7 +56,7 @@ def main() -> None:
 async def _serve(
     classes: dict[str, Any], scored_by: Any, questions: BinaryIO, replies: Replies, settings: dict[str, Any]
 ) -> None:
-    from hybridflow.environments.episodes.answers import Answer, Finish, ScoreGroup
+    from hybridflow.environments.episodes.answers import Answer, Finish, RunAgent, ScoreGroup
     from hybridflow.environments.processes.host import CallLimits, EnvironmentHost
 
     limits = CallLimits(settings["timeout_s"], settings["concurrency"], settings["agent_timeout_s"])
@@ -69,7 +69,8 @@ async def _serve(
             found = await host.answer(question)
         except BaseException as error:  # user code may cancel all tasks; an answer is owed in any case
             found = Answer(failure="raised", error=f"the episode was cancelled: {type(error).__name__}")
-        if isinstance(question, Finish | ScoreGroup):
+        is_over = isinstance(question, RunAgent) and (found.failure or found.rewards is not None)
+        if is_over or isinstance(question, Finish | ScoreGroup):
             hosts.pop(episode, None)
         return {"answer": found.to_message()}
 

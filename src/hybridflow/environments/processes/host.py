@@ -132,6 +132,8 @@ class EnvironmentHost:
             rewards = None if found is None else _rewards_of("the agent", found)
         except _FailedError as failed:
             failure, error = failed.failure, as_unicode(str(failed))
+        if failure or rewards is not None:  # otherwise `Finish` follows
+            await self._within("close", agent.close)
         output = as_unicode(str(getattr(agent, "output", "")))
         return Answer(is_done=True, rewards=rewards, failure=failure, error=error, output=output)
 
