@@ -81,6 +81,16 @@ def test_branches_are_rows_whose_tokens_have_the_log_probs_of_the_trained_model(
     assert last[0]["response_length/mean"] < metrics[0]["response_length/mean"]
 
 
+@own_run("an agent that reaches a limit")
+def test_an_agent_that_a_limit_ends_has_the_reward_of_the_function(episode_task, tmp_path):
+    limited = (HERE, "environment.max_turns=2", "trainer.total_steps=1")
+    function = f"reward.function={episode_task}/environments.py:once"
+    _, (row,) = train(episode_task, tmp_path / "run", "endless", *limited, function)
+    assert (row["episode/ended_turns"], row["reward/error_rate"], row["episode/turns/mean"]) == (1, 0, 2)
+    with pytest.raises(RewardError, match=r"environment\.max_turns=2 turns"):
+        train(episode_task, tmp_path / "none", "endless", *limited)
+
+
 @own_run("agents that fail")
 def test_failures_of_agents_are_counted_and_never_a_reward_of_zero(episode_task, tmp_path):
     lenient = ("reward.processes=1", "reward.on_error=zero", "reward.max_failure_rate=1.0", "reward.error_score=-1.0")

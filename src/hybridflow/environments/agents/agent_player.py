@@ -130,17 +130,23 @@ class AgentPlayer:
         return await _asked(run)
 
     async def _scored(self, session: Session, answer: Answer) -> Answer:
-        """Return the answer with what the episode is worth, if the agent has not said it. Nothing is asked any more."""
+        """Return the answer with what the episode is worth, if the agent has not said it. Nothing is asked any more.
+
+        An agent that fails after a limit has refused a request has ended at the limit, if another one says the reward.
+        """
         session.end()
-        if answer.failure:
+        is_cut = answer.failure == "raised" and session.limit is not None
+        if answer.failure and not is_cut:
             return answer
         if not session.tree.kept:
             problem = "the agent ended without a turn of the model; it must use its address"
             return replace(answer, failure="raised", error=problem)
         if answer.rewards is not None:
             return answer
-        finish = Finish(session.limit or "done", episode=self._episode(session, answer), rewards=session.reward)
-        return replace(await _asked(lambda is_alone: self._ask(finish, is_alone)), output=answer.output)
+        episode = self._episode(session, replace(answer, failure=None, error=""))
+        finish = Finish(session.limit or "done", episode=episode, rewards=session.reward)
+        scored = await _asked(lambda is_alone: self._ask(finish, is_alone))
+        return answer if is_cut and scored.failure else replace(scored, output=answer.output)
 
 
 async def _asked(ask: Callable[[bool], Awaitable[Answer]]) -> Answer:

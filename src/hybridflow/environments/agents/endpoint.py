@@ -159,6 +159,8 @@ class Endpoint:
             refused = error
         except asyncio.CancelledError:  # by `remove`
             task.uncancel()
+            if exchange.is_over:
+                return
             if exchange.has_turn:
                 raise  # which closes the connection: its client may not read
             refused = _has_ended(session_id)
@@ -212,6 +214,7 @@ class _Exchange:
     keep_alive_s: float
     has_begun: bool = False
     has_turn: bool = False
+    is_over: bool = False
 
     async def reply(self, body: dict[str, Any], status: int = 200, *, is_last: bool = True) -> None:
         """Send a response of JSON."""
@@ -267,6 +270,7 @@ class _Exchange:
 
     async def _send(self, body: bytes, *, is_last: bool = False) -> None:
         await self.send({"type": "http.response.body", "body": body, "more_body": not is_last})
+        self.is_over = is_last
 
     async def _disconnected(self) -> None:
         while (await self.receive())["type"] != "http.disconnect":

@@ -1,7 +1,7 @@
 """OpenAI's chat completions: the body of a request, the response, the chunks of a stream and the form of errors."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -17,10 +17,6 @@ class _OpenAIFunction(Body):
     name: bodies.Name
     description: str = ""
     parameters: dict[str, Any] | None = None
-
-    def schema(self) -> Mapping[str, Any]:
-        """Return the tool as chat templates take it."""
-        return bodies.tool_schema(self.name, self.description, self.parameters)
 
 
 class _OpenAITool(Body):
@@ -41,7 +37,6 @@ class _OpenAICall(Body):
     function: _OpenAICalled
 
     def call(self) -> ToolCall:
-        """Return the call with its arguments as an object."""
         what = f"messages: {ascii(self.function.arguments)[:100]}, the arguments of a call of {self.function.name!r},"
         arguments = bodies.parse_json(self.function.arguments, what)
         if not isinstance(arguments, dict):
@@ -123,9 +118,10 @@ class OpenAIChat(bodies.ChatBody):
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) == 2:
             raise bodies.invalid(f"max_tokens={self.max_tokens} is not max_completion_tokens; send one of them")
+        functions = [(each.function.name, each.function.description, each.function.parameters) for each in self.tools]
         return self._request(
             conversation,
-            [tool.function.schema() for tool in self.tools],
+            [bodies.tool_schema(*each) for each in functions],
             may_call=self.tool_choice == "auto",
             max_tokens=next(iter(limits), None),
             stop=tuple(self.stop),

@@ -18,11 +18,11 @@ from hybridflow.rollout import Completion, SamplingParams
 MAX_OPEN_REQUESTS = 64
 """Requests of one agent that may be open at a time."""
 
-MAX_BODY_BYTES = 4 * 2**20
-"""Largest body of a request."""
-
 MAX_GIVEN_UP = 256
 """Turns beyond `limits.turns` whose clients may go before they have them: the engine samples some to their ends."""
+
+BODY_BYTES, BODY_BYTES_PER_TOKEN = 2**16, 64
+"""Largest body of a request: a longer one cannot fit into a row, and its tokens would take long to count."""
 
 _ENDINGS: dict[str, EndReason] = {"max_turns": "turns", "context_length_exceeded": "tokens", "max_rows": "rows"}
 
@@ -34,8 +34,6 @@ class Session:
     further turn. `key` is a secret of the agent.
     """
 
-    max_body_bytes = MAX_BODY_BYTES
-
     def __init__(
         self,
         tree: TurnTree,
@@ -45,6 +43,7 @@ class Session:
         key: str = "",
     ) -> None:
         self.tree, self._allowed, self._seconds, self._clock = tree, allowed, seconds, clock
+        self.max_body_bytes = BODY_BYTES + BODY_BYTES_PER_TOKEN * tree.limits.context_tokens
         self.key = key or secrets.token_urlsafe(24)
         self.reward: dict[str, Any] | None = None
         self.limit: EndReason | None = None
