@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from hybridflow.environments.agents import bodies
-from hybridflow.environments.agents.bodies import Body, Items, Parts, json_text, pieces, text_of
+from hybridflow.environments.agents.bodies import Body, Items, Parts, json_text, text_of
 from hybridflow.environments.agents.chat import ChatReply, ChatRequest, RefusedError
 from hybridflow.environments.episodes.messages import ToolCall
 
@@ -141,13 +141,9 @@ class OpenAIChat(bodies.ChatBody):
     def events(self, reply: ChatReply) -> Iterator[str]:
         """Yield chunks; the last one has the reason of the end and the log-probs."""
         deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-        deltas += [{"reasoning_content": piece} for piece in pieces(reply.said.reasoning)]
-        deltas += [{"content": piece} for piece in pieces(reply.said.content)]
-        for index, call in enumerate(_calls(reply)):
-            arguments = call["function"]["arguments"]
-            deltas.append({"tool_calls": [{"index": index, **call, "function": {**call["function"], "arguments": ""}}]})
-            for piece in pieces(arguments):
-                deltas.append({"tool_calls": [{"index": index, "function": {"arguments": piece}}]})
+        said = {"reasoning_content": reply.said.reasoning, "content": reply.said.content}
+        deltas += [{name: text} for name, text in said.items() if text]
+        deltas += [{"tool_calls": [{"index": index, **call}]} for index, call in enumerate(_calls(reply))]
         choices = [{"delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas]
         choices.append({"delta": {}, **self._ending(reply)})
         head = self._head(reply, "chat.completion.chunk")
