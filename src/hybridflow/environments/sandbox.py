@@ -83,7 +83,10 @@ class Sandbox(Protocol):
     """A place with files and processes of its own, until `close`. All methods may raise SandboxError."""
 
     async def exec(self, command: Sequence[str] | str, *, timeout_s: float, stdin: str = "") -> ExecResult:
-        """Run a command; a text is run by `sh -c`. The exit code is `LATE` if it is killed after its time."""
+        """Run a command; a text is run by `sh -c`. The exit code is `LATE` if it is killed after its time.
+
+        What it leaves running in the background ends with the sandbox.
+        """
         ...
 
     async def put(self, path: str, content: bytes) -> None:
@@ -91,7 +94,7 @@ class Sandbox(Protocol):
         ...
 
     async def get(self, path: str) -> bytes:
-        """Return the contents of a file."""
+        """Return the contents of a file of at most `MAX_FILE_BYTES`."""
         ...
 
     async def close(self) -> None:
@@ -190,14 +193,12 @@ class _HeldSandbox:
         self._starting, self._is_closed = asyncio.Lock(), False
 
     async def exec(self, command: Sequence[str] | str, *, timeout_s: float, stdin: str = "") -> ExecResult:
-        """Run a command, see `Sandbox.exec`. What it leaves running in the background ends with the sandbox."""
         argv = ["sh", "-c", command] if isinstance(command, str) else command
         done = await self._run([*self._limits, *argv], timeout_s, stdin.encode())
         late = f"\n[killed after {timeout_s:g} s]\n" if done.is_late else ""
         return ExecResult(done.exit_code, done.text(1), done.text(2) + late)
 
     async def put(self, path: str, content: bytes) -> None:
-        """Write a file and its directories."""
         script = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"'
         done = await self._run(["sh", "-c", script, "sh", path], FILE_S, content)
         if done.exit_code:
@@ -206,7 +207,6 @@ class _HeldSandbox:
             )
 
     async def get(self, path: str) -> bytes:
-        """Return the contents of a file of at most `MAX_FILE_BYTES`."""
         done = await self._run(["head", "-c", str(MAX_FILE_BYTES + 1), "--", path], FILE_S, most=MAX_FILE_BYTES)
         if done.exit_code or done.num_cut[1]:
             large = f"it has more than {MAX_FILE_BYTES:,} bytes" if done.num_cut[1] else "it takes too long"
@@ -214,7 +214,6 @@ class _HeldSandbox:
         return bytes(done.kept[1])
 
     async def close(self) -> None:
-        """End all processes and remove all files."""
         self._is_closed = True
         async with self._starting:
             if self._holder:
@@ -236,7 +235,6 @@ class _HeldSandbox:
         )
 
     async def _start(self) -> Program:
-        """Start what holds the sandbox, and return it as soon as it has written "ready"."""
         holder = await Program.start(await self._held_by(), self._options)
         try:
             await asyncio.wait({holder.said, holder.ended}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)

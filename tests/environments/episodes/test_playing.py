@@ -22,7 +22,9 @@ from hybridflow.environments import (
     tools_of,
 )
 from hybridflow.environments.episodes.environment import METHODS
+from hybridflow.environments.episodes.playing import NextTurn
 from hybridflow.errors import ToolError
+from hybridflow.rollout import Completion
 
 TOKENIZER = chat_tokenizer("qwen2_5")
 STOP = TOKENIZER.eos_token_id
@@ -81,15 +83,22 @@ def play(
     player = Player(client_of(environment, call_seconds, seconds), renderer, [stop], EpisodeLimits(**limits))
 
     async def run():
-        contexts = [await player.begin(ROW)]
+        contexts = [await player.start(ROW)]
         for text in texts:
-            if contexts[-1] is None:
+            if not contexts[-1]:
                 break
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-            contexts.append(await player.take(ids, [-1.0] * len(ids), [3] * len(ids), has_stopped=has_stopped))
-        return contexts, await player.finish()
+            contexts.append(await taken(player, ids, "stop" if has_stopped else "length"))
+        return [turns[0].context if turns else None for turns in contexts], await player.finish()
 
     return asyncio.run(run())
+
+
+async def taken(player, ids, finish_reason="length"):
+    """Return the turns after one of these tokens."""
+    completion = Completion(0, 0, ids, [-1.0] * len(ids), [3] * len(ids), finish_reason)
+    player.deliver(NextTurn([], 0, True, 0), completion)
+    return await player.next_turns()
 
 
 def call(name, arguments="{}"):
@@ -313,12 +322,12 @@ def test_trained_tokens_are_exactly_the_sampled_ones(name):
         given: list[int] = []
 
         async def run(player=player, given=given):
-            context = await player.begin({"prompt": text()})
-            while context is not None:
-                assert context == player.rows[-1].context
+            turns = await player.start({"prompt": text()})
+            while turns:
+                assert turns[0].context == player.rows[-1].context
                 ids = [token for token in tokenizer(text(), add_special_tokens=False)["input_ids"] if token != stop]
                 given += [*ids, stop]
-                context = await player.take([*ids, stop], [-1.0] * (len(ids) + 1), [0] * (len(ids) + 1))
+                turns = await taken(player, [*ids, stop])
             return await player.finish()
 
         played = asyncio.run(run())

@@ -25,6 +25,7 @@ from hybridflow.environments import (
 )
 from hybridflow.environments.episodes.environment import METHODS
 from hybridflow.errors import DataError
+from hybridflow.rollout import Completion
 
 FAMILIES = tuple(CONTROL)
 TOKENIZERS = {family: chat_tokenizer(family) for family in FAMILIES}
@@ -122,12 +123,15 @@ def test_rows_equal_those_of_an_episode_with_the_same_turns(family):
     player = Player(client, renderer, stop_ids_of(family), EpisodeLimits())
 
     async def play():
-        contexts = [await player.begin({"prompt": EPISODE[:2]})]
+        (turn,) = await player.start({"prompt": EPISODE[:2]})
+        contexts = []
         for _, _, ids in turns_of(rows):
-            contexts.append(await player.take(ids, [0.0] * len(ids), [0] * len(ids)))
-        return contexts
+            contexts.append(turn.context)
+            player.deliver(turn, Completion(0, 0, ids, [0.0] * len(ids), [0] * len(ids), "length"))
+            turn, *_ = [*await player.next_turns(), None]
+        return contexts, turn
 
-    *contexts, end = asyncio.run(play())
+    contexts, end = asyncio.run(play())
     assert end is None
     assert player.episode.error == ""
     assert [before for _, before, _ in turns_of(rows)] == contexts

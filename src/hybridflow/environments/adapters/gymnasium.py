@@ -80,7 +80,6 @@ class _Gymnasium(SteppingEnvironment):
         return f"{shown}\n{picture.strip()}"
 
     async def close(self) -> None:
-        """Close the environment, if the episode has begun."""
         if hasattr(self, "_environment"):
             self._environment.close()
 

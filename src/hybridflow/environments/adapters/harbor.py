@@ -57,7 +57,6 @@ class _HarborEnvironment(Environment):
     _sandbox: Sandbox | None = None
 
     async def reset(self, row: Mapping[str, Any]) -> Sequence[Message]:
-        """Start the sandbox of the task, with its files."""
         name = str((row.get("extra_info") or {}).get("task"))
         if name not in self.tasks:
             raise EnvironmentConfigError(f"extra_info.task={name!r} of a row is not a task of the directory.")
@@ -78,7 +77,6 @@ class _HarborEnvironment(Environment):
         return done.stdout + done.stderr + (f"\n[exit code {done.exit_code}]" if done.exit_code else "")
 
     async def reward(self, episode: Episode) -> Mapping[str, float]:
-        """Run the tests, and return the rewards that they write."""
         sandbox, task = self._sandbox, self._task
         assert sandbox is not None
         done = await sandbox.exec(_CLEAR, timeout_s=FILE_S)
@@ -105,7 +103,6 @@ class _HarborEnvironment(Environment):
         return {"score": rewards.pop("reward"), **rewards}
 
     async def close(self) -> None:
-        """End the sandbox."""
         if self._sandbox is not None:
             await self._sandbox.close()
 

@@ -68,7 +68,6 @@ class _OpenEnv(SteppingEnvironment):
         return _text(result.observation), float(result.reward or 0.0), result.done
 
     async def close(self) -> None:
-        """End the session, if the episode has begun."""
         if hasattr(self, "_client"):
             await self._client.close()
 

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hybridflow.environments.agents.chat import ChatReply, ChatRequest, RefusedError
 from hybridflow.environments.agents.session import Session
@@ -18,33 +18,19 @@ from hybridflow.environments.agents.turn_tree import TreeTurn
 from hybridflow.environments.episodes.answers import Answer, Finish, RunAgent
 from hybridflow.environments.episodes.environment import CalledTool, Episode, Turn
 from hybridflow.environments.episodes.playing import NextTurn, PlayedEpisode
-from hybridflow.environments.processes.environment_pool import AskAgent
+from hybridflow.environments.processes.environment_pool import AskAgent, failure_of
 from hybridflow.environments.processes.pool import LostError
-from hybridflow.environments.rewards.journal import Call, RewardJournal
+from hybridflow.environments.rewards.journal import RewardJournal
 from hybridflow.environments.rewards.outcome import Outcome
 from hybridflow.errors import RewardError
 from hybridflow.rollout import Completion
 
+if TYPE_CHECKING:
+    from hybridflow.environments.agents.endpoint import Endpoint
+
 
 class _DivergedError(Exception):
     """The model said something else than in the journal."""
-
-
-class SessionHost(Protocol):
-    """What serves sessions at addresses."""
-
-    @property
-    def base_url(self) -> str:
-        """The address of all sessions."""
-        ...
-
-    def add(self, session_id: str, session: Session) -> None:
-        """Serve a session at an address of its own."""
-        ...
-
-    async def remove(self, session_id: str) -> None:
-        """End that, when nothing is delivered any more."""
-        ...
 
 
 class AgentPlayer:
@@ -60,7 +46,7 @@ class AgentPlayer:
         self,
         ask: AskAgent,
         make_session: Callable[[], Session],
-        endpoint: SessionHost,
+        endpoint: "Endpoint",
         *,
         only_last: bool = False,
         key: Sequence[int] = (),
@@ -121,7 +107,8 @@ class AgentPlayer:
                     session.restart()
             answer = await self._scored(session, await self._run(session))
             if self._journal and call:
-                self._write(self._journal, call, session, answer)
+                script = {"events": session.events, "limit": session.limit, "answer": answer.to_message()}
+                self._journal.write(call, Outcome(json.dumps(script)), is_answer=answer.failure is None)
             return answer
         finally:
             session.end()
@@ -161,14 +148,6 @@ class AgentPlayer:
         scored = await _asked(lambda is_alone: self._ask(finish, is_alone))
         return answer if is_cut and scored.failure else replace(scored, output=answer.output)
 
-    def _write(self, journal: RewardJournal, call: Call, session: Session, answer: Answer) -> None:
-        script = {
-            "events": session.events,
-            "limit": session.limit,
-            "answer": answer.to_message(),
-        }
-        journal.write(call, Outcome(json.dumps(script)), is_answer=answer.failure is None)
-
 
 async def _asked(ask: Callable[[bool], Awaitable[Answer]]) -> Answer:
     """Return an answer of the agent. If its process is lost, `ask` asks it again, alone in a process."""
@@ -177,9 +156,7 @@ async def _asked(ask: Callable[[bool], Awaitable[Answer]]) -> Answer:
     try:
         return await ask(True)
     except LostError as lost:
-        how = "ended: " if lost.reason == "exited" else ""
-        failure = "timeout" if lost.reason == "late" else "died"
-        return Answer(failure=failure, error=f"the process of the agent {how}{lost}")
+        return failure_of(lost)
 
 
 async def _act_out(session: Session, known: Outcome, journal: RewardJournal) -> Answer:

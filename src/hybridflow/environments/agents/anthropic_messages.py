@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from hybridflow.environments.agents import bodies
-from hybridflow.environments.agents.bodies import Body, Items, Parts, TextPart, json_text, pieces, text_of
+from hybridflow.environments.agents.bodies import Body, Items, Parts, TextPart, json_text, text_of
 from hybridflow.environments.agents.chat import ChatReply, ChatRequest, RefusedError
 from hybridflow.environments.episodes.messages import ToolCall
 
@@ -124,8 +124,8 @@ class AnthropicMessages(bodies.ChatBody):
         for index, (block, field, value) in enumerate(_blocks(reply)):
             yield _event("content_block_start", index=index, content_block=block)
             kind, key = ("input_json_delta", "partial_json") if field == "input" else (f"{field}_delta", field)
-            for piece in pieces(json_text(value) if field == "input" else value):
-                yield _event("content_block_delta", index=index, delta={"type": kind, key: piece})
+            text = json_text(value) if field == "input" else value
+            yield _event("content_block_delta", index=index, delta={"type": kind, key: text})
             yield _event("content_block_stop", index=index)
         yield _event("message_delta", delta=_ending(reply), usage=_usage(reply))
         yield _event("message_stop")

@@ -6,7 +6,7 @@ A body lists what is supported and what changes no token. Any other field is ref
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -28,8 +28,6 @@ from hybridflow.environments.episodes.messages import AssistantTurn, Message, To
 MAX_OBJECTS = 30_000
 """Messages, parts of them, calls and tools of a request."""
 MAX_FIELDS = 100
-PIECE = 1000
-"""Characters of a text in one event of a stream."""
 _MAYBE_INFINITE = re.compile(rb"\d[eE]\+?\d{3}|\d{300}")
 _ERRORS = {401: "authentication", 404: "not_found", 429: "rate_limit"}
 
@@ -130,11 +128,6 @@ def parse_json(text: str | bytes, what: str = "the body") -> Any:
 def json_text(value: Any) -> str:
     """Return JSON in ASCII."""
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
-
-
-def pieces(text: str) -> Iterator[str]:
-    """Yield the parts of a text for the events of a stream."""
-    return (text[start : start + PIECE] for start in range(0, len(text), PIECE))
 
 
 def text_of(parts: Iterable[TextPart]) -> str:

@@ -1,13 +1,13 @@
 """OpenAI's chat completions: the body of a request, the response, the chunks of a stream and the form of errors."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from hybridflow.environments.agents import bodies
-from hybridflow.environments.agents.bodies import Body, Items, Parts, json_text, pieces, text_of
+from hybridflow.environments.agents.bodies import Body, Items, Parts, json_text, text_of
 from hybridflow.environments.agents.chat import ChatReply, ChatRequest, RefusedError
 from hybridflow.environments.episodes.messages import ToolCall
 
@@ -17,10 +17,6 @@ class _OpenAIFunction(Body):
     name: bodies.Name
     description: str = ""
     parameters: dict[str, Any] | None = None
-
-    def schema(self) -> Mapping[str, Any]:
-        """Return the tool as chat templates take it."""
-        return bodies.tool_schema(self.name, self.description, self.parameters)
 
 
 class _OpenAITool(Body):
@@ -41,7 +37,6 @@ class _OpenAICall(Body):
     function: _OpenAICalled
 
     def call(self) -> ToolCall:
-        """Return the call with its arguments as an object."""
         what = f"messages: {ascii(self.function.arguments)[:100]}, the arguments of a call of {self.function.name!r},"
         arguments = bodies.parse_json(self.function.arguments, what)
         if not isinstance(arguments, dict):
@@ -123,9 +118,10 @@ class OpenAIChat(bodies.ChatBody):
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) == 2:
             raise bodies.invalid(f"max_tokens={self.max_tokens} is not max_completion_tokens; send one of them")
+        functions = [(each.function.name, each.function.description, each.function.parameters) for each in self.tools]
         return self._request(
             conversation,
-            [tool.function.schema() for tool in self.tools],
+            [bodies.tool_schema(*each) for each in functions],
             may_call=self.tool_choice == "auto",
             max_tokens=next(iter(limits), None),
             stop=tuple(self.stop),
@@ -145,13 +141,9 @@ class OpenAIChat(bodies.ChatBody):
     def events(self, reply: ChatReply) -> Iterator[str]:
         """Yield chunks; the last one has the reason of the end and the log-probs."""
         deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-        deltas += [{"reasoning_content": piece} for piece in pieces(reply.said.reasoning)]
-        deltas += [{"content": piece} for piece in pieces(reply.said.content)]
-        for index, call in enumerate(_calls(reply)):
-            arguments = call["function"]["arguments"]
-            deltas.append({"tool_calls": [{"index": index, **call, "function": {**call["function"], "arguments": ""}}]})
-            for piece in pieces(arguments):
-                deltas.append({"tool_calls": [{"index": index, "function": {"arguments": piece}}]})
+        said = {"reasoning_content": reply.said.reasoning, "content": reply.said.content}
+        deltas += [{name: text} for name, text in said.items() if text]
+        deltas += [{"tool_calls": [{"index": index, **call}]} for index, call in enumerate(_calls(reply))]
         choices = [{"delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas]
         choices.append({"delta": {}, **self._ending(reply)})
         head = self._head(reply, "chat.completion.chunk")

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, MutableSequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from hybridflow.environments.agents.chat import ChatReply, ChatRequest, RefusedError
 from hybridflow.environments.agents.turn_tree import TreeTurn, TurnTree
@@ -20,7 +19,7 @@ MAX_OPEN_REQUESTS = 64
 """Requests of one agent that may be open at a time."""
 
 MAX_GIVEN_UP = 256
-"""Turns of an episode whose clients may go before they have them: the engine samples some to their ends."""
+"""Turns beyond `limits.turns` whose clients may go before they have them: the engine samples some to their ends."""
 
 BODY_BYTES, BODY_BYTES_PER_TOKEN = 2**16, 64
 """Largest body of a request: a longer one cannot fit into a row, and its tokens would take long to count."""
@@ -52,8 +51,7 @@ class Session:
         self.is_over = False
         self.events: MutableSequence[list[Any]] = []
         """What happened, in order: ["ask", request], ["got", number of the request, digest], ["drop", number]."""
-        self._numbers = WeakKeyDictionary[TreeTurn, int]()
-        self._began, self._num_open, self._num_given_up = clock(), 0, 0
+        self._began, self._num_open, self._num_given_up, self._num_asked = clock(), 0, 0, 0
         self._new: list[TreeTurn] = []
         self._waiting: dict[TreeTurn, asyncio.Future[None]] = {}
         self._changed = asyncio.Event()
@@ -79,9 +77,9 @@ class Session:
         """
         self._require_running()
         self._require_sampling(request)
-        if self._num_given_up >= MAX_GIVEN_UP:
+        if self._num_given_up >= MAX_GIVEN_UP + self.tree.limits.turns:
             raise RefusedError(
-                429, "too_many_requests", f"the episode has given up {MAX_GIVEN_UP} turns; let clients wait for them."
+                429, "too_many_requests", f"clients have given up {self._num_given_up} turns; let them wait for turns."
             )
         try:
             if self._clock() - self._began > self._seconds:
@@ -91,7 +89,7 @@ class Session:
             ending: EndReason | None = "seconds" if refused.code == "max_seconds" else _ENDINGS.get(refused.code)
             self.limit = self.limit or ending
             raise
-        self._numbers[turn] = len(self._numbers)
+        turn.number, self._num_asked = self._num_asked, self._num_asked + 1
         self.events.append(["ask", asdict(request)])
         if turn.reply is None:
             self._new.append(turn)
@@ -105,7 +103,7 @@ class Session:
             finally:
                 self._waiting.pop(turn, None)
         assert turn.reply is not None
-        self.events.append(["got", self._numbers[turn], turn.reply.digest])
+        self.events.append(["got", turn.number, turn.reply.digest])
         return turn.reply
 
     async def count_tokens(self, request: ChatRequest) -> int:
@@ -122,7 +120,7 @@ class Session:
     def _drop(self, turn: TreeTurn) -> None:
         self.tree.drop(turn)
         self._num_given_up += 1
-        self.events.append(["drop", self._numbers[turn]])
+        self.events.append(["drop", turn.number])
 
     def set_reward(self, value: Any) -> None:
         """Set what the episode is worth: a number, or several by name. Raises RefusedError for another value."""
@@ -159,7 +157,7 @@ class Session:
         self._end_requests("agent_lost", "the process of the agent was lost, and the agent is started again.")
         self.key, self.reward, self.limit, self._began = secrets.token_urlsafe(24), None, None, self._clock()
         self.tree.restart()
-        self.events, self._numbers, self._num_given_up = [], WeakKeyDictionary(), 0
+        self.events, self._num_given_up, self._num_asked = [], 0, 0
 
     def end(self) -> None:
         """End the episode: open requests and later ones are refused."""

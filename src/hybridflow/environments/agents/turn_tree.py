@@ -74,6 +74,7 @@ class TreeTurn:
     written: Message = field(default_factory=dict)  # as the template is to write it
     reply: ChatReply | None = None
     is_dropped: bool = False
+    number: int = 0  # among the requests of its episode
 
     @property
     def turn_id(self) -> str:

@@ -1,6 +1,6 @@
 """One episode, from its first prompt to its reward: an engine's turns in, prompts of the next turns out.
 
-begin(row) ──> prompt ──> engine ──> take(tokens) ──> prompt ──> ... ──> take(tokens) ──> None ──> finish()
+start(row) ──> turn ──> engine ──> deliver(tokens) ──> next_turns() ──> turn ──> engine ──> ... ──> none ──> finish()
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -112,39 +112,8 @@ class Player:
         self._bonus = 0.0
         self._delivered = Completion(0, 0)
 
-    @property
-    def num_sampled(self) -> int:
-        """The number of tokens that the model has made so far, also the position of the next one's noise."""
-        return sum(row.num_sampled for row in self.rows)
-
-    @property
-    def room(self) -> int:
-        """The number of tokens that the next turn may have."""
-        return self._room(self.rows[-1].num_tokens, len(self.rows[-1].ids))
-
     async def start(self, row: Mapping[str, Any]) -> list[NextTurn]:
         """Return the first turn; nothing if the environment failed."""
-        return self._turns(await self.begin(row))
-
-    def deliver(self, turn: NextTurn, completion: Completion) -> None:
-        """Get the turn."""
-        self._delivered = completion
-
-    async def next_turns(self) -> list[NextTurn]:
-        """Return the turn after the one that was delivered; nothing if the episode has ended."""
-        got = self._delivered
-        has_stopped = got.finish_reason == "stop"
-        return self._turns(await self.take(got.token_ids, got.log_probs, got.versions, has_stopped=has_stopped))
-
-    def _turns(self, context: list[int] | None) -> list[NextTurn]:
-        if context is None:
-            return []
-        may_go_on = len(self.episode.turns) + 1 < self._limits.turns
-        most = min(self._limits.context_tokens, len(self.rows[-1].prompt_ids) + self._limits.tokens)
-        return [NextTurn(context, self.room, may_go_on, most if may_go_on else 0, self.num_sampled)]
-
-    async def begin(self, row: Mapping[str, Any]) -> list[int] | None:
-        """Return the prompt of the first turn; None if the environment failed."""
         self.episode = Episode(row)
         answer = await self._ask(Begin(row))
         if answer.failure:
@@ -153,20 +122,22 @@ class Player:
         self.num_first_messages = len(answer.messages) - is_begun(answer.messages)
         return self._next(lambda: self._renderer.start(self.episode.messages))
 
-    async def take(
-        self, ids: Sequence[int], log_probs: Sequence[float], versions: Sequence[int], *, has_stopped: bool = False
-    ) -> list[int] | None:
-        """Return the prompt of the next turn, None if the episode has ended; `ids` are the tokens of a turn.
+    def deliver(self, turn: NextTurn, completion: Completion) -> None:
+        """Get the turn."""
+        self._delivered = completion
 
-        A turn without a stop token at its end was cut, unless it `has_stopped` at a stop string.
+    async def next_turns(self) -> list[NextTurn]:
+        """Return the turn after the one that was delivered; nothing if the episode has ended.
+
+        A turn without a stop token at its end was cut, unless it has stopped at a stop string.
         """
-        number = len(self.episode.turns)
-        self.rows[-1].add_sampled(ids, log_probs, versions, number)
+        got, ids = self._delivered, self._delivered.token_ids
+        self.rows[-1].add_sampled(ids, got.log_probs, got.versions, len(self.episode.turns))
         messages = self.episode.messages
         begun = messages[-1].get("content") if is_begun(messages) else None
         said = self._renderer.parse(ids, self._stop_ids, self._prompt.text, begun or "")
         ends_with_token = bool(ids) and ids[-1] in self._stop_ids
-        if not ids or not (ends_with_token or has_stopped):
+        if not ids or not (ends_with_token or got.finish_reason == "stop"):
             self._cut_turn = said
             self._note(said, Answer())
             return self._end("tokens")
@@ -201,8 +172,8 @@ class Player:
         said.add_to(self.episode.messages)
         self.episode.turns.append(turn)
 
-    def _next(self, render: Callable[[], NextPrompt]) -> list[int] | None:
-        """Return the whole context of the next turn, which goes on in the same row if the template allows."""
+    def _next(self, render: Callable[[], NextPrompt]) -> list[NextTurn]:
+        """Return the next turn, which goes on in the same row if the template allows."""
         try:
             self._prompt = render()
         except HybridFlowError as error:
@@ -225,15 +196,21 @@ class Player:
             if self._room(row.num_tokens + len(new), len(row.ids) + len(new)) < 1:
                 return self._end("tokens")
             row.add_messages(new, len(self.episode.turns) - 1)
-        return self.rows[-1].context
+        row, limits = self.rows[-1], self._limits
+        may_go_on = len(self.episode.turns) + 1 < limits.turns
+        most = min(limits.context_tokens, len(row.prompt_ids) + limits.tokens) if may_go_on else 0
+        num_sampled = sum(each.num_sampled for each in self.rows)  # also the position of the next token's noise
+        return [NextTurn(row.context, self._room(row.num_tokens, len(row.ids)), may_go_on, most, num_sampled)]
 
     def _room(self, context: int, after_prompt: int) -> int:
         """Return how many tokens may follow `context` tokens of a row, of which so many are after its prompt."""
         return min(self._limits.context_tokens - context, self._limits.tokens - after_prompt)
 
-    def _end(self, reason: EndReason) -> None:
+    def _end(self, reason: EndReason) -> list[NextTurn]:
         self.episode.ended = reason
+        return []
 
-    def _fail(self, failure: Failure, error: str) -> None:
+    def _fail(self, failure: Failure, error: str) -> list[NextTurn]:
         self.episode.ended, self.episode.error = "error", self.episode.error or error
         self._failure = self._failure or failure
+        return []

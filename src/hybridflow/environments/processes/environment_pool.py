@@ -232,8 +232,13 @@ class _RemoteEnvironment:
         try:
             return await self._pool.ask_alone(self._name, questions)
         except LostError as lost:
-            self._failed = Answer(failure="timeout" if lost.reason == "late" else "died", error=_described(lost))
+            self._failed = failure_of(lost)
             return self._failed
+
+
+def failure_of(lost: LostError) -> Answer:
+    """Return the answer to a question that two processes were lost with."""
+    return Answer(failure="timeout" if lost.reason == "late" else "died", error=_described(lost))
 
 
 def _kinds_of(message: Mapping[str, Any]) -> dict[str, EnvironmentKind] | EnvironmentConfigError:
@@ -248,4 +253,4 @@ def _answer_of(message: Mapping[str, Any]) -> Answer:
 
 
 def _described(lost: LostError) -> str:
-    return f"the process of the environment {'ended: ' if lost.reason == 'exited' else ''}{lost}"
+    return f"its process {'ended: ' if lost.reason == 'exited' else ''}{lost}"
