@@ -2,12 +2,14 @@
 
 import ast
 import inspect
+import json
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
+from urllib.request import ProxyHandler, Request, build_opener
 
 from hybridflow.config.environment_sources import scheme_of
 from hybridflow.environments.episodes.environment import Environment
@@ -29,6 +31,14 @@ class AgentSession:
     def anthropic_base_url(self) -> str:
         """The address for Anthropic's clients, which add `/v1` themselves."""
         return self.base_url.removesuffix("/v1")
+
+
+def seconds_waited(session: AgentSession) -> float:
+    """Return the seconds in which the agent has waited for turns; 0 if its episode has ended."""
+    request = Request(f"{session.base_url}/waited", headers={"x-api-key": session.api_key})
+    with suppress(OSError, ValueError), build_opener(ProxyHandler({})).open(request, timeout=60) as found:
+        return float(json.load(found)["seconds"])
+    return 0.0
 
 
 class Agent(Environment):

@@ -36,6 +36,7 @@ _CALLS = {
     "chat/completions": ("POST", OpenAIChat),
     "models": ("GET", OpenAIChat),
     "reward": ("POST", OpenAIChat),
+    "waited": ("GET", OpenAIChat),
     "messages": ("POST", AnthropicMessages),
     "messages/count_tokens": ("POST", AnthropicCount),
 }
@@ -189,6 +190,8 @@ class Endpoint:
             raise RefusedError(401, "invalid_api_key", wanted)
         if request.method != method:
             raise RefusedError(405, "wrong_method", f"{request.method} is not supported here; use {method}")
+        if call == "waited":  # which is asked for the agent, beside its requests
+            return await exchange.reply({"seconds": session.waited_s})
         with session.open():
             if call == "models":
                 ids = {"first_id": _MODEL["id"], "last_id": _MODEL["id"]}
@@ -252,10 +255,9 @@ class _Exchange:
             is_delivered = not gone.done()
             await self._send(b"", is_last=True)
         finally:
-            gone.cancel()
-            sampling.cancel()
-            await asyncio.wait({gone, sampling})
-            if not sampling.cancelled() and sampling.exception() is None and not is_delivered:
+            gone.cancel()  # without a wait, in which `remove` would cancel what was delivered, and close its connection
+            has_failed = sampling.cancel() or sampling.cancelled() or sampling.exception()
+            if not (has_failed or is_delivered):
                 session.drop(sampling.result().turn_id)
 
     async def _send_events(self, text: str) -> None:

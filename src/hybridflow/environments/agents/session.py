@@ -55,6 +55,12 @@ class Session:
         self._new: list[TreeTurn] = []
         self._waiting: dict[TreeTurn, asyncio.Future[None]] = {}
         self._changed = asyncio.Event()
+        self._waited_s, self._waiting_since = 0.0, 0.0
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds in which requests of the agent have waited for turns."""
+        return self._waited_s + (self._clock() - self._waiting_since if self._waiting else 0.0)
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -93,6 +99,7 @@ class Session:
         self.events.append(["ask", asdict(request)])
         if turn.reply is None:
             self._new.append(turn)
+            self._waiting_since = self._waiting_since if self._waiting else self._clock()
             answered = self._waiting[turn] = asyncio.get_running_loop().create_future()
             self._changed.set()
             try:
@@ -101,7 +108,9 @@ class Session:
                 self._drop(turn)
                 raise
             finally:
+                waited_s = self.waited_s
                 self._waiting.pop(turn, None)
+                self._waited_s = self._waited_s if self._waiting else waited_s
         assert turn.reply is not None
         self.events.append(["got", turn.number, turn.reply.digest])
         return turn.reply
@@ -170,6 +179,7 @@ class Session:
             self.tree.drop(turn)
             self.refuse(turn, RefusedError(410, code, problem))
         self._new.clear()
+        self._waiting, self._waited_s = {}, 0.0
 
     def _require_running(self) -> None:
         if self.is_over:

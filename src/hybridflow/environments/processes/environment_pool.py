@@ -30,7 +30,7 @@ GRACE_S = 10.0
 
 
 ALONE = 4
-"""Processes of their own that run at a time, for episodes whose process was lost."""
+"""Processes of their own that start at a time, for episodes whose process was lost; of environments, that run."""
 
 AskAgent = Callable[[Question, bool], Awaitable[Answer]]
 """Asks the agent of one episode, in a shared process or alone in a new one. Raises LostError if it is lost."""
@@ -145,7 +145,9 @@ class EnvironmentPool(ProcessPool[_EnvironmentProcess]):
 
         async def ask(question: Question, is_alone: bool) -> Answer:
             if is_alone:
-                return await self.ask_alone(name, [question])
+                async with self._alone:  # not until it answers: it waits for the model, which may wait for others
+                    process = await self._start()
+                return await self._ask_only(process, name, [question])
             process = await self.shared(number % len(self._shared))
             return await process.answer(_answer_of, agent_id, name, question)
 
@@ -191,14 +193,16 @@ class EnvironmentPool(ProcessPool[_EnvironmentProcess]):
     async def ask_alone(self, name: str, questions: Sequence[Question]) -> Answer:
         """Ask all questions of an episode in a process of its own. Raises LostError if it is lost too."""
         async with self._alone:
-            process = await self._start()
-            try:
-                answer = Answer()
-                for question in questions:
-                    answer = await process.answer(_answer_of, 0, name, question)
-                return answer
-            finally:
-                await process.stop("has answered")
+            return await self._ask_only(await self._start(), name, questions)
+
+    async def _ask_only(self, process: _EnvironmentProcess, name: str, questions: Sequence[Question]) -> Answer:
+        try:
+            answer = Answer()
+            for question in questions:
+                answer = await process.answer(_answer_of, 0, name, question)
+            return answer
+        finally:
+            await process.stop("has answered")
 
     def new_id(self) -> int:
         """Return an id for an object in a process."""

@@ -8,6 +8,7 @@ has the number and the answer, see reward_process.py. `beat` replies show that t
 import asyncio
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO
 
 sys.path.append(os.getcwd())  # where hybridflow is, if it is not installed
@@ -19,6 +20,9 @@ from hybridflow.environments.processes.reward_process import (
     described,
     serve,
 )
+
+THREADS = 8
+"""Threads of `asyncio.to_thread` for each call that may run."""
 
 BEAT_S = 0.5
 """Seconds between two signs of life."""
@@ -61,6 +65,8 @@ async def _serve(
 
     limits = CallLimits(settings["timeout_s"], settings["concurrency"], settings["agent_timeout_s"])
     slots = asyncio.Semaphore(limits.concurrency)
+    threads = ThreadPoolExecutor(THREADS * limits.concurrency)  # of agents that all wait for the model
+    asyncio.get_running_loop().set_default_executor(threads)
     hosts: dict[int, EnvironmentHost] = {}
 
     async def answer(episode: int, name: str, question: Any) -> dict[str, Any]:

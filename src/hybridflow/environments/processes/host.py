@@ -7,12 +7,13 @@ import json
 import math
 import numbers
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hybridflow.environments.agents.agent import Agent, AgentSession
+from hybridflow.environments.agents.agent import Agent, AgentSession, seconds_waited
 from hybridflow.environments.episodes.answers import (
     Answer,
     Begin,
@@ -51,6 +52,10 @@ class CallLimits:
     seconds: float | None = 60.0
     concurrency: int = CONCURRENT_CALLS
     agent_seconds: float | None = 600.0
+
+
+_OwnLimit = tuple[float | None, Callable[[], Awaitable[float]]]
+"""The seconds of a call, and what says how many it has waited."""
 
 
 class _FailedError(Exception):
@@ -128,7 +133,8 @@ class EnvironmentHost:
         failure: Failure | None = None
         error, rewards = "", None
         try:
-            found = await self._within("the agent", lambda: agent.run(session, row), self._limits.agent_seconds)
+            own = self._limits.agent_seconds, lambda: _run(seconds_waited, {"session": session}, "waited")
+            found = await self._within("the agent", lambda: agent.run(session, row), own)
             rewards = None if found is None else _rewards_of("the agent", found)
         except _FailedError as failed:
             failure, error = failed.failure, as_unicode(str(failed))
@@ -210,13 +216,10 @@ class EnvironmentHost:
         except BaseException as error:  # of the user's tool, also SystemExit
             return CalledTool(call, f"error: {type(error).__name__}: {_shown(error)}", is_error=True)
 
-    async def _within(self, what: str, call: Callable[[], Any], *seconds: float | None) -> Any:
-        """Return what a method of the environment returns. Raises _FailedError if it raises or takes too long.
-
-        `seconds` replaces the limit of a call.
-        """
+    async def _within(self, what: str, call: Callable[[], Any], own: _OwnLimit | None = None) -> Any:
+        """Return what a method of the environment returns. Raises _FailedError if it raises or takes too long."""
         try:
-            return await self._limited(what, call, *seconds)
+            return await self._limited(what, call, own)
         except (_FailedError, asyncio.CancelledError):
             raise
         except EnvironmentConfigError as error:
@@ -226,16 +229,21 @@ class EnvironmentHost:
         except BaseException as error:  # of the user's environment, also SystemExit
             raise _FailedError("raised", f"{what} raised {type(error).__name__}: {_shown(error)}") from error
 
-    async def _limited(self, what: str, call: Callable[[], Any], *seconds: float | None) -> Any:
+    async def _limited(self, what: str, call: Callable[[], Any], own: _OwnLimit | None = None) -> Any:
         """Return what a call returns, `async` or not, in a task of its own, which may ignore that it is cancelled.
 
-        A call with a limit of its own, which may wait for others, takes no slot.
+        A call with a limit of its own takes no slot, and may wait for others: those seconds do not count.
         """
-        (limit,) = seconds or (self._limits.seconds,)
-        async with nullcontext() if seconds else self._slots:
-            task = asyncio.ensure_future(_outcome(call))
+        limit, waited = own or (self._limits.seconds, None)
+        async with nullcontext() if own else self._slots:
+            task, began = asyncio.ensure_future(_outcome(call)), time.monotonic()
             try:
                 await asyncio.wait({task}, timeout=limit)
+                while waited and limit and not task.done():
+                    left = limit + await waited() - (time.monotonic() - began)
+                    if left <= 0:
+                        break
+                    await asyncio.wait({task}, timeout=left)
             finally:
                 is_late = not task.done()
                 task.cancel()
