@@ -1,5 +1,7 @@
 """Runs of agents as commands: on Ray as in one process, with a lag, after lost workers, replayed."""
 
+import signal
+
 import pytest
 
 from fixtures.planted_faults import faults
@@ -68,3 +70,31 @@ def test_agents_go_on_with_new_weights_and_end_in_parts(episode_task, tmp_path, 
     rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if row["step"]]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all(row["staleness/max"] <= 1 and row["episode/ended_error"] == 0 for row in rows)
+
+
+ENDS = """
+plain = talk
+
+
+async def talk(session, row):
+    result = await plain(session, row)
+    with open(os.environ["COUNT"], "a") as file:
+        file.write("x")
+    if os.path.getsize(os.environ["COUNT"]) == 18:
+        os.kill(os.getpid(), 9)
+    return result
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.own_run("episodes: agents, whose driver is killed")
+def test_agents_whose_driver_is_killed_in_a_step_equal_undisturbed_ones(episode_task, tmp_path, run_in_turn, start):
+    (tmp_path / "ends.py").write_text((episode_task / "agents.py").read_text() + ENDS)
+    ends, count = f'environment.classes={{talk = "{tmp_path}/ends.py:talk"}}', tmp_path / "count"
+    for status in (-signal.SIGKILL, 0):
+        process = start(*command(episode_task, tmp_path / "run", ends), COUNT=str(count))
+        _, error = process.communicate()
+        assert process.returncode == status, error
+    run_in_turn(command(episode_task, tmp_path / "calm"))
+    require_equal(tmp_path / "run", tmp_path / "calm")
+    assert 36 <= count.stat().st_size < 36 + 12  # those that had ended were not run again
