@@ -91,6 +91,18 @@ def test_an_agent_that_a_limit_ends_has_the_reward_of_the_function(episode_task,
         train(episode_task, tmp_path / "none", "endless", *limited)
 
 
+@own_run("an agent with branches, of which some are trained")
+def test_advantages_are_those_of_episodes_whatever_branches_are_trained(episode_task, tmp_path):
+    runs = {}
+    for which in ("all", "last"):
+        more = (HERE, f"agent.train_branches={which}", "trainer.total_steps=1")
+        _, (metrics,) = train(episode_task, tmp_path / which, "detours", *more)
+        samples = [(row["score"], row["tokens"]["advantages"]) for row in samples_of(tmp_path / which)]
+        runs[which] = samples, {name: metrics[name] for name in metrics if "score" in name or "episode/" in name}
+    assert runs["all"] == runs["last"]
+    assert len({score for score, _ in runs["all"][0]}) > 1
+
+
 @own_run("agents that fail")
 def test_failures_of_agents_are_counted_and_never_a_reward_of_zero(episode_task, tmp_path):
     lenient = ("reward.processes=1", "reward.on_error=zero", "reward.max_failure_rate=1.0", "reward.error_score=-1.0")

@@ -188,7 +188,7 @@ def test_the_tokens_that_clients_got_are_those_that_are_trained(model, endpoint,
 @pytest.mark.own_run("episodes: 200 agents at once")
 def test_two_hundred_sessions_at_once_keep_their_tokens_apart(model, endpoint, on_loop):
     draw = random.Random(0)
-    scripts = [[(draw.choice(KINDS[:-1]), draw.randrange(1000)) for _ in range(2)] for _ in range(200)]
+    scripts = [[(draw.choice(KINDS[:-1]), draw.randrange(1000)) for _ in range(1)] for _ in range(200)]
     episodes, clients = play(model, endpoint, on_loop, scripts, in_order=False)
     require_equal(episodes, clients)
-    assert sum(len(client.got) for client in clients) >= 400
+    assert sum(len(client.got) for client in clients) >= 200

@@ -136,7 +136,9 @@ class AgentConfig(Section):
     """Agents among environment.classes, which call the model behind a base URL."""
 
     timeout_s: Annotated[Annotated[float, Field(gt=0)] | None, NoneAsText] = Field(
-        default=600.0, description="Seconds that an agent may take for an episode; 'none': no limit."
+        default=600.0,
+        description="Seconds that an agent may take for an episode, without those in which it waits for the model; "
+        "'none': no limit.",
     )
     train_branches: Literal["all", "last"] = Field(
         default="all",
