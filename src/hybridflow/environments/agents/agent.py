@@ -2,12 +2,12 @@
 
 import ast
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from hybridflow.config.environment_sources import scheme_of
 from hybridflow.environments.episodes.environment import Environment
@@ -42,17 +42,6 @@ class Agent(Environment):
         raise NotImplementedError
 
 
-class FunctionAgent(Agent):
-    """An agent that is a function of the user."""
-
-    function: ClassVar[Callable[..., Any]]
-
-    async def run(self, session: AgentSession, row: Mapping[str, Any]) -> float | Mapping[str, Any] | None:
-        """Call the function."""
-        result = type(self).function(session, row)
-        return await result if isinstance(result, Awaitable) else result
-
-
 def environment_class(found: Any, name: str) -> type[Environment]:
     """Return what the user has named as a class: itself, or the agent of a function.
 
@@ -72,7 +61,8 @@ def environment_class(found: Any, name: str) -> type[Environment]:
             f"the agent '{name}' cannot be called as agent(session, row): {error}; change its parameters."
         ) from error
     title = getattr(found, "__name__", "agent")
-    return type(title, (FunctionAgent,), {"function": staticmethod(found), "__doc__": inspect.getdoc(found)})
+    members = {"run": lambda _, session, row: found(session, row), "__doc__": inspect.getdoc(found)}
+    return type(title, (Agent,), members)
 
 
 def names_agent(source: str) -> bool:

@@ -106,11 +106,6 @@ class TurnTree:
         """The turns that clients have got, in the order of their requests."""
         return [turn for turn in self.turns if turn.is_kept]
 
-    @property
-    def num_sampled(self) -> int:
-        """The number of tokens of the turns that clients have got."""
-        return sum(len(turn.ids) for turn in self.kept)
-
     def restart(self) -> None:
         """Forget the requests, but not the tokens: what is asked again has the same turn."""
         self._earlier |= {turn.noise: turn for turn in self.turns if turn.reply}
