@@ -9,7 +9,7 @@ from fixtures.tiny_episodes import talking_model, write_episode_task
 from hybridflow.config import load_config
 from hybridflow.environments import EpisodeLimits
 from hybridflow.environments.agents.chat import ChatRequest, RefusedError
-from hybridflow.environments.agents.session import Session
+from hybridflow.environments.agents.session import MAX_GIVEN_UP, Session
 from hybridflow.environments.agents.turn_tree import Renderers, TurnTree
 from hybridflow.rollout import Completion, EmbeddedRollout
 from hybridflow.workers import serving
@@ -116,6 +116,26 @@ def test_a_refused_turn_is_not_kept_and_its_client_gets_the_error():
         assert turn.is_dropped
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize("turns", [2, 10**9])
+def test_clients_that_go_use_up_an_episode_of_an_agent_but_not_a_server(turns):
+    async def play():
+        limits = EpisodeLimits(turns, 2048, 2048, turns)
+        session = Session(TurnTree(Renderers(TOKENIZER), STOP, limits), None)
+        for _ in range(MAX_GIVEN_UP + 2):
+            asking = asyncio.create_task(session.complete(ChatRequest(({"role": "user", "content": "a"},))))
+            await asyncio.sleep(0)
+            asking.cancel()
+            await asyncio.wait({asking})
+        asking = asyncio.create_task(session.complete(ChatRequest(({"role": "user", "content": "a"},))))
+        await asyncio.wait({asking, asyncio.ensure_future(session.next_turns())}, return_when=asyncio.FIRST_COMPLETED)
+        refused = asking.done() and asking.exception()
+        session.end()
+        await asyncio.wait({asking})
+        return str(refused)
+
+    assert ("clients have given up" in asyncio.run(play())) == (turns == 2)
 
 
 @pytest.mark.vllm

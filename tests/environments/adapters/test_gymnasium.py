@@ -11,7 +11,6 @@ from hybridflow.errors import EnvironmentConfigError
 LAKE = "gymnasium:FrozenLake-v1?is_slippery=False"
 SPACES = {
     "number": spaces.Discrete(3, start=1),
-    "several": spaces.MultiDiscrete([[3, 4]], dtype=np.int8),
     "text": spaces.Text(8, min_length=2, charset="abc "),
 }
 
@@ -102,11 +101,6 @@ def test_a_picture_of_characters_follows_the_observation(play):
             "number",
             {"no 2: 1!": 1, "**3**": 3, "left": None, "0": None, "1.5": None, "9" * 5000: None},
             "a number from 1 to 3",
-        ),
-        (
-            "several",
-            {"[2, 3]": [[2, 3]], "9: 0 0": [[0, 0]], "2": None, "2 4": None, "300, 3": None},
-            "2 numbers (0 to 2, 0 to 3)",
         ),
         ("text", {" ab c ": "ab c", "abd": None, "a": None}, "a text of 2 to 8 characters of ' abc'"),
     ],

@@ -220,5 +220,6 @@ def test_in_random_trees_each_kept_turn_is_trained_once_after_its_own_context(st
     assert trained == Counter({turn.turn_id: 1 for turn in kept})
     leaves = sum(not [each for each in kept if each.parent is turn and not each.starts_row] for turn in kept)
     assert len(rows) == leaves
-    assert sum(row.num_sampled for row in rows) == tree.num_sampled
-    assert sum(row.num_sampled for row in tree.rows(only_last=True)) <= tree.num_sampled
+    num_sampled = sum(len(turn.ids) for turn in kept)
+    assert sum(row.num_sampled for row in rows) == num_sampled
+    assert sum(row.num_sampled for row in tree.rows(only_last=True)) <= num_sampled

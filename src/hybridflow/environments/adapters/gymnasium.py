@@ -95,29 +95,17 @@ def _valid(space: spaces.Space[Any]) -> str:
     """Return what an action is, in words. Raises EnvironmentConfigError for a space without texts."""
     if isinstance(space, spaces.Discrete):
         return f"a number from {space.start} to {space.start + space.n - 1}"
-    if isinstance(space, spaces.MultiDiscrete):
-        ends = zip(space.start.flatten(), (space.start + space.nvec - 1).flatten(), strict=True)
-        return f"{space.nvec.size} numbers ({', '.join(f'{first} to {last}' for first, last in ends)})"
     if isinstance(space, spaces.Text):
         return f"a text of {space.min_length} to {space.max_length} characters of {space.characters!r}"
-    raise EnvironmentConfigError(
-        f"the actions are {space}, which a text cannot name; expected Discrete, MultiDiscrete or Text."
-    )
+    raise EnvironmentConfigError(f"the actions are {space}, which a text cannot name; expected Discrete or Text.")
 
 
 def _action_of(text: str, space: spaces.Space[Any]) -> Any:
     """Return the action that a turn names last, None if there is none."""
     if isinstance(space, spaces.Text):
         return text.strip() if space.contains(text.strip()) else None
-    found = [int(number) for number in re.findall(NUMBER, text)]
-    if isinstance(space, spaces.Discrete):
-        return found[-1] if found and space.contains(found[-1]) else None
-    assert isinstance(space, spaces.MultiDiscrete)
-    if len(found) < space.nvec.size:
-        return None
-    given = np.array(found[-space.nvec.size :]).reshape(space.shape)
-    action = given.astype(space.dtype)
-    return action if np.array_equal(action, given) and space.contains(action) else None
+    found = [int(number) for number in re.findall(NUMBER, text)[-1:]]
+    return found[0] if found and space.contains(found[0]) else None
 
 
 def _require_readable(space: spaces.Space[Any]) -> None:

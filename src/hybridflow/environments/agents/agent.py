@@ -1,14 +1,14 @@
 """The user's side of an agent: a program that calls the model itself, by the address that it gets."""
 
-import ast
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Mapping
+import re
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from urllib.request import ProxyHandler, Request, build_opener
 
 from hybridflow.config.environment_sources import scheme_of
@@ -52,17 +52,6 @@ class Agent(Environment):
         raise NotImplementedError
 
 
-class FunctionAgent(Agent):
-    """An agent that is a function of the user."""
-
-    function: ClassVar[Callable[..., Any]]
-
-    async def run(self, session: AgentSession, row: Mapping[str, Any]) -> float | Mapping[str, Any] | None:
-        """Call the function."""
-        result = type(self).function(session, row)
-        return await result if isinstance(result, Awaitable) else result
-
-
 def environment_class(found: Any, name: str) -> type[Environment]:
     """Return what the user has named as a class: itself, or the agent of a function.
 
@@ -82,7 +71,8 @@ def environment_class(found: Any, name: str) -> type[Environment]:
             f"the agent '{name}' cannot be called as agent(session, row): {error}; change its parameters."
         ) from error
     title = getattr(found, "__name__", "agent")
-    return type(title, (FunctionAgent,), {"function": staticmethod(found), "__doc__": inspect.getdoc(found)})
+    members = {"run": lambda _, session, row: found(session, row), "__doc__": inspect.getdoc(found)}
+    return type(title, (Agent,), members)
 
 
 def names_agent(source: str) -> bool:
@@ -90,11 +80,8 @@ def names_agent(source: str) -> bool:
     place, _, name = source.rpartition(":")
     if scheme := scheme_of(source):
         return scheme in ("command", "verifiers")
-    with suppress(OSError, ValueError, SyntaxError, ImportError):
+    with suppress(OSError, ValueError, ImportError):
         path = place if place.endswith(".py") else getattr(find_spec(place), "origin", None)
-        for each in ast.parse(Path(path or "").expanduser().read_bytes()).body:
-            if isinstance(each, ast.AsyncFunctionDef) and each.name == name:
-                return True
-            if isinstance(each, ast.ClassDef) and each.name == name:
-                return any(ast.unparse(base).rpartition(".")[2] == "Agent" for base in each.bases)
+        text = Path(path or "").expanduser().read_text("utf-8")
+        return bool(re.search(rf"^async def {name}\b|^class {name}\([^)]*\bAgent\b", text, re.MULTILINE))
     return False

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from hybridflow.environments.agents.anthropic_messages import AnthropicCount, AnthropicMessages
@@ -221,10 +220,10 @@ class _Exchange:
 
     async def reply(self, body: dict[str, Any], status: int = 200, *, is_last: bool = True) -> None:
         """Send a response of JSON."""
-        headers = {"connection": "close"} if status == 413 else {}  # the rest of the body may be unread
-        response = Response(json_text(body), status, headers, "application/json")
-        await self._begin(response)
-        await self._send(bytes(response.body), is_last=is_last)
+        content = json_text(body).encode()
+        headers = {"content-type": "application/json", "content-length": str(len(content))}
+        await self._begin(status, headers | ({"connection": "close"} if status == 413 else {}))  # it may be unread
+        await self._send(content, is_last=is_last)
 
     async def refuse(self, error: RefusedError, protocol: type[OpenAIChat | AnthropicMessages]) -> None:
         """Send an error; a stream ends with it."""
@@ -262,13 +261,13 @@ class _Exchange:
 
     async def _send_events(self, text: str) -> None:
         if not self.has_begun:
-            await self._begin(Response(None, headers={"cache-control": "no-store"}, media_type="text/event-stream"))
+            await self._begin(200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"})
         await self._send(text.encode())
 
-    async def _begin(self, response: Response) -> None:
+    async def _begin(self, status: int, headers: dict[str, str]) -> None:
         self.has_begun = True
-        headers = [each for each in response.raw_headers if response.body or each[0] != b"content-length"]
-        await self.send({"type": "http.response.start", "status": response.status_code, "headers": headers})
+        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await self.send({"type": "http.response.start", "status": status, "headers": encoded})
 
     async def _send(self, body: bytes, *, is_last: bool = False) -> None:
         await self.send({"type": "http.response.body", "body": body, "more_body": not is_last})

@@ -4,7 +4,7 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator, MutableSequence
+from collections.abc import Iterator, MutableSequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -39,10 +39,9 @@ class Session:
         tree: TurnTree,
         allowed: SamplingParams | None,
         seconds: float = math.inf,
-        clock: Callable[[], float] = time.monotonic,
         key: str = "",
     ) -> None:
-        self.tree, self._allowed, self._seconds, self._clock = tree, allowed, seconds, clock
+        self.tree, self._allowed, self._seconds = tree, allowed, seconds
         self.max_body_bytes = BODY_BYTES + BODY_BYTES_PER_TOKEN * tree.limits.context_tokens
         self.key = key or secrets.token_urlsafe(24)
         self.reward: dict[str, Any] | None = None
@@ -51,7 +50,7 @@ class Session:
         self.is_over = False
         self.events: MutableSequence[list[Any]] = []
         """What happened, in order: ["ask", request], ["got", number of the request, digest], ["drop", number]."""
-        self._began, self._num_open, self._num_given_up, self._num_asked = clock(), 0, 0, 0
+        self._began, self._num_open, self._num_given_up, self._num_asked = time.monotonic(), 0, 0, 0
         self._new: list[TreeTurn] = []
         self._waiting: dict[TreeTurn, asyncio.Future[None]] = {}
         self._changed = asyncio.Event()
@@ -88,7 +87,7 @@ class Session:
                 429, "too_many_requests", f"clients have given up {self._num_given_up} turns; let them wait for turns."
             )
         try:
-            if self._clock() - self._began > self._seconds:
+            if time.monotonic() - self._began > self._seconds:
                 raise RefusedError(400, "max_seconds", f"the episode has lasted {self._seconds:g} s; end it.")
             turn = self.tree.ask(request)
         except RefusedError as refused:
@@ -164,7 +163,7 @@ class Session:
     def restart(self) -> None:
         """Forget what an agent that was lost has asked; the same requests get the same turns. The key is another."""
         self._end_requests("agent_lost", "the process of the agent was lost, and the agent is started again.")
-        self.key, self.reward, self.limit, self._began = secrets.token_urlsafe(24), None, None, self._clock()
+        self.key, self.reward, self.limit, self._began = secrets.token_urlsafe(24), None, None, time.monotonic()
         self.tree.restart()
         self.events, self._num_given_up, self._num_asked = [], 0, 0
 

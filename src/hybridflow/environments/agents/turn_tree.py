@@ -54,14 +54,13 @@ class TreeTurn:
     """A turn: the tokens before it, those that were sampled, and the messages up to its own.
 
     `noise` is a digest of what was asked and how often, so that the turn's tokens do not depend on the order in which
-    requests come. `row_start` is the length of the prompt of its row.
+    requests come.
     """
 
     request: ChatRequest
     prompt: NextPrompt
     context: list[int]
     parent: "TreeTurn | None"
-    row_start: int
     most_tokens: int  # of its row
     max_tokens: int
     noise: tuple[int, ...]
@@ -106,11 +105,6 @@ class TurnTree:
     def kept(self) -> list[TreeTurn]:
         """The turns that clients have got, in the order of their requests."""
         return [turn for turn in self.turns if turn.is_kept]
-
-    @property
-    def num_sampled(self) -> int:
-        """The number of tokens of the turns that clients have got."""
-        return sum(len(turn.ids) for turn in self.kept)
 
     def restart(self) -> None:
         """Forget the requests, but not the tokens: what is asked again has the same turn."""
@@ -229,15 +223,14 @@ class TurnTree:
                 prompt = renderer.go_on(parent.prompt, parent.ids, messages[:position], new, ends_with_token=ends)
         except HybridFlowError as error:
             raise RefusedError(400, "invalid_messages", str(error)) from error
-        context, row_start = prompt.ids, len(prompt.ids)
+        context, most_tokens = prompt.ids, min(self.limits.context_tokens, len(prompt.ids) + self.limits.tokens)
         if parent and not prompt.is_new_row:
-            context, row_start = [*parent.context, *parent.ids, *prompt.ids], parent.row_start
-        most_tokens = min(self.limits.context_tokens, row_start + self.limits.tokens)
+            context, most_tokens = [*parent.context, *parent.ids, *prompt.ids], parent.most_tokens
         room = most_tokens - len(context)
         most = room if request.max_tokens is None else min(room, request.max_tokens)
         asked = _words(context, most, request)
         noise = (*asked, self._num_asked.get(asked, self._least_asked))
-        return TreeTurn(request, prompt, context, parent, row_start, most_tokens, most, noise, num_whole, digest)
+        return TreeTurn(request, prompt, context, parent, most_tokens, most, noise, num_whole, digest)
 
     def messages(self) -> tuple[list[Message], int]:
         """Return the conversation of the newest turn, and how many messages are its first prompt."""
