@@ -44,7 +44,6 @@ def test_an_episode_without_a_reward_shows_what_the_command_has_printed():
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("command:no-such-program x", "'no-such-program' is not a program on PATH or an executable file"),
         ("command:", "names no command"),
         ("command:sh 'x", "check its quotes"),
         (f"{__file__}:slove", "has no class 'slove'; it has raises, waits"),

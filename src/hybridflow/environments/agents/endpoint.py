@@ -158,6 +158,8 @@ class Endpoint:
             return
         except RefusedError as error:
             refused = error
+            if session := self.sessions.get(session_id):
+                session.refused = str(error)
         except asyncio.CancelledError:  # by `remove`
             task.uncancel()
             if exchange.is_over:
