@@ -114,5 +114,10 @@ def test_failures_of_agents_are_counted_and_never_a_reward_of_zero(episode_task,
         assert row["reward/zero_rate"] == 0
     with pytest.raises(RewardError, match=r"the agent (raised KeyError|returned score=nan)"):
         train(episode_task, tmp_path / "stopped", "breaks", HERE)
-    with pytest.raises(RewardError, match="the agent ended without a turn of the model"):
-        train(episode_task, tmp_path / "silent", "silent", HERE)
+    for agent, message in (
+        ("silent", "the agent ended without a turn of the model; it must use its address"),
+        ("refused", "the agent ended without a turn of the model; its last request was refused: the conversation has"),
+        ("too_long", "the agent raised BadRequestError: .* leaves no room for a turn"),
+    ):
+        with pytest.raises(RewardError, match=message):
+            train(episode_task, tmp_path / agent, agent, HERE)

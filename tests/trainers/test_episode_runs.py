@@ -175,7 +175,12 @@ OTHERS = "environment.classes={walk='TASK/environments.py:Talk', once='TASK/envi
 @pytest.mark.parametrize(
     ("environment", "settings", "error", "message"),
     [
-        ("Breaks", (), RewardError, r"environment 'talk' step raised KeyError: 'map'"),
+        (
+            "Breaks",
+            (),
+            RewardError,
+            r"environment 'talk' step raised KeyError: 'map' at .*environments.py:\d+, in step: ",
+        ),
         ("RankedByOne", (), RewardError, r"environment 'talk' group_rewards returned \[1\.0\]; expected 3 numbers"),
         ("Talk", ("data.max_prompt_length=100",), RewardError, r"first prompt has \d+ tokens, with the schemas of to"),
         ("Breaks", ("rollout.group_size=1",), ConfigError, r"rollout\.group_size"),

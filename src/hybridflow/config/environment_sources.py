@@ -11,7 +11,7 @@ SCHEMES = {
 }
 """The adapter and the package on the index ("": none is needed) of a source "SCHEME:REST"."""
 
-FORMS = f"'path.py:Class', 'module:Class' or 'SCHEME:NAME' with a scheme of {', '.join(SCHEMES)}"
+FORMS = f"'path.py:Class', 'path.py:function', 'module:Class' or 'SCHEME:NAME' with a scheme of {', '.join(SCHEMES)}"
 
 
 def scheme_of(source: str) -> str:

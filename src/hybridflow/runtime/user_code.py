@@ -38,7 +38,7 @@ def load_user_function(name: str, what: str, error: type[Exception], is_class: b
         available = [
             key
             for key, value in vars(module).items()
-            if (inspect.isclass if is_class else inspect.isfunction)(value)
+            if (inspect.isclass(value) or inspect.iscoroutinefunction(value) if is_class else inspect.isfunction(value))
             and not key.startswith("_")
             and (offered is None or key in offered)
             and (not is_class or value.__module__ == module.__name__)

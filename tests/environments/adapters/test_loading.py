@@ -79,7 +79,7 @@ def test_prepare_writes_the_rows_of_an_environment(source, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("source", "message"), [("mine.py:Mine", "expected SCHEME:NAME"), ("gym:A", "expected SCHEME:NAME")]
+    ("source", "message"), [("mine.py:Mine", "expected an environment of gymnasium"), ("gym:A", "has no rows")]
 )
 def test_a_source_without_rows_is_an_error(source, message, tmp_path, capsys):
     assert main(["prepare", "environment", source, "--output-dir", str(tmp_path)]) == 2

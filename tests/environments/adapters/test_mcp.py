@@ -100,7 +100,7 @@ def test_the_tools_of_a_server_are_those_that_it_describes(source):
 
 
 def test_the_server_of_the_page_has_its_tool(tmp_path):
-    page = (Path(__file__).parents[3] / "docs/agents.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/other_environments.md").read_text()
     (tmp_path / "server.py").write_text(re.findall(r"```python server.py\n(.*?)```", page, re.DOTALL)[0])
     made, _ = load(f"mcp:{sys.executable} {tmp_path}/server.py", "environment.classes.a")
     assert list(tools_of(made())) == ["price"]

@@ -7,7 +7,7 @@ import pytest
 
 from hybridflow.environments.agents.agent import AgentSession
 from hybridflow.environments.agents.command import MAX_OUTPUT, CommandError, make
-from hybridflow.environments.sandbox import SandboxError
+from hybridflow.errors import EnvironmentConfigError
 
 pytestmark = [pytest.mark.runs, pytest.mark.own_run("episodes: agents that are commands")]
 
@@ -52,5 +52,5 @@ def test_a_command_that_fails_says_how_and_what_it_printed(script, how):
 
 
 def test_a_command_that_is_not_installed_is_named():
-    with pytest.raises(SandboxError, match="'no-such-program' cannot be run: No such file or directory"):
-        asyncio.run(make("no-such-program")().run(AgentSession("http://127.0.0.1:1/s/v1", "key"), {}))
+    with pytest.raises(EnvironmentConfigError, match="'no-such-program' is not a program on PATH or an executable"):
+        make("no-such-program --fast")

@@ -82,6 +82,7 @@ CASES = [
     Case("a session that does not exist", 404, "there is no session 'none'", "/none/v1/chat/completions"),
     Case("a session that has ended", 410, "the episode of the session 's2' has ended", "/s2/v1/chat/completions"),
     Case("more open requests than the session allows", 429, "the episode has 0 open requests", "/s3/v1/reward"),
+    Case("a base URL without /v1", 404, "The base URL of OpenAI's clients ends in /v1", "/s0/chat/completions"),
     Case("another URL", 404, "'/s0/v1/responses' is not served; known: POST /v1/chat/completions", "/s0/v1/responses"),
     Case("a URL that leads out of the session", 404, "is not served", "/s0/../../etc/passwd"),
     Case("another method", 405, "GET is not supported here; use POST", method="GET"),

@@ -205,12 +205,13 @@ def test_an_episode_in_a_process_equals_one_in_the_rank(pool_of, processes):
     question = ScoreGroup([Episode({}, turns=turns) for turns in ([1, 2], [1], [1, 2])])
     assert run(pool, pool.environment("counter", 0).ask([question])).group == (1.0, 0.0, 1.0)
     for text, error in (
-        ("raise SystemExit(3)", "step raised SystemExit: 3"),
+        ("raise SystemExit(3)", "step raised SystemExit: 3 at "),
         ("answer = Hostile()", "what it returned cannot be used: ValueError: not shown"),
         ("raise asyncio.CancelledError()", "step was cancelled: asyncio.CancelledError"),
     ):
         failed = episode(pool, said(f"do {text}"), Finish("error"))[1]
-        assert (failed.failure, failed.error) == ("raised", error)
+        assert failed.failure == "raised"
+        assert failed.error.startswith(error)
     assert episode(pool, said("a"), Finish("done"))[2].rewards == {"score": 1.0, "turns": 1.0}
 
 

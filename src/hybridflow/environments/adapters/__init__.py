@@ -41,7 +41,9 @@ def rows_of(source: str, split: str, count: int, seed: int) -> list[dict[str, An
     Raises EnvironmentConfigError for a source without rows.
     """
     if not scheme_of(source):
-        raise EnvironmentConfigError(f"SOURCE={source!r} has no rows; expected SCHEME:NAME, of {', '.join(SCHEMES)}.")
+        raise EnvironmentConfigError(
+            f"SOURCE={source!r} has no rows; expected an environment of gymnasium, harbor, reasoning-gym or verifiers."
+        )
     what = f"SOURCE={source!r}"
     adapter, _, rest = _adapter(source, what)
     if not hasattr(adapter, "rows"):

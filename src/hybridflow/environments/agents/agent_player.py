@@ -135,12 +135,13 @@ class AgentPlayer:
         An agent that fails after a limit has refused a request has ended at the limit, if another one says the reward.
         """
         session.end()
-        is_cut = answer.failure == "raised" and session.limit is not None
+        has_turn = bool(session.tree.kept)
+        is_cut = answer.failure == "raised" and session.limit is not None and has_turn
         if answer.failure and not is_cut:
             return answer
-        if not session.tree.kept:
-            problem = "the agent ended without a turn of the model; it must use its address"
-            return replace(answer, failure="raised", error=problem)
+        if not has_turn:
+            why = f"its last request was refused: {session.refused}" if session.refused else "it must use its address"
+            return replace(answer, failure="raised", error=f"the agent ended without a turn of the model; {why}")
         if answer.rewards is not None:
             return answer
         episode = self._episode(session, replace(answer, failure=None, error=""))

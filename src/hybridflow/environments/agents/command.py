@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -70,11 +71,13 @@ def reward_in(output: str) -> float | Mapping[str, Any] | None:
 
 
 def make(command: str) -> type[CommandAgent]:
-    """Return the agent of a command. Raises EnvironmentConfigError for a line that cannot be read as one."""
+    """Return the agent of a command. Raises EnvironmentConfigError if it cannot be read or there is no such program."""
     try:
         words = shlex.split(command)
     except ValueError as error:
         raise EnvironmentConfigError(f"the command {command!r} cannot be read: {error}; check its quotes.") from error
     if not words:
         raise EnvironmentConfigError("'command:' names no command; write 'command:python agent.py'.")
+    if not shutil.which(words[0]):
+        raise EnvironmentConfigError(f"{words[0]!r} is not a program on PATH or an executable file (chmod +x).")
     return type("CommandAgent", (CommandAgent,), {"command": tuple(words)})

@@ -40,6 +40,7 @@ _CALLS = {
     "messages/count_tokens": ("POST", AnthropicCount),
 }
 _PATH = re.compile(r"(?:/(?P<session>[^/]+))?/v1/(?P<call>.+)")
+_BASE_URLS = "The base URL of OpenAI's clients ends in /v1, that of Anthropic's clients does not."
 _NUM_REMEMBERED = 10_000
 """Sessions that have ended and whose requests get an error that says so."""
 _NUM_BODIES_READ = 16
@@ -157,6 +158,8 @@ class Endpoint:
             return
         except RefusedError as error:
             refused = error
+            if session := self.sessions.get(session_id):
+                session.refused = str(error)
         except asyncio.CancelledError:  # by `remove`
             task.uncancel()
             if exchange.is_over:
@@ -175,12 +178,13 @@ class Endpoint:
         method, protocol = _CALLS.get(call, ("", OpenAIChat))
         if not method:
             known = ", ".join(f"{method} /v1/{name}" for name, (method, _) in _CALLS.items())
-            raise RefusedError(
-                404, "unknown_url", f"{ascii(request.scope['path'])[:200]} is not served; known: {known}"
-            )
+            path = ascii(request.scope["path"])[:200]
+            raise RefusedError(404, "unknown_url", f"{path} is not served; known: {known}. {_BASE_URLS}")
         session = self.sessions.get(session_id)
         if session is None:
-            unknown = RefusedError(404, "unknown_session", f"there is no session {ascii(session_id)[:100]}")
+            unknown = RefusedError(
+                404, "unknown_session", f"there is no session {ascii(session_id)[:100]}. {_BASE_URLS}"
+            )
             raise _has_ended(session_id) if session_id in self._ended else unknown
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
         keys = [request.headers.get("x-api-key", ""), bearer.strip() if scheme.lower() == "bearer" else ""]

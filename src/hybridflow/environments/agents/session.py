@@ -47,6 +47,8 @@ class Session:
         self.reward: dict[str, Any] | None = None
         self.limit: EndReason | None = None
         """The limit that has refused a request; None: no limit has."""
+        self.refused = ""
+        """Why the last request that was refused was refused."""
         self.is_over = False
         self.events: MutableSequence[list[Any]] = []
         """What happened, in order: ["ask", request], ["got", number of the request, digest], ["drop", number]."""

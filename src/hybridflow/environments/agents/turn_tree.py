@@ -120,17 +120,20 @@ class TurnTree:
         live = [turn for turn in self.turns if not turn.is_dropped]
         if len(live) >= self.limits.turns:
             raise RefusedError(
-                400, "max_turns", f"the episode has had environment.max_turns={self.limits.turns} turns; end it."
+                400,
+                "max_turns",
+                f"the episode has had environment.max_turns={self.limits.turns} turns; end it, or raise the limit.",
             )
         turn = self._attached(request)
         if turn.max_tokens < 1:
             has_own = self.limits.tokens < self.limits.context_tokens
-            of_them = f", of which data.max_response_length={self.limits.tokens} follow its first prompt" * has_own
+            of_them = f", and data.max_response_length={self.limits.tokens} after its first prompt" * has_own
+            fix = "raise it or data.max_prompt_length, " * has_own
             raise RefusedError(
                 400,
                 "context_length_exceeded",
                 f"the conversation has {len(turn.context)} tokens, which leaves no room for a turn: a row may have "
-                f"{self.limits.context_tokens} tokens{of_them}; shorten the messages or end the episode.",
+                f"{self.limits.context_tokens} tokens{of_them}; {fix}shorten the messages or end the episode.",
             )
         gone_on = {id(each.parent) for each in (*live, turn) if not each.starts_row}
         if sum(id(each) not in gone_on for each in (*live, turn)) > self.limits.rows:

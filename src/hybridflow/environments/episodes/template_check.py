@@ -43,7 +43,7 @@ def check_template(
 ) -> list[Finding]:
     """Return the results of all checks; without `tools` with one of its own, if the template has a known format."""
     if not tokenizer.chat_template:
-        return [Finding("template", "failed", "the tokenizer has no chat template")]
+        return [Finding("template", "failed", "the tokenizer has no chat template; set model.chat_template (chatml)")]
     known = format_of(tokenizer.get_chat_template(tools=[Tool.of(lookup).schema()]))
     if known is None and not tools:
         formats = ", ".join(each.name for each in FORMATS)

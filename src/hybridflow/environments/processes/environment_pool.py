@@ -56,8 +56,8 @@ class _EnvironmentProcess(UserProcess):
         if self._silence_s is not None:
             self.set_time_limit(
                 self._silence_s,
-                f"gave no sign of life for {self._silence_s:g} s: an `async` method does not return to the event loop; "
-                "await in it, or make it a plain one",
+                f"gave no sign of life for {self._silence_s:g} s: an `async` method or agent blocks the event loop; "
+                "await in it (AsyncOpenAI in place of OpenAI), or make the method a plain one",
             )
 
 

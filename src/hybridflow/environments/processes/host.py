@@ -30,7 +30,7 @@ from hybridflow.environments.episodes.environment import METHODS, CalledTool, Do
 from hybridflow.environments.episodes.messages import AssistantTurn, Message, ToolCall
 from hybridflow.environments.episodes.tools import Tool, tool_of, tools_of
 from hybridflow.environments.processes.episode_reward import EpisodeReward
-from hybridflow.environments.processes.reward_process import as_message, returns_awaitable
+from hybridflow.environments.processes.reward_process import as_message, described, returns_awaitable
 from hybridflow.errors import EnvironmentConfigError, ToolError
 
 MAX_RESULT_CHARS = 20_000
@@ -183,7 +183,10 @@ class EnvironmentHost:
             return _rewards_of("reward", await self._within("reward", lambda: environment.reward(self._episode)))
         if (scored_by := self._scored_by) is None:
             if isinstance(environment, Agent) and not scores_groups(type(environment)):
-                raise _FailedError("raised", "the agent gave no reward; return a number, or set reward.function")
+                printed = str(getattr(environment, "output", ""))[-200:]
+                found = f" (its output ends with {printed!r})" if printed else ""
+                how = "return a number, print it as the last line of a command, or set reward.function"
+                raise _FailedError("raised", f"the agent gave no reward{found}; {how}")
             return {"score": 0.0}  # `group_rewards` is added
         found = await self._within(
             "reward.function", lambda: _run(scored_by.function, scored_by.arguments(self._episode), "reward.function")
@@ -227,7 +230,8 @@ class EnvironmentHost:
         except MemoryError as error:
             raise _FailedError("memory", f"{what} raised MemoryError: {_shown(error)}") from error
         except BaseException as error:  # of the user's environment, also SystemExit
-            raise _FailedError("raised", f"{what} raised {type(error).__name__}: {_shown(error)}") from error
+            made = described(error, getattr(self._make, "function", self._make))
+            raise _FailedError("raised", f"{what} raised {made}") from error
 
     async def _limited(self, what: str, call: Callable[[], Any], own: _OwnLimit | None = None) -> Any:
         """Return what a call returns, `async` or not, in a task of its own, which may ignore that it is cancelled.
@@ -252,7 +256,8 @@ class EnvironmentHost:
                 if not task.done():
                     EnvironmentHost.num_stuck += 1
                     task.add_done_callback(_one_less_is_stuck)
-                raise _FailedError("timeout", f"{what} took longer than {limit:g} s")
+                limited = f"agent.timeout_s={limit:g}" if seconds else f"{limit:g} s"
+                raise _FailedError("timeout", f"{what} took longer than {limited}")
             value, error = task.result()
             if isinstance(error, asyncio.CancelledError):  # by the user's code
                 raise _FailedError("raised", f"{what} was cancelled: asyncio.CancelledError") from error
