@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class _DivergedError(Exception):
-    """The model said something else than in the journal."""
+    """The model said something else than in the journal, or the agent failed and shall run again."""
 
 
 class AgentPlayer:
@@ -72,12 +72,12 @@ class AgentPlayer:
     async def next_turns(self) -> list[NextTurn]:
         """Return the turns that the agent has asked for; none when it has ended."""
         assert self._session is not None
-        assert self._agent is not None
-        try:
-            return [_next_turn(turn) for turn in await self._session.next_turns()]
-        except asyncio.CancelledError:
+        return [_next_turn(turn) for turn in await self._session.next_turns()]
+
+    def abandon(self) -> None:
+        """End the agent."""
+        if self._agent:
             self._agent.cancel()
-            raise
 
     async def finish(self) -> PlayedEpisode:
         """Return the episode with its rewards: none after a failure."""
@@ -85,6 +85,7 @@ class AgentPlayer:
         assert session is not None
         assert agent is not None
         answer = await agent
+        self._session = None  # its turns are large
         rows, (_, num_first) = session.tree.rows(only_last=self._only_last), session.tree.messages()
         rewards = {} if answer.failure else answer.rewards or {}
         episode = self._episode(session, answer)
@@ -101,7 +102,7 @@ class AgentPlayer:
         try:
             if self._journal:
                 call = self._journal.call({"episode": self._key, "agent": dict(self._row)}, None)
-                if call.known and (call.known.kind is None or self._journal.keeps_failures):
+                if call.known:
                     with suppress(_DivergedError):
                         return await _act_out(session, call.known, self._journal)
                     session.restart()
@@ -164,6 +165,9 @@ async def _act_out(session: Session, known: Outcome, journal: RewardJournal) -> 
     tasks: list[asyncio.Task[ChatReply]] = []
     try:
         script = json.loads(known.result)
+        answer = Answer.of_message(script["answer"])
+        if answer.failure and not journal.keeps_failures:
+            raise _DivergedError
         for kind, *what in script["events"]:
             if kind == "ask":
                 tasks.append(asyncio.create_task(session.complete(_request_of(what[0]))))
@@ -177,7 +181,7 @@ async def _act_out(session: Session, known: Outcome, journal: RewardJournal) -> 
             else:
                 tasks[what[0]].cancel()
         session.limit = script["limit"]
-        return Answer.of_message(script["answer"])
+        return answer
     except RefusedError as error:
         raise _DivergedError from error
     except (TypeError, ValueError, KeyError, IndexError) as error:
