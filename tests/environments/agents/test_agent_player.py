@@ -51,9 +51,12 @@ class Sessions(dict):
 SESSIONS = Sessions()
 
 
+def session_of(session):
+    return SESSIONS[session.base_url.split("/")[1]]
+
+
 async def chat(session, text, tokens=4):
-    found = SESSIONS[session.base_url.split("/")[1]]
-    return await found.complete(ChatRequest(({"role": "user", "content": text},), max_tokens=tokens))
+    return await session_of(session).complete(ChatRequest(({"role": "user", "content": text},), max_tokens=tokens))
 
 
 def running(model, loop, agent, count=4, *, journal=None, **kwargs):
@@ -148,3 +151,35 @@ def test_a_repeated_step_scores_no_agent_again_and_repeats_those_that_failed(mod
     assert play(failures=True) == first
     assert play(failures=False) == first
     assert (ran, sorted(scored)) == ([0, 0], [2, 3])
+
+
+def test_the_journal_has_each_message_and_tool_of_a_conversation_once(model, loop, tmp_path):
+    ran = []
+    tool = {"type": "function", "function": {"name": "add", "description": "sums", "parameters": {"type": "object"}}}
+
+    class Talking(Agent):
+        async def run(self, session, row):
+            ran.append(row)
+            messages = [{"role": "user", "content": "question"}]
+            for number in (1, 1.0, True):
+                request = ChatRequest(tuple(messages), (tool,), max_tokens=4)
+                said = (await session_of(session).complete(request)).said.message()
+                call = {"function": {"name": "add", "arguments": {"number": number}}}
+                said = {**said, "tool_calls": [{"type": "function", **call}]}
+                messages += [said, {"role": "tool", "name": "add", "content": f"result {len(messages)}"}]
+            await session_of(session).complete(ChatRequest((messages[-1], {"role": "user", "content": "other"})))
+            await session_of(session).complete(ChatRequest(tuple(messages), (tool,), temperature=1.0))
+            return 1.0
+
+    def play():
+        journal = RewardJournal(tmp_path, 0, "the class", failures=False)
+        journal.open(1)
+        batch, _ = running(model, loop, Talking, 1, journal=journal)
+        ((_, (episode,)),) = batch.next(1)
+        return [row.ids for row in episode.rows], episode.episode
+
+    assert play() == play()
+    assert len(ran) == 1
+    (journal,) = tmp_path.iterdir()
+    assert [journal.read_text().count(text) for text in ("question", "result 1", "other")] == [2, 2, 1]  # a branch
+    assert journal.read_text().count("sums") == 2

@@ -6,7 +6,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, MutableSequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
 from hybridflow.environments.agents.chat import ChatReply, ChatRequest, RefusedError
@@ -90,7 +89,7 @@ class Session:
             self.limit = self.limit or ending
             raise
         turn.number, self._num_asked = self._num_asked, self._num_asked + 1
-        self.events.append(["ask", asdict(request)])
+        self.events.append(["ask", request])
         if turn.reply is None:
             self._new.append(turn)
             answered = self._waiting[turn] = asyncio.get_running_loop().create_future()
