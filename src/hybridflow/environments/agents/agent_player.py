@@ -7,9 +7,10 @@ that is repeated acts it out without the agent, as long as the model says the sa
 import asyncio
 import json
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.environments.agents.chat import ChatReply, ChatRequest, RefusedError
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class _DivergedError(Exception):
-    """The model said something else than in the journal."""
+    """The model said something else than in the journal, or the agent failed and shall run again."""
 
 
 class AgentPlayer:
@@ -72,12 +73,12 @@ class AgentPlayer:
     async def next_turns(self) -> list[NextTurn]:
         """Return the turns that the agent has asked for; none when it has ended."""
         assert self._session is not None
-        assert self._agent is not None
-        try:
-            return [_next_turn(turn) for turn in await self._session.next_turns()]
-        except asyncio.CancelledError:
+        return [_next_turn(turn) for turn in await self._session.next_turns()]
+
+    def abandon(self) -> None:
+        """End the agent."""
+        if self._agent:
             self._agent.cancel()
-            raise
 
     async def finish(self) -> PlayedEpisode:
         """Return the episode with its rewards: none after a failure."""
@@ -85,6 +86,7 @@ class AgentPlayer:
         assert session is not None
         assert agent is not None
         answer = await agent
+        self._session = None  # its turns are large
         rows, (_, num_first) = session.tree.rows(only_last=self._only_last), session.tree.messages()
         rewards = {} if answer.failure else answer.rewards or {}
         episode = self._episode(session, answer)
@@ -101,13 +103,17 @@ class AgentPlayer:
         try:
             if self._journal:
                 call = self._journal.call({"episode": self._key, "agent": dict(self._row)}, None)
-                if call.known and (call.known.kind is None or self._journal.keeps_failures):
+                if call.known:
                     with suppress(_DivergedError):
                         return await _act_out(session, call.known, self._journal)
                     session.restart()
             answer = await self._scored(session, await self._run(session))
             if self._journal and call:
-                script = {"events": session.events, "limit": session.limit, "answer": answer.to_message()}
+                script = {
+                    "events": [*_shortened(session.events)],
+                    "limit": session.limit,
+                    "answer": answer.to_message(),
+                }
                 self._journal.write(call, Outcome(json.dumps(script)), is_answer=answer.failure is None)
             return answer
         finally:
@@ -163,11 +169,16 @@ async def _asked(ask: Callable[[bool], Awaitable[Answer]]) -> Answer:
 async def _act_out(session: Session, known: Outcome, journal: RewardJournal) -> Answer:
     """Ask what the agent has asked, each after the same answers. Raises _DivergedError if one of these differs."""
     tasks: list[asyncio.Task[ChatReply]] = []
+    request = ChatRequest(())
     try:
         script = json.loads(known.result)
+        answer = Answer.of_message(script["answer"])
+        if answer.failure and not journal.keeps_failures:
+            raise _DivergedError
         for kind, *what in script["events"]:
             if kind == "ask":
-                tasks.append(asyncio.create_task(session.complete(_request_of(what[0]))))
+                request = _request_after(request, *what)
+                tasks.append(asyncio.create_task(session.complete(request)))
                 await asyncio.sleep(0)
             elif kind == "got":
                 reply = await tasks[what[0]]
@@ -178,7 +189,7 @@ async def _act_out(session: Session, known: Outcome, journal: RewardJournal) -> 
             else:
                 tasks[what[0]].cancel()
         session.limit = script["limit"]
-        return Answer.of_message(script["answer"])
+        return answer
     except RefusedError as error:
         raise _DivergedError from error
     except (TypeError, ValueError, KeyError, IndexError) as error:
@@ -192,9 +203,22 @@ async def _act_out(session: Session, known: Outcome, journal: RewardJournal) -> 
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _request_of(values: Mapping[str, Any]) -> ChatRequest:
-    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    return ChatRequest(**given)
+def _shortened(events: Sequence[Sequence[Any]]) -> Iterator[list[Any]]:
+    """Yield events as values of JSON; a request is what differs from the one before, and the messages they share."""
+    before = ChatRequest(())
+    for kind, *what in events:
+        if kind == "ask":
+            (request,) = what
+            pairs = zip(before.messages, request.messages, strict=False)
+            shared = sum(1 for _ in takewhile(lambda pair: repr(pair[0]) == repr(pair[1]), pairs))  # 1 is not True
+            other = {name: value for name, value in vars(request).items() if repr(value) != repr(getattr(before, name))}
+            what, before = [shared, {**other, "messages": request.messages[shared:]}], request
+        yield [kind, *what]
+
+
+def _request_after(before: ChatRequest, shared: int, other: Mapping[str, Any]) -> ChatRequest:
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in other.items()}
+    return replace(before, **{**given, "messages": (*before.messages[:shared], *given["messages"])})
 
 
 def _next_turn(turn: TreeTurn) -> NextTurn:

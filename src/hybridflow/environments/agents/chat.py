@@ -2,7 +2,7 @@
 
 import hashlib
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ class ChatReply:
     said: AssistantTurn
     cut: bool
     stopped_at: str | None
-    prompt_ids: tuple[int, ...]
+    prompt_ids: Sequence[int]
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     text_of: Callable[[int], str]

@@ -6,7 +6,6 @@ import secrets
 import time
 from collections.abc import Iterator, MutableSequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
 from hybridflow.environments.agents.chat import ChatReply, ChatRequest, RefusedError
@@ -97,7 +96,7 @@ class Session:
             self.limit = self.limit or ending
             raise
         turn.number, self._num_asked = self._num_asked, self._num_asked + 1
-        self.events.append(["ask", asdict(request)])
+        self.events.append(["ask", request])
         if turn.reply is None:
             self._new.append(turn)
             self._waiting_since = self._waiting_since if self._waiting else self._clock()

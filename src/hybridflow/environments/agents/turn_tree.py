@@ -177,7 +177,7 @@ class TurnTree:
             AssistantTurn(shown, said.reasoning, said.calls),
             completion.finish_reason != "stop",
             stopped_at,
-            tuple(turn.context),
+            turn.context,
             tuple(ids),
             tuple(completion.log_probs),
             self._renderers.text_of,

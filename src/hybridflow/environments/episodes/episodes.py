@@ -15,6 +15,7 @@ from hybridflow.environments.episodes.playing import EpisodePlayer, NextTurn, Pl
 from hybridflow.errors import EnvironmentConfigError, RolloutError
 from hybridflow.rollout import Completion, Request, RolloutEngine, SamplingParams
 from hybridflow.rollout.running_groups import longest_first
+from hybridflow.runtime.observe import get_logger
 from hybridflow.runtime.progress import note_progress
 
 WAIT_S = 1.0
@@ -28,6 +29,19 @@ ROUND_STEPS = 16
 
 FIRST_TURNS = 64
 """Turns for which an idle engine waits in that case: it works on them while the others are made."""
+
+PATIENCE_S = 60.0
+"""Seconds in which order waits for agents while others could go on, for which they may wait: they may share a lock."""
+
+FIRST_TURNS_S = 1.0
+"""Seconds in which first turns wait for each other without order, so that a group runs as one."""
+
+LATE = (
+    "agents have not asked for a turn in %g s while others could go on, for which they may wait: the turns of this "
+    "batch begin as they are asked for from here on, and its bits depend on time; set trainer.deterministic = false."
+)
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,8 +74,9 @@ class RunningEpisodes:
     `sampling.max_new_tokens` bounds a turn. A token depends on its episode alone: on what came before it, and on the
     noise of its position among the episode's sampled tokens. With `in_order`, turns begin at certain steps of the
     engine, which waits for their environments then: so the sequences that run beside each other, and with them the
-    rounding, do not depend on how long environments take, nor does the order in which groups end. `between_steps` is
-    called after each step of the engine; it may load weights. At most `most_running` episodes run at a time; 0: all.
+    rounding, do not depend on how long environments take, nor does the order in which groups end. Agents that are
+    late by PATIENCE_S while others could go on end the order of the batch. `between_steps` is called after each step
+    of the engine; it may load weights. At most `most_running` episodes run at a time; 0: all.
     """
 
     def __init__(
@@ -82,7 +97,7 @@ class RunningEpisodes:
         on_loop = _Loop(loop, loop_limit_s)
         self._turns, self._ends = _Tasks(on_loop), _Tasks(on_loop)
         self._num_steps = 0
-        self._running: dict[int, list[tuple[int, NextTurn]]] = {}  # the episodes and turns of each request
+        self._running: dict[tuple[int, int], tuple[int, NextTurn]] = {}  # by request and index: episode and turn
         self._num_sampled: Counter[int] = Counter()  # turns of each episode that the engine samples
         self._has_ended: set[int] = set()
         self._to_begin = deque(range(len(starts)))
@@ -130,11 +145,13 @@ class RunningEpisodes:
         """End all episodes; the engine is idle then."""
         self._turns.cancel()
         self._ends.cancel()
+        with suppress(EnvironmentConfigError):  # the loop has ended
+            self._turns.call(_abandon, [start.player for start in self._starts])
         self._make_idle()
         self.num_left = 0
 
     def _make_idle(self) -> None:
-        for request in self._running:
+        for request in {request for request, _ in self._running}:
             with suppress(RolloutError):  # finished
                 self._engine.abort(request)
         self._engine.finished()
@@ -143,7 +160,7 @@ class RunningEpisodes:
     def _begin(self) -> None:
         self._has_begun = True
         self._begin_some(self._most_running)
-        self._submit(self._turns.wait(self._turns.oldest()))  # all: the responses to one prompt run as one group
+        self._submit(self._waited(self._turns.oldest()))  # all: the responses to one prompt run as one group
 
     def _begin_some(self, count: int) -> None:
         numbers = [self._to_begin.popleft() for _ in range(min(count, len(self._to_begin)))]
@@ -157,10 +174,21 @@ class RunningEpisodes:
         if not self._in_order:
             return self._turns.some(1 if is_idle else 0)
         if is_idle:
-            return self._turns.wait(self._turns.oldest()[:FIRST_TURNS])
+            return self._waited(self._turns.oldest()[:FIRST_TURNS])
         if self._num_steps % ROUND_STEPS:
             return []
-        return self._turns.wait(self._turns.oldest(started_before=self._num_steps - ROUND_STEPS))
+        return self._waited(self._turns.oldest(started_before=self._num_steps - ROUND_STEPS))
+
+    def _waited(self, numbers: Sequence[int]) -> list[tuple[int, list[NextTurn]]]:
+        """Wait for turns of these episodes; do without some if agents take too long while others could go on."""
+        if any(self._starts[number].player.is_parallel for number in numbers):
+            seconds = PATIENCE_S if self._in_order else FIRST_TURNS_S
+            if not self._turns.has(numbers, seconds, may_go_on=self._engine.has_unfinished()):
+                if self._in_order:
+                    logger.warning(LATE, seconds)
+                self._in_order = False
+                return self._turns.some(0)
+        return self._turns.wait(numbers)
 
     def _submit(self, results: Sequence[tuple[int, list[NextTurn]]]) -> None:
         """Go on with episodes in their order: with their turns, or with their end."""
@@ -217,7 +245,7 @@ class RunningEpisodes:
             stop_strings=(*sampling.stop_strings, *turn.stop_strings),
         )
         request_id = next(self._request_ids)
-        self._running[request_id] = group
+        self._running |= {(request_id, index): each for index, each in enumerate(group)}
         return Request(
             request_id,
             turn.context,
@@ -233,7 +261,7 @@ class RunningEpisodes:
     def _take_finished(self) -> None:
         turns: dict[int, Coroutine[Any, Any, list[NextTurn]]] = {}
         for completion in self._engine.finished():
-            number, turn = self._running[completion.request_id][completion.index]
+            number, turn = self._running.pop((completion.request_id, completion.index))
             player = self._starts[number].player
             self._num_sampled[number] -= 1
             if number in self._has_ended:  # its agent has ended without this turn
@@ -245,6 +273,11 @@ class RunningEpisodes:
             if not self._num_sampled[number]:
                 self._turns.wait_from(number, self._num_steps)
         self._turns.start(turns, self._num_steps)
+
+
+def _abandon(players: Sequence[EpisodePlayer]) -> None:
+    for player in players:
+        player.abandon()
 
 
 async def _go_on(player: EpisodePlayer, turn: NextTurn, completion: Completion) -> list[NextTurn]:
@@ -335,6 +368,17 @@ class _Tasks:
         self._wait(lambda: all(number in self._done for number in numbers))
         others = [number for number in self._done if self._running[number] is None]
         return [(number, self._pop(number)) for number in (*numbers, *others)]
+
+    def has(self, numbers: Sequence[int], seconds: float, *, may_go_on: bool) -> bool:
+        """Return whether these episodes have all returned.
+
+        Wait for that, but after `seconds` only as long as none has returned and not `may_go_on`.
+        """
+        until = time.monotonic() + seconds
+        self._wait(
+            lambda: self._done.keys() >= set(numbers) or (time.monotonic() > until and (may_go_on or bool(self._done)))
+        )
+        return self._done.keys() >= set(numbers)
 
     def some(self, count: int) -> list[tuple[int, Any]]:
         """Wait until `count` coroutines have returned, if so many run; return what all that have done returned."""

@@ -92,6 +92,10 @@ class EpisodePlayer(Protocol):
         """Return the episode with its rewards: none after a failure."""
         ...
 
+    def abandon(self) -> None:
+        """End what runs beside these coroutines, which are cancelled; called on the event loop."""
+        ...
+
     is_parallel: bool
     """Whether several turns may be sampled at a time."""
 
@@ -111,6 +115,9 @@ class Player:
         self._failure: Failure | None = None
         self._bonus = 0.0
         self._delivered = Completion(0, 0)
+
+    def abandon(self) -> None:
+        """Nothing else runs."""
 
     async def start(self, row: Mapping[str, Any]) -> list[NextTurn]:
         """Return the first turn; nothing if the environment failed."""
