@@ -105,6 +105,10 @@ class Answer:
             raise ValueError(f"{str(message)[:200]} is not an answer of an environment: {error}") from error
 
 
+MOST_REWARD = 1e300
+"""Rewards are between this and its negative; an integer may be larger than any float."""
+
+
 def rewards_of(found: object) -> dict[str, Any]:
     """Return rewards by name, numbers and texts, of a number or a mapping. Raises ValueError for other values."""
     given = found if isinstance(found, Mapping) else {"score": found}
@@ -112,7 +116,7 @@ def rewards_of(found: object) -> dict[str, Any]:
     for name, value in given.items():
         if isinstance(value, str) and name != "score":
             rewards[as_unicode(str(name))] = as_unicode(value)
-        elif isinstance(value, numbers.Real) and abs(value) < 1e300:  # also of integers, and never of NaN
+        elif isinstance(value, numbers.Real) and bool(abs(value) < MOST_REWARD):  # pyright: ignore[reportOperatorIssue]
             rewards[as_unicode(str(name))] = float(value)
         else:
             raise ValueError(f"{name}={value!r:.100}; expected a finite number, or several by name")

@@ -256,7 +256,7 @@ class EnvironmentHost:
                 if not task.done():
                     EnvironmentHost.num_stuck += 1
                     task.add_done_callback(_one_less_is_stuck)
-                limited = f"agent.timeout_s={limit:g}" if seconds else f"{limit:g} s"
+                limited = f"agent.timeout_s={limit:g}" if own else f"{limit:g} s"
                 raise _FailedError("timeout", f"{what} took longer than {limited}")
             value, error = task.result()
             if isinstance(error, asyncio.CancelledError):  # by the user's code
