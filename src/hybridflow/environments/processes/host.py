@@ -230,8 +230,7 @@ class EnvironmentHost:
         except MemoryError as error:
             raise _FailedError("memory", f"{what} raised MemoryError: {_shown(error)}") from error
         except BaseException as error:  # of the user's environment, also SystemExit
-            made = described(error, getattr(self._make, "function", self._make))
-            raise _FailedError("raised", f"{what} raised {made}") from error
+            raise _FailedError("raised", f"{what} raised {described(error, self._make)}") from error
 
     async def _limited(self, what: str, call: Callable[[], Any], own: _OwnLimit | None = None) -> Any:
         """Return what a call returns, `async` or not, in a task of its own, which may ignore that it is cancelled.
@@ -256,7 +255,7 @@ class EnvironmentHost:
                 if not task.done():
                     EnvironmentHost.num_stuck += 1
                     task.add_done_callback(_one_less_is_stuck)
-                limited = f"agent.timeout_s={limit:g}" if seconds else f"{limit:g} s"
+                limited = f"agent.timeout_s={limit:g}" if own else f"{limit:g} s"
                 raise _FailedError("timeout", f"{what} took longer than {limited}")
             value, error = task.result()
             if isinstance(error, asyncio.CancelledError):  # by the user's code
