@@ -60,7 +60,7 @@ class Session:
     @property
     def waited_s(self) -> float:
         """Seconds in which requests of the agent have waited for turns."""
-        return self._waited_s + (self._clock() - self._waiting_since if self._waiting else 0.0)
+        return self._waited_s + (time.monotonic() - self._waiting_since if self._waiting else 0.0)
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -99,7 +99,7 @@ class Session:
         self.events.append(["ask", request])
         if turn.reply is None:
             self._new.append(turn)
-            self._waiting_since = self._waiting_since if self._waiting else self._clock()
+            self._waiting_since = self._waiting_since if self._waiting else time.monotonic()
             answered = self._waiting[turn] = asyncio.get_running_loop().create_future()
             self._changed.set()
             try:
