@@ -351,11 +351,12 @@ def test_a_killed_process_costs_a_repetition_of_its_questions(pool_of, tmp_path,
 
 
 @in_processes
-def test_a_step_that_blocks_its_process_is_late(pool_of, monkeypatch):
+def test_a_step_that_blocks_its_process_is_late(pool_of, monkeypatch, caplog):
     monkeypatch.setattr("hybridflow.environments.processes.environment_pool.GRACE_S", 1.0)
     answers = episode(pool_of(), said("do while True: pass"), Finish("error"))
     assert answers[1].failure == "timeout"
     assert "gave no sign of life for 1.5 s" in answers[1].error
+    assert "A process of environments gave no sign of life for 1.5 s" in caplog.text
 
 
 @places

@@ -70,8 +70,12 @@ def environment_class(found: Any, name: str) -> type[Environment]:
         raise EnvironmentConfigError(
             f"the agent '{name}' cannot be called as agent(session, row): {error}; change its parameters."
         ) from error
-    title = getattr(found, "__name__", "agent")
-    members = {"run": lambda _, session, row: found(session, row), "__doc__": inspect.getdoc(found)}
+    title, module = getattr(found, "__name__", "agent"), getattr(found, "__module__", __name__)
+    members = {
+        "run": lambda _, session, row: found(session, row),
+        "__doc__": inspect.getdoc(found),
+        "__module__": module,
+    }
     return type(title, (Agent,), members)
 
 

@@ -9,6 +9,7 @@ others; a second loss is a failure of that episode.
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -22,8 +23,10 @@ from hybridflow.environments.processes.client import EnvironmentHandle, LocalEnv
 from hybridflow.environments.processes.closure import Closure
 from hybridflow.environments.processes.episode_reward import EpisodeReward
 from hybridflow.environments.processes.host import CallLimits, EnvironmentHost, EnvironmentKind
-from hybridflow.environments.processes.pool import START_TIMEOUT_S, LostError, ProcessPool, UserProcess
+from hybridflow.environments.processes.pool import START_TIMEOUT_S, LostError, ProcessPool, Reason, UserProcess
 from hybridflow.errors import EnvironmentConfigError
+
+logger = logging.getLogger(__name__)
 
 GRACE_S = 10.0
 """Seconds beyond the limit of a call without a sign of life, after which a process is killed."""
@@ -50,6 +53,12 @@ class _EnvironmentProcess(UserProcess):
         num_stuck = message.get("num_stuck")
         self.num_stuck = num_stuck if isinstance(num_stuck, int) else 0
         self.limit_silence()
+
+    def lose(self, problem: str, reason: Reason) -> None:
+        """Also log a process that is late: its episodes begin again, which may take long before one of them fails."""
+        if reason == "late" and not self.is_lost:
+            logger.warning("A process of environments %s. Its episodes begin again.", problem)
+        super().lose(problem, reason)
 
     def limit_silence(self) -> None:
         """Lose the process if it gives no other sign of life in time."""

@@ -230,8 +230,7 @@ class EnvironmentHost:
         except MemoryError as error:
             raise _FailedError("memory", f"{what} raised MemoryError: {_shown(error)}") from error
         except BaseException as error:  # of the user's environment, also SystemExit
-            made = described(error, getattr(self._make, "function", self._make))
-            raise _FailedError("raised", f"{what} raised {made}") from error
+            raise _FailedError("raised", f"{what} raised {described(error, self._make)}") from error
 
     async def _limited(self, what: str, call: Callable[[], Any], own: _OwnLimit | None = None) -> Any:
         """Return what a call returns, `async` or not, in a task of its own, which may ignore that it is cancelled.
