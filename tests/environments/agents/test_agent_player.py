@@ -1,6 +1,7 @@
 """Agents over an engine: they end whatever they wait for, are closed, and are scored once."""
 
 import asyncio
+import json
 import threading
 
 import pytest
@@ -183,3 +184,28 @@ def test_the_journal_has_each_message_and_tool_of_a_conversation_once(model, loo
     (journal,) = tmp_path.iterdir()
     assert [journal.read_text().count(text) for text in ("question", "result 1", "other")] == [2, 2, 1]  # a branch
     assert journal.read_text().count("sums") == 2
+
+
+def test_a_repeated_step_keeps_no_turn_for_which_the_agent_did_not_wait(model, loop, tmp_path):
+    class Asking(Agent):
+        async def run(self, session, row):
+            await asyncio.gather(chat(session, "a"), chat(session, "b"))
+            return 1.0
+
+    def play():
+        journal = RewardJournal(tmp_path, 0, "the class", failures=False)
+        journal.open(1)
+        batch, _ = running(model, loop, Asking, 1, journal=journal)
+        ((_, (episode,)),) = batch.next(1)
+        return [row.ids for row in episode.rows]
+
+    first = play()
+    (journal,) = tmp_path.iterdir()
+    row = json.loads(journal.read_text())
+    outcome = json.loads(row["outcome"])
+    script = json.loads(outcome["result"])
+    unread, read = (event for event in script["events"] if event[0] == "got")
+    script["events"].remove(unread)
+    row["outcome"] = json.dumps({**outcome, "result": json.dumps(script)})
+    journal.write_text(json.dumps(row) + "\n")
+    assert play() == [first[read[1]]]

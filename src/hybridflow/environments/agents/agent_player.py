@@ -169,7 +169,7 @@ async def _asked(ask: Callable[[bool], Awaitable[Answer]]) -> Answer:
 async def _act_out(session: Session, known: Outcome, journal: RewardJournal) -> Answer:
     """Ask what the agent has asked, each after the same answers. Raises _DivergedError if one of these differs."""
     tasks: list[asyncio.Task[ChatReply]] = []
-    request = ChatRequest(())
+    request, got = ChatRequest(()), set[int]()
     try:
         script = json.loads(known.result)
         answer = Answer.of_message(script["answer"])
@@ -182,6 +182,7 @@ async def _act_out(session: Session, known: Outcome, journal: RewardJournal) -> 
                 await asyncio.sleep(0)
             elif kind == "got":
                 reply = await tasks[what[0]]
+                got.add(what[0])
                 if reply.digest != what[1]:
                     raise _DivergedError
             elif tasks[what[0]].done():
@@ -200,7 +201,9 @@ async def _act_out(session: Session, known: Outcome, journal: RewardJournal) -> 
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for number, reply in enumerate(await asyncio.gather(*tasks, return_exceptions=True)):
+            if isinstance(reply, ChatReply) and number not in got:  # the agent ended without it
+                session.drop(reply.turn_id)
 
 
 def _shortened(events: Sequence[Sequence[Any]]) -> Iterator[list[Any]]:
