@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx2
 from openenv.core.generic_client import GenericEnvClient
+from websockets.exceptions import ConnectionClosed
 
 from hybridflow.environments.adapters.stepping import SteppingEnvironment, WrongActionError, seed_of
 from hybridflow.errors import EnvironmentConfigError
@@ -49,8 +50,8 @@ class _OpenEnv(SteppingEnvironment):
         seed = seed_of(row)
         try:
             result = await self._client.reset(**({} if seed is None else {"seed": seed}))
-        except RuntimeError as error:
-            if "(code: CAPACITY_REACHED)" not in str(error):
+        except (RuntimeError, ConnectionClosed) as error:  # a full server says so and closes the connection
+            if isinstance(error, RuntimeError) and "(code: CAPACITY_REACHED)" not in str(error):
                 raise
             raise EnvironmentConfigError(
                 f"{error}: each episode of a batch has its session; start the server with max_concurrent_envs of at "
