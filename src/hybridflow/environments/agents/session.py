@@ -151,8 +151,12 @@ class Session:
         """Answer the request of a turn, unless its client has gone."""
         answered = self._waiting.get(turn)
         if answered is not None and not answered.done() and not turn.is_dropped:
-            self.tree.answer(turn, completion)
-            answered.set_result(None)
+            try:
+                self.tree.answer(turn, completion)
+            except Exception as error:  # of the tokenizer; the request gets it
+                answered.set_exception(error)
+            else:
+                answered.set_result(None)
 
     def refuse(self, turn: TreeTurn, refused: RefusedError) -> None:
         """Answer the request of a turn with an error; the turn is not kept."""
