@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fixtures.tiny_episodes import episode_settings
+from fixtures.tiny_episodes import episode_settings, write_episode_task
 from hybridflow.checkpoint import CheckpointStore
 from hybridflow.config import load_config
 from hybridflow.errors import RewardError
@@ -79,6 +79,15 @@ def test_branches_are_rows_whose_tokens_have_the_log_probs_of_the_trained_model(
     _, last = train(episode_task, tmp_path / "last", "branches", *exact, "agent.train_branches=last")
     assert [row["episode/turns/mean"] for row in last] != []
     assert last[0]["response_length/mean"] < metrics[0]["response_length/mean"]
+
+
+@pytest.mark.vllm
+def test_vllm_samples_the_branches_of_an_agent(tmp_path):
+    write_episode_task(tmp_path, width=64)  # heads of 32 dimensions, which vLLM computes on a CPU
+    vllm = ("rollout.backend=vllm", "rollout.enforce_eager=true", "environment.max_turns=6")
+    _, metrics = train(tmp_path, tmp_path / "run", "branches", HERE, *vllm)
+    assert {row["episode/turns/mean"] for row in metrics} == {5}
+    assert max(row["rollout/log_prob_mismatch"] for row in metrics) < 1e-3
 
 
 @own_run("an agent that reaches a limit")

@@ -1,12 +1,13 @@
 import json
 
-import gymnasium
 import numpy as np
 import pytest
-from gymnasium import spaces
 
 from hybridflow.environments.adapters import load, rows_of
 from hybridflow.errors import EnvironmentConfigError
+
+gymnasium = pytest.importorskip("gymnasium", reason="the environment of vLLM's tests does not have it")
+spaces = gymnasium.spaces
 
 LAKE = "gymnasium:FrozenLake-v1?is_slippery=False"
 SPACES = {
