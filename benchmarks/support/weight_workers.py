@@ -38,7 +38,7 @@ class GivenWeights:
     def weight_shapes(self) -> dict[str, torch.Size]:
         return {name: tensor.shape for name, tensor in self._weights.items()}
 
-    def weights(self) -> Iterable[tuple[str, Tensor]]:
+    def weights(self, boxes: Any = None, at_once: int = 0) -> Iterable[tuple[str, Tensor]]:
         return self._weights.items()
 
     def forward(self, rows: DataProto) -> dict[str, Tensor]:
