@@ -99,7 +99,7 @@ def seconds_of_run(directory: Path, name: str, args: Any) -> tuple[dict[str, lis
     """Train; return the seconds of each step by its kind, and the smallest part relative to an equal one."""
     kinds = [MEASURED, EQUAL, *[UNDISTURBED] * (name in SLOWER)]
     steps = args.adapting + args.rounds * len(kinds) + 1
-    changes = ["controller.backend=ray", "data.val_files=[]", "trainer.save_every_s=0", "recovery.slow_factor=0"]
+    changes = ["controller.backend=ray", "data.val_files=[]", "trainer.save_every_s=0"]
     changes += [
         f"trainer.total_steps={steps}",
         f"controller.threads={args.threads or 1}",

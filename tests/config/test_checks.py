@@ -42,7 +42,6 @@ EPISODES = "environment.classes={a='a.py:A'} environment.max_rows=2"
         f"{STREAM} {RAY} placement.pools={{learn=[2,2]}} parallel.sequence=2",
         "data.train_batch_size=100000000000",
         f"{EPISODES} algorithm.rollout_weights=sequence algorithm.rollout_reject={{sequence_ratio=[0.5,2.0]}}",
-        "recovery.slow_factor=1.5",
         f"rollout.replay=x rollout.on_new_weights=retract {LAG} placement.pools={{a=[1],b=[1]}} {ON_B}",
     ],
 )

@@ -33,7 +33,7 @@ def test_a_rank_without_memory_for_the_measurement_has_no_speed(group, monkeypat
     (speed,) = actors.measure_speed("float32")
     assert 0 < speed < 1e17
 
-    def raise_out_of_memory(dtype, **periods):
+    def raise_out_of_memory(dtype):
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(worker_process, "measure_flops_now", raise_out_of_memory)

@@ -68,17 +68,16 @@ def measure_flops_now(
     dtype: torch.dtype,
     size: int = 0,
     *,
-    periods: int = 3,
-    period_s: float = 0.1,
+    period_s: float = 0.3,
     device: torch.device | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Return the floating-point operations per second of matrix products in the best of several short periods.
+    """Return the floating-point operations per second of matrix products, one after another.
 
     The peak counts the fastest product, which may run undisturbed on a core that another program takes most of the
-    time. A period is longer than the time slices of a scheduler, so that its rate includes these pauses; the best
-    period leaves out a short load. `size`: 0: enough for the device, by default that of this process, and on a GPU
-    little, since its memory is in use. Takes about 0.3 s, longer on a slow device: a period is at least one product.
+    time. The period is longer than the time slices of a scheduler, so that its rate includes these pauses. `size`: 0:
+    enough for the device, by default that of this process, and on a GPU little, since its memory is in use. On a slow
+    device the period is at least one product.
     """
     import torch
 
@@ -91,15 +90,12 @@ def measure_flops_now(
     a, b = (_matrix(size, dtype, device) for _ in range(2))
     torch.mm(a, b)  # the first product also loads the kernel
     wait()
-    best = 0.0
-    for _ in range(periods):
-        start, count, passed_s = clock(), 0, 0.0
-        while passed_s < period_s:
-            torch.mm(a, b)
-            wait()
-            count, passed_s = count + 1, clock() - start
-        best = max(best, 2 * size**3 * count / passed_s)
-    return best
+    start, count, passed_s = clock(), 0, 0.0
+    while passed_s < period_s:
+        torch.mm(a, b)
+        wait()
+        count, passed_s = count + 1, clock() - start
+    return 2 * size**3 * count / passed_s
 
 
 def enough_for(device: torch.device, num_threads: int) -> int:

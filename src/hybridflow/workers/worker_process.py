@@ -96,13 +96,10 @@ class DeviceWorker(Worker):
         return peak_flops(DTYPES[dtype]) if self.has_collectives or self.rank == 0 else 0.0
 
     @register(Dispatch.ONE_TO_ALL)
-    def measure_speed(self, dtype: str, periods: int = 3) -> float:
-        """Return how fast this rank's device multiplies matrices now, in FLOP/s; 0 if there is no memory for them.
-
-        It is the rate of the best of several periods of 0.3 s in all: one period gives the mean rate.
-        """
+    def measure_speed(self, dtype: str) -> float:
+        """Return how fast this rank's device multiplies matrices now, in FLOP/s; 0 if there is no memory for them."""
         try:
-            return measure_flops_now(DTYPES[dtype], periods=periods, period_s=0.3 / periods)
+            return measure_flops_now(DTYPES[dtype])
         except torch.OutOfMemoryError:
             return 0.0
 

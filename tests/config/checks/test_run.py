@@ -6,7 +6,6 @@ RAY = "controller.backend=ray"
 LOOSE = "trainer.deterministic=false"
 POOLS = "controller.backend=ray placement.pools={a=[1],b=[1,2]} placement.roles.rollout=b"
 CONTRADICTIONS = [
-    ("recovery.slow_factor=1.4", "equal ranks differ by less; use at least 1.5, or 0"),
     ("controller.address=x", "controller.address is set, but controller.backend='local' has one process"),
     ("placement.pools={a=[1]}", "placement.pools is set, but controller.backend='local' has one process"),
     (f"{RAY} {LOOSE} placement.min_processes={{other=1}}", "other=1 is of no defined pool; defined pools: main"),

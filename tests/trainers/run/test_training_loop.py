@@ -14,7 +14,7 @@ class RecordingTrainer:
     """A trainer that records its calls; SIGTERM is sent during the call `signal_in`."""
 
     figures = {"loss": "sft/loss"}  # noqa: RUF012
-    recovery = slow_ranks = rank_speeds = None
+    recovery = rank_speeds = None
 
     def __init__(self, config, total_steps, signal_in=None):
         self.config, self.total_steps, self.signal_in = config, total_steps, signal_in

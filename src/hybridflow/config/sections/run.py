@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from hybridflow.config.sections.base import (
     NoneAsText,
@@ -15,17 +15,6 @@ from hybridflow.config.sections.base import (
 )
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "prometheus"]
-
-
-def _zero_or_much(value: float) -> float:
-    if 0 < value < LOWEST_SLOW_FACTOR:
-        raise ValueError(
-            f"equal ranks differ by less; use at least {LOWEST_SLOW_FACTOR}, or 0 to look for no slow ranks"
-        )
-    return value
-
-
-LOWEST_SLOW_FACTOR = 1.5
 
 
 class TrainerConfig(Section):
@@ -221,10 +210,4 @@ class RecoveryConfig(Section):
         default=1.0,
         description="Pause before the second restart of a failed step, in seconds; it doubles with each further one, "
         "up to 10 minutes, and varies by a quarter.",
-    )
-    slow_factor: Annotated[float, Field(ge=0), AfterValidator(_zero_or_much)] = Field(
-        default=3.0,
-        description="ray: after a step that took N times as long as the median of the steps before it, measure how "
-        "fast each rank computes, and name ranks that are N times slower than the median of their peers in a warning. "
-        "0: off.",
     )

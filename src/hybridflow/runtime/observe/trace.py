@@ -29,7 +29,7 @@ class TraceEvent(NamedTuple):
 
     `kind`: "call", a method on one rank; "send", the controller packed the arguments of a call and put them into the
     store; "read", the controller read contents; "probe", a measurement of a node; "recovery", a failure that was
-    mended, with the restarted groups as `worker` and the action as `where`, or a slow rank, with "slow" as `where`;
+    mended, with the restarted groups as `worker` and the action as `where`;
     "parts", a part of a group that gets another share of the rows from now on, with the reason as `note`; "step", the
     time from the log of the step before to the log of this one.
     `where`: the method. Times are seconds of `time.time()`. `transfer_s`: the part of a call spent on unpacking

@@ -17,7 +17,7 @@ from hybridflow.controller import Backend, Role, WorkerGroup, move_colocated
 from hybridflow.errors import ConfigError, LostWorkerError
 from hybridflow.runtime.observe import get_logger
 from hybridflow.trainers.build.groups import build_pool, meshes_of
-from hybridflow.trainers.run.rank_speeds import measured_shares, watch_slow_ranks
+from hybridflow.trainers.run.rank_speeds import measured_shares
 from hybridflow.trainers.run.speed import measured_speedometer
 from hybridflow.trainers.run.trainer import Trainer
 
@@ -116,8 +116,6 @@ def use_sizes(trainer: Trainer, config: Config) -> None:
     groups = trainer.groups
     trainer.speedometer = measured_speedometer(config, trainer.speedometer.learners, groups)
     trainer.rank_speeds = measured_shares(config, groups)
-    if trainer.backend is not None:
-        trainer.slow_ranks = watch_slow_ranks(trainer, groups, trainer.backend)
     trainer.config = config  # last: after an error of a rank that is measured, all of this is done again
 
 

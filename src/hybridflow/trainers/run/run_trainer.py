@@ -13,7 +13,7 @@ from hybridflow.runtime.observe import performance_report
 from hybridflow.trainers.build.groups import BackendOwner
 from hybridflow.trainers.build.pool_sizes import PoolSizes
 from hybridflow.trainers.build.token_budgets import TokenBudgets
-from hybridflow.trainers.run.rank_speeds import SlowRankWatch, measured_shares, watch_slow_ranks
+from hybridflow.trainers.run.rank_speeds import measured_shares
 from hybridflow.trainers.run.recovery.recovery import Recovery, build_recovery
 from hybridflow.trainers.run.run_directory import RunDirectory
 from hybridflow.trainers.run.samples import Samples
@@ -53,7 +53,6 @@ class RunTrainer(BackendOwner):
     total_steps: int
     metrics: dict[str, Any]
     recovery: Recovery | None = None
-    slow_ranks: SlowRankWatch | None = None
 
     def __init__(self, parts: RunParts[Any], stateful_groups: Sequence[WorkerGroup]) -> None:
         self.config, self.groups = parts.config, parts.groups
@@ -67,7 +66,6 @@ class RunTrainer(BackendOwner):
             self.restore(self.run.checkpoint)
         if parts.token_budgets:
             self.recovery = build_recovery(self, parts.groups, parts.backend, parts.token_budgets, parts.pool_sizes)
-            self.slow_ranks = watch_slow_ranks(self, parts.groups, parts.backend)
 
     def train_step(self) -> Samples:
         """Train on the next batch, count the step and replace `metrics`; return samples to log."""

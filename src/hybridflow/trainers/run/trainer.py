@@ -14,7 +14,7 @@ from hybridflow.trainers.run.training_state import TrainingSaver
 
 
 class Trainer(Protocol):
-    """A trainer. `metrics` are those of the current step; `recovery` and the watches of its ranks may be None."""
+    """A trainer. `metrics` are those of the current step; `recovery` and `rank_speeds` may be None."""
 
     config: Config
     groups: Mapping[Role, WorkerGroup]
@@ -27,7 +27,6 @@ class Trainer(Protocol):
     speedometer: Speedometer
     saver: TrainingSaver
     recovery: Any
-    slow_ranks: Any
     rank_speeds: Any
 
     @property

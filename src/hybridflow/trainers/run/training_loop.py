@@ -130,8 +130,6 @@ def _train_one_step(trainer: Trainer, log: RunLog, saves: SaveTimes, is_last: Ca
     trainer.finish_save()  # the background save of the step before
     if recovery:
         trainer.metrics |= recovery.note_step()
-    if trainer.slow_ranks:
-        trainer.metrics |= trainer.slow_ranks.note_step(trainer.global_step, trainer.metrics["timing_s/step"])
     if trainer.rank_speeds:
         trainer.rank_speeds.note_step(trainer.metrics["timing_s/step"])
     step, validation = trainer.global_step, {}
