@@ -1,4 +1,4 @@
-"""Placement of ranks: one node, unequal nodes, and groups that outlive their driver."""
+"""Placement of ranks: one node, and unequal nodes."""
 
 import json
 import math
@@ -74,45 +74,30 @@ def test_closing_a_backend_releases_places_reserved_through_a_part(ray_backend, 
 
 # Unequal nodes
 
-START = """
-import json, os, subprocess, sys, time
-from fixtures.forked import fork_ray_workers
-from ray.cluster_utils import Cluster
-
-fork_ray_workers()
-STORE = 80 * 2**20
-
-def start_nodes(*cpus):
-    cluster = Cluster()
-    for last, num_cpus in cpus:
-        cluster.add_node(
-            num_cpus=num_cpus, node_ip_address=f"127.0.0.{last}", object_store_memory=STORE, include_dashboard=False
-        )
-    return cluster
-"""
-
-DRIVER = """
-import json, os, sys, time
+UNEQUAL = """
+import json, time
 import ray, torch
+from fixtures.forked import fork_ray_workers
 from fixtures.rank_worker import Rank
 from hybridflow.controller import ClassWithInitArgs, WorkerGroup
 from hybridflow.controller.ray import *
-from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.protocol import DataProto
+from ray.cluster_utils import Cluster
+
+fork_ray_workers()
+cluster = Cluster()
+for last, num_cpus in ((1, 1), (2, 2), (10, 2)):
+    cluster.add_node(
+        num_cpus=num_cpus, node_ip_address=f"127.0.0.{last}", object_store_memory=80 * 2**20, include_dashboard=False
+    )
 
 def settle(cpus):
     end = time.monotonic() + 100
     while ray.available_resources().get("CPU", 0) < cpus and time.monotonic() < end:
         time.sleep(0.1)
-    return ray.available_resources().get("CPU", 0)
 
-backend = RayBackend(ADDRESS, call_timeout_s=120)
+backend = RayBackend(cluster.address, call_timeout_s=120)
 seen = {}
-"""
-
-UNEQUAL = """
-cluster = start_nodes((1, 1), (2, 2), (10, 2))
-exec(DRIVER.replace("ADDRESS", repr(cluster.address)))
 for name, shape in (("2, 1", [2, 1]), ("1, 2", [1, 2]), ("2, 2", [2, 2])):
     for start in ("first", "second"):
         pool = RayResourcePool(shape)
@@ -139,73 +124,10 @@ cluster.shutdown()
 print(json.dumps(seen))
 """
 
-DETACHED = """
-cluster = start_nodes((1, 4), (2, 2))
 
-def drive(script):
-    script = f"{DRIVER.replace('ADDRESS', repr(cluster.address))}\\n{script}\\nprint(json.dumps(seen))\\n"
-    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    try:
-        return json.loads(process.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        return {"failed": process.stdout[-1500:] + process.stderr[-1500:]}
-
-seen = {}
-seen["first"] = drive('''
-pool = RayResourcePool([2, 1])
-group = RayWorkerGroup(pool, RayClassWithInitArgs(Rank), "kept", backend=backend, detached=True)
-seen["value"] = group.add(5)
-seen["environment"] = group.environment()
-backend.close()
-''')
-seen["second"] = drive('''
-group = RayWorkerGroup.attach("kept", RayClassWithInitArgs(Rank), backend=backend)
-seen["value"] = group.add(2)
-seen["environment"] = group.environment()
-seen["pool"] = group.resource_pool.process_on_nodes
-seen["total"] = group.total()
-seen["rows"] = group.add_one(DataProto.from_dict({"x": torch.arange(7)})).batch["y"].tolist()
-seen["free"] = ray.available_resources().get("CPU", 0)
-try:
-    RayWorkerGroup(RayResourcePool([1]), RayClassWithInitArgs(Rank), "kept", backend=backend, detached=True)
-except ConfigError as error:
-    seen["taken"] = str(error)
-group.shutdown()
-seen["free after"] = settle(6)
-try:
-    RayWorkerGroup.attach("kept", RayClassWithInitArgs(Rank), backend=backend)
-except HybridFlowError as error:
-    seen["gone"] = str(error)
-backend.close()
-''')
-seen["own shutdown"] = drive('''
-pool = RayResourcePool([1])
-group = RayWorkerGroup(pool, RayClassWithInitArgs(Rank), "own", backend=backend, detached=True)
-group.shutdown()
-pool.release()
-seen["free after"] = settle(6)
-backend.close()
-''')
-seen["hole"] = drive('''
-RayWorkerGroup(RayResourcePool([3]), RayClassWithInitArgs(Rank), "hole", backend=backend, detached=True)
-ray.kill(ray.get_actor("hole/1", namespace="hybridflow"))
-end = time.monotonic() + 100
-while "refused" not in seen and time.monotonic() < end:
-    try:
-        RayWorkerGroup.attach("hole", RayClassWithInitArgs(Rank), backend=backend)
-    except HybridFlowError as error:
-        seen["refused"] = str(error)
-for rank in (0, 2):
-    ray.kill(ray.get_actor(f"hole/{rank}", namespace="hybridflow"))
-backend.close()
-''')
-cluster.shutdown()
-print(json.dumps(seen))
-"""
-
-
-def run_cluster(script, fork_server):
-    """Return the JSON that the script prints last; it runs in a separate process with a separate Ray directory."""
+@pytest.fixture(scope="module")
+def unequal(fork_server):
+    """Return the JSON that UNEQUAL prints last; it runs in a separate process with a separate Ray directory."""
     directory = Path(f"/tmp/hfp{os.getpid() % 10**6}")
     directory.mkdir()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
@@ -218,7 +140,7 @@ def run_cluster(script, fork_server):
         "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [environment.get("PYTHONPATH")])]),
     }
     process = subprocess.Popen(
-        [sys.executable, "-c", f"{START}\nDRIVER = {DRIVER!r}\n{script}"],
+        [sys.executable, "-c", UNEQUAL],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -233,11 +155,6 @@ def run_cluster(script, fork_server):
             process.terminate()  # Ray's own handlers stop its processes
             process.communicate()
         shutil.rmtree(directory, ignore_errors=True)
-
-
-@pytest.fixture(scope="module")
-def unequal(fork_server):
-    return run_cluster(UNEQUAL, fork_server)
 
 
 @pytest.mark.exhaustive
@@ -263,38 +180,6 @@ def test_groups_and_batches_span_nodes(unequal):
     assert {ranks[5] for ranks in unequal["here"]} & {ranks[5] for ranks in unequal["there"]} == set()
     assert unequal["passed on"] == [2**20, True]
     assert unequal["measured"] == ["here/0", "there/0"]  # one process of each node
-
-
-@pytest.fixture(scope="module")
-def detached(fork_server):
-    return run_cluster(DETACHED, fork_server)
-
-
-@pytest.mark.exhaustive
-def test_a_second_driver_attaches_to_a_detached_group(detached):
-    first, second = detached["first"], detached["second"]
-    assert first["value"] == [5, 5, 5]
-    assert second["value"] == [7, 7, 7]
-    assert second["environment"] == first["environment"]
-    assert second["pool"] == [2, 1]
-    assert second["total"] == [6, 6, 6]
-    assert second["rows"] == [1, 2, 3, 4, 5, 6, 7]
-    assert "a detached group 'kept' already exists on the cluster; use it with RayWorkerGroup.at" in second["taken"]
-
-
-@pytest.mark.exhaustive
-def test_shutdown_of_a_detached_group_releases_its_reservation(detached):
-    second = detached["second"]
-    assert (second["free"], second["free after"]) == (3, 6)
-    assert second["gone"].startswith("no detached worker group 'kept' was found on the cluster, or its rank 0 is gone;")
-    assert detached["own shutdown"] == {"free after": 6}
-
-
-@pytest.mark.exhaustive
-def test_attaching_to_a_group_with_a_lost_rank_is_an_error(detached):
-    refused = detached["hole"]["refused"]
-    assert refused.startswith("rank 1 of the 3 ranks of the detached worker group 'hole' is gone")
-    assert "ray.kill(ray.get_actor('hole/0', namespace='hybridflow'))" in refused
 
 
 @pytest.mark.exhaustive

@@ -25,7 +25,7 @@ from hybridflow.runtime.observe import Trace
 def a_process(label="actor/0", **attributes):
     role, _, rank = label.rpartition("/")
     actor = SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda: label))
-    process = RayProcess(actor, label, int(rank), {role})
+    process = RayProcess(actor, label, int(rank), {role}, launch=None)  # pyright: ignore[reportArgumentType]
     vars(process).update(attributes)
     return process
 

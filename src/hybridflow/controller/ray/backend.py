@@ -5,17 +5,15 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, Self
 
 import ray
-from ray.util.placement_group import remove_placement_group
 
 from hybridflow.controller.backend import CallTerms, PerRank, WorkerRef
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs, threads_of
 from hybridflow.controller.ray.calls import RayCalls
 from hybridflow.controller.ray.cluster import Connection
-from hybridflow.controller.ray.launcher import NAMESPACE, Launcher
+from hybridflow.controller.ray.launcher import Launcher
 from hybridflow.controller.ray.liveness.heartbeat import delete_heartbeat
 from hybridflow.controller.ray.probe import probe_nodes
 from hybridflow.controller.ray.processes import Launch, RayHandle, RayProcess, RayWorker
@@ -29,7 +27,7 @@ from hybridflow.controller.ray.standbys import Standbys
 from hybridflow.controller.ray.store import delete_stores
 from hybridflow.controller.ray.waiting import DIED, POLL_INTERVAL_S, Waiting
 from hybridflow.controller.resource_pool import ResourcePool
-from hybridflow.errors import ConfigError, LostClusterError, LostWorkerError, WorkerError
+from hybridflow.errors import ConfigError, LostClusterError, LostWorkerError
 from hybridflow.protocol import Handle
 from hybridflow.runtime.observe import Trace, get_logger
 
@@ -122,17 +120,12 @@ class RayBackend:
         return self._connection.gpus_have_bfloat16()
 
     def spawn(
-        self, classes: Mapping[str, ClassWithInitArgs], resource_pool: ResourcePool, detached_as: str = ""
+        self, classes: Mapping[str, ClassWithInitArgs], resource_pool: ResourcePool
     ) -> dict[str, list[RayWorker]]:
-        """Start the processes of a group, as specified by `Backend.spawn`.
-
-        `detached_as`: if not empty, the processes outlive this one; `find_detached` finds them by this name.
-        """
-        launch = Launch(classes, self._as_ray_pool(resource_pool), detached_as)
+        """Start the processes of a group, as specified by `Backend.spawn`."""
+        launch = Launch(classes, self._as_ray_pool(resource_pool))
         threads_of(launch.classes)  # before anything starts
         self._connection.open([launch.pool])
-        if detached_as:
-            self._check_detached(detached_as)
         processes = self._start(launch)
         self._build(launch, processes)
         workers = {
@@ -166,14 +159,11 @@ class RayBackend:
     def restart(self, workers: Sequence[RayWorker]) -> None:
         """Replace the processes of the groups of these workers by new ones, with objects built from the same arguments.
 
-        The references to the workers, and groups that hold them, then mean the new processes. Raises WorkerError for
-        workers that another process started, LostWorkerError if their places are gone (LostClusterError if they cannot
-        come back), and as `spawn`.
+        The references to the workers, and groups that hold them, then mean the new processes. Raises LostWorkerError if
+        their places are gone (LostClusterError if they cannot come back), and as `spawn`.
         """
         old: dict[RayProcess, Launch] = {}  # rank 0 of each group
         for worker in workers:
-            if worker.process.launch is None:
-                raise WorkerError(f"worker {worker.name} was not started by this backend, so it cannot be restarted.")
             old.setdefault(worker.process.peers[0], worker.process.launch)
         self._stop([peer for process in old for peer in process.peers])
         new: dict[RayProcess, list[RayProcess]] = {}
@@ -193,11 +183,10 @@ class RayBackend:
     def keep_standbys(self, workers: Sequence[RayWorker]) -> None:
         """Start a standby for each rank of the groups of these workers that has none: `restart` uses them.
 
-        Does not wait for them. Detached groups and those that another process started get none.
+        Does not wait for them.
         """
         for launch in dict.fromkeys(worker.process.launch for worker in workers if not worker.process.is_stopped):
-            if launch is not None and not launch.detached_as:
-                self._standbys.provide(launch)
+            self._standbys.provide(launch)
 
     def _start_again(self, launch: Launch, lost: Sequence[RayProcess]) -> list[RayProcess]:
         """Start the processes of a group whose places did fit. Raises as `restart` if they are gone."""
@@ -215,7 +204,7 @@ class RayBackend:
 
     def _start(self, launch: Launch, lost: Sequence[RayProcess] = ()) -> list[RayProcess]:
         """Start the processes of a group, which `_build` waits for, or take its standbys in place of those `lost`."""
-        launch.pool.take_tenancy(detached=bool(launch.detached_as))
+        launch.pool.take_tenancy()
         try:
             processes = self._standbys.take(launch, lost) or self._launcher.start(launch)
         except BaseException:
@@ -259,58 +248,6 @@ class RayBackend:
             pool = own
         return pool
 
-    def _check_detached(self, name: str) -> None:
-        """Raise ConfigError if the cluster ends with this process or already has a detached group of that name."""
-        if self._connection.ends_with_us:
-            raise ConfigError(
-                f"detached group {name!r} cannot outlive this process, because its local cluster stops with it; start "
-                f"a cluster with `ray start --head` and pass its address to RayBackend."
-            )
-        if _find_actor(f"{name}/0") is not None:
-            raise ConfigError(
-                f"a detached group {name!r} already exists on the cluster; use it with RayWorkerGroup.attach({name!r}, "
-                f"...), stop it with shutdown() of the attached group, or choose another name."
-            )
-
-    def find_detached(self, name: str, cls_with_init: ClassWithInitArgs) -> tuple[RayResourcePool, list[RayWorker]]:
-        """Return the pool and the workers of a detached group.
-
-        Raises WorkerError if there is no group of that name, or if one of its ranks is gone.
-        """
-        threads = threads_of({name: cls_with_init})
-        self._connection.open([RayResourcePool([1])])
-        actors = [actor for actor in [_find_actor(f"{name}/0")] if actor is not None]
-        if not actors:
-            raise WorkerError(
-                f"no detached worker group {name!r} was found on the cluster, or its rank 0 is gone; check that it was "
-                f"created with detached=True, on this cluster."
-            )
-        processes = [RayProcess(actors[0], f"{name}/0", 0, {name})]
-        (world_size,) = self._launcher.ask(processes, "world_size")
-        for rank in range(1, world_size):
-            actor = _find_actor(f"{name}/{rank}")
-            if actor is None:
-                raise WorkerError(
-                    f"rank {rank} of the {world_size} ranks of the detached worker group {name!r} is gone, and the "
-                    f"others would wait for it; stop each of them, e.g. rank 0 with ray.kill(ray.get_actor('{name}/0', "
-                    f"namespace={NAMESPACE!r})), and create the group again.",
-                    role=name,
-                    rank=rank,
-                )
-            processes.append(RayProcess(actor, f"{name}/{rank}", rank, {name}))
-        for process in processes:
-            process.is_detached = True
-            process.threads = threads
-        self._processes += processes
-        self._launcher.find_homes(processes)
-        nodes = [process.home.node_id for process in processes if process.home]
-        pool = RayResourcePool([nodes.count(node) for node in dict.fromkeys(nodes)])
-        group = self._launcher.ask(processes[:1], "placement_group")[0]
-        for process in processes:
-            process.peers, process.on_last_stop = processes, partial(remove_placement_group, group)
-        class_name = cls_with_init.cls.__name__
-        return pool, [RayWorker(f"{name}/{p.rank}", name, p.rank, class_name, p) for p in processes]
-
     def hostnames(self, workers: Sequence[WorkerRef]) -> set[str]:
         """Return the names of the hosts on which the workers run."""
         homes = [worker.process.home for worker in workers if isinstance(worker, RayWorker)]
@@ -348,7 +285,7 @@ class RayBackend:
                     unused.append(worker.process)
         self._stop(unused)
         for process in unused:
-            if process.launch and all(peer.is_stopped for peer in process.peers):
+            if all(peer.is_stopped for peer in process.peers):
                 self._standbys.stop(process.launch)
 
     def _stop(self, processes: Sequence[RayProcess]) -> None:
@@ -368,7 +305,7 @@ class RayBackend:
     def close(self) -> None:
         """Stop every worker, release all reservations, and stop the cluster if this backend started it."""
         self._connection.continue_services()
-        self._stop([process for process in self._processes if not process.is_detached])
+        self._stop(list(self._processes))
         self._standbys.close()
         self._own_pools.clear()
         if ray.is_initialized() and not self._connection.ends_with_us and not self._connection.is_lost:
@@ -410,11 +347,3 @@ class RayBackend:
 
     def _is_connected(self) -> bool:
         return ray.is_initialized() and not self._connection.is_lost
-
-
-def _find_actor(name: str) -> Any:
-    """Return a detached process by its name; None if it does not exist."""
-    try:
-        return ray.get_actor(name, namespace=NAMESPACE)
-    except ValueError:
-        return None

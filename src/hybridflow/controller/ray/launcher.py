@@ -24,9 +24,6 @@ START_TIMEOUT_S = 300.0
 FORWARDED = (LEVEL_VARIABLE, FAULTS_VARIABLE)
 """Environment variables of the driver that workers get too."""
 
-NAMESPACE = "hybridflow"
-"""The Ray namespace of detached workers."""
-
 
 class Launcher:
     """Starts processes on their places. `call_timeout_s()` is the deadline of a call, in seconds, or None.
@@ -50,11 +47,10 @@ class Launcher:
         processes: list[RayProcess] = []
         for rank, place in enumerate(launch.pool.places()):
             label = f"{launch.label}/{rank}"
-            options = _standby_options(place) if standby else _options(place, rank, launch)
+            options = _standby_options(place) if standby else _options(place, launch)
             actor = self._new_actor(label, launch, options)
-            process = RayProcess(actor, label, rank, set(launch.classes))
+            process = RayProcess(actor, label, rank, set(launch.classes), launch)
             process.peers, process.on_last_stop = processes, launch.pool.give_up_tenancy
-            process.is_detached, process.launch = bool(launch.detached_as), launch
             process.threads = threads
             processes.append(process)
         return processes
@@ -80,8 +76,6 @@ class Launcher:
         shared, homes = ray.put(packed), [process.home for process in processes if process.home]
         nodes = [home.node_id for home in homes]
         arguments = []
-        launch = processes[0].launch
-        assert launch is not None, "only the process that has started a group builds it"
         for rank, node in enumerate(nodes):
             environment = {
                 "RANK": str(rank),
@@ -90,7 +84,7 @@ class Launcher:
                 "LOCAL_WORLD_SIZE": str(nodes.count(node)),
                 "MASTER_ADDR": homes[0].node_address,
                 "MASTER_PORT": str(port),
-                **launch.pool.environment,
+                **processes[0].launch.pool.environment,
             }
             environment |= {name: os.environ[name] for name in FORWARDED if name in os.environ}
             arguments.append((shared, environment, store, self._threads, self._compress))
@@ -130,18 +124,15 @@ class Launcher:
         return actor.options(**options).remote(label, _importable_paths(), os.getcwd())
 
 
-def _options(place: ReservedPlace, rank: int, launch: Launch) -> dict[str, Any]:
+def _options(place: ReservedPlace, launch: Launch) -> dict[str, Any]:
     share = launch.pool.share_of_one_group
-    options: dict[str, Any] = {
+    return {
         "num_cpus": share["CPU"],
         "num_gpus": share.get("GPU", 0),
         "scheduling_strategy": PlacementGroupSchedulingStrategy(
             place.group, placement_group_bundle_index=place.bundle, placement_group_capture_child_tasks=False
         ),
     }
-    if launch.detached_as:
-        options |= {"name": f"{launch.detached_as}/{rank}", "namespace": NAMESPACE, "lifetime": "detached"}
-    return options
 
 
 def _standby_options(place: ReservedPlace) -> dict[str, Any]:

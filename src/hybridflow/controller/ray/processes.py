@@ -33,11 +33,10 @@ class Home:
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """What the processes of a group are started with. `detached_as`: the name that finds them; "": they end with us."""
+    """What the processes of a group are started with."""
 
     classes: Mapping[str, ClassWithInitArgs]
     pool: RayResourcePool
-    detached_as: str = ""
 
     @property
     def label(self) -> str:
@@ -51,17 +50,16 @@ class RayProcess:
     `unfinished`: the calls that are not known to have finished, oldest first; the process runs the first of them, as
     many as `threads` says, and the first of those of its second thread. `home`: None until it has started.
     `exit_error`: the error for which it was stopped or lost. `has_failed`: whether a method has raised an
-    error. `peers`: the processes of all ranks. `launch`: what it was started with, None if another process started it.
-    `workers`: the references to its roles.
+    error. `peers`: the processes of all ranks. `launch`: what it was started with. `workers`: the
+    references to its roles.
     """
 
-    def __init__(self, actor: Any, label: str, rank: int, roles: set[str]) -> None:
-        self.actor, self.label, self.rank, self.roles = actor, label, rank, roles
+    def __init__(self, actor: Any, label: str, rank: int, roles: set[str], launch: Launch) -> None:
+        self.actor, self.label, self.rank, self.roles, self.launch = actor, label, rank, roles, launch
         self.home: Home | None = None
-        self.launch: Launch | None = None
         self.workers: list[RayWorker] = []
         self.unfinished: list[RayCall] = []
-        self.is_stopped = self.is_detached = self.has_failed = False
+        self.is_stopped = self.has_failed = False
         self.threads = ProcessThreads()
         self.exit_error: WorkerError | None = None
         self.peers: list[RayProcess] = [self]

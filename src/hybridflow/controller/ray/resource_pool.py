@@ -68,7 +68,6 @@ class RayResourcePool(ResourcePool):
         self._reserved: list[ReservedPlace] | None = None
         self._groups: list[PlacementGroup] = []
         self._tenants = [0] * self.world_size
-        self._is_detached = False
 
     @property
     def share(self) -> dict[str, float]:
@@ -93,25 +92,16 @@ class RayResourcePool(ResourcePool):
             self._reserved = self._reserve(bundles)
         return self._reserved
 
-    def take_tenancy(self, detached: bool = False) -> None:
-        """Count a worker group that is built on the pool; `detached`: the reservation must outlive this process.
-
-        Raises ConfigError if the pool is full, or if detached and other groups would share it.
-        """
+    def take_tenancy(self) -> None:
+        """Count a worker group that is built on the pool. Raises ConfigError if the pool is full."""
         owned = self._owned()
         if any(pool._tenants[rank] >= self.max_colocate_count for pool, rank in owned):
             raise ConfigError(
                 f"{self!r} already has max_colocate_count={self.max_colocate_count} worker group(s); raise "
                 f"max_colocate_count, shut down a group, or fuse roles with create_colocated_worker_cls."
             )
-        if any(pool._reserved is not None and pool._is_detached != detached for pool, _ in owned):
-            raise ConfigError(
-                f"{self!r} is reserved for groups that {'end with' if detached else 'outlive'} this process; use a "
-                f"separate pool for {'a detached group' if detached else 'groups that are not detached'}."
-            )
         for pool, rank in owned:
             pool._tenants[rank] += 1
-            pool._is_detached = detached
 
     def give_up_tenancy(self) -> None:
         """Count a worker group that was shut down; release the reservation after the last one."""
@@ -152,7 +142,6 @@ class RayResourcePool(ResourcePool):
             [{name: amount for name, amount in self.share.items() if amount} or {"memory": 1} for _ in nodes],
             strategy="PACK",
             name=self.name_prefix,
-            lifetime="detached" if self._is_detached else None,
             bundle_label_selector=[{"ray.io/node-id": node.node_id} for node in nodes],
         )
         if not group.wait(RESERVATION_TIMEOUT_S):

@@ -39,8 +39,7 @@ def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> 
 class RayWorkerGroup(WorkerGroup):
     """A `WorkerGroup` on Ray. With fused classes, it holds the processes, and `spawn` returns a group for each role.
 
-    `backend`: by default one backend shared in this process, on the connected cluster or a local one. `detached`: the
-    workers outlive this process, and `RayWorkerGroup.attach` finds them by `name_prefix`.
+    `backend`: by default one backend shared in this process, on the connected cluster or a local one.
     """
 
     def __init__(
@@ -51,10 +50,8 @@ class RayWorkerGroup(WorkerGroup):
         *,
         backend: RayBackend | None = None,
         meshes: Meshes | None = None,
-        detached: bool = False,
         workers: list[WorkerRef] | None = None,
     ) -> None:
-        self._detached = detached
         self._workers_of: dict[str, list[WorkerRef]] = {}
         self._fused = ray_cls_with_init.classes if isinstance(ray_cls_with_init, FusedClasses) else {}
         first = next(iter(self._fused.values())) if self._fused else ray_cls_with_init
@@ -64,11 +61,8 @@ class RayWorkerGroup(WorkerGroup):
             self._declared = {}
 
     def _start_workers(self) -> list[WorkerRef]:
-        if self._detached and not self.name:
-            raise DispatchError("name_prefix='' is invalid for a detached group, which is found by its name; set it.")
-        backend: Any = self.backend
         classes = self._fused or {self.name: self.cls_with_init}
-        spawned = backend.spawn(classes, self.resource_pool, detached_as=self.name if self._detached else "")
+        spawned = self.backend.spawn(classes, self.resource_pool)
         self._workers_of = {name: list(workers) for name, workers in spawned.items()} if self._fused else {}
         return list(next(iter(spawned.values())))
 
@@ -93,24 +87,6 @@ class RayWorkerGroup(WorkerGroup):
                 workers=self._workers_of[prefix],
             )
         return groups
-
-    @classmethod
-    def attach(
-        cls,
-        name_prefix: str,
-        ray_cls_with_init: ClassWithInitArgs,
-        *,
-        backend: RayBackend | None = None,
-        meshes: Meshes | None = None,
-    ) -> "RayWorkerGroup":
-        """Return the detached group of that name, which another process of the cluster has started.
-
-        `ray_cls_with_init` declares its methods; no worker is constructed. Raises WorkerError if the group is missing.
-        """
-        require_init_args(ray_cls_with_init)
-        backend = backend or default_backend()
-        pool, workers = backend.find_detached(name_prefix, ray_cls_with_init)
-        return cls(pool, ray_cls_with_init, name_prefix, backend=backend, meshes=meshes, workers=list(workers))
 
     def shutdown(self) -> None:
         """Stop the workers, including those of all groups from `spawn`."""

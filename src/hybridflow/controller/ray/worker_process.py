@@ -93,14 +93,6 @@ class WorkerProcess:
             self._gpu_ids = gpu_ids
         return self.home()
 
-    def placement_group(self) -> Any:
-        """Return the placement group of the process."""
-        return ray.util.get_current_placement_group()
-
-    def world_size(self) -> int:
-        """Return the number of ranks of the group."""
-        return int(os.environ["WORLD_SIZE"])
-
     def free_port(self) -> int:
         """Return a free port of the node."""
         with socket.socket() as sock:
