@@ -5,7 +5,6 @@ import pytest
 from hybridflow.cli.main import main
 from hybridflow.config import Config, leaf_keys, load_config
 from hybridflow.config.load import algorithm_names, packaged_recipe
-from hybridflow.config.removed_keys import REMOVED
 from hybridflow.errors import ConfigError
 
 
@@ -68,28 +67,6 @@ def test_a_table_as_override_replaces_the_table_and_a_dotted_key_one_entry(tmp_p
     assert load_config(recipe, ["placement.pools={a=[3]}", "placement.roles={}"]).placement.pools == {"a": (3,)}
     local = load_config(recipe, ["placement.pools={}", "placement.roles={}", "controller.backend=local"])
     assert local.placement.pools == {}
-
-
-def test_old_and_removed_names_are_errors_that_say_what_to_use(tmp_path):
-    recipe = write(tmp_path, "[data]\nshuffle = true\n\n[sft]\nbatch_size = 8\n[advice]\nwarmup = 0.6\n")
-    assert sorted(problems(recipe, ["advice.contradictory_prompts=1"])[1:]) == [
-        "advice.contradictory_prompts: no such key; it was removed: its value is fixed at 0.0; leave it out",
-        f"advice.warmup: no such key; it was removed: {REMOVED['advice.warmup'].advice}",
-        "data.shuffle: no such key; replaced by data.order = 'shuffled' or 'sequential'",
-        "sft: no such section; renamed to [offline]",
-    ]
-    assert problems(write(tmp_path, "[faults]\nplan = ['x']\nplans = 1\n"))[1:] == [
-        f"faults.plan: no such key; it was removed: {REMOVED['faults.plan'].advice}",
-        "faults.plans: no such key; did you mean parallel.replicas?",
-    ]
-    recipe = write(
-        tmp_path, "[advice]\nwarmup = 0.5\nkl = 0.2\n[rollout]\norder = 'sampled'\n[placement]\nlend = false\n"
-    )
-    assert load_config(recipe).advice.kl == 0.2
-    recipe = write(tmp_path, "[placement]\nlend = true\n")
-    assert problems(recipe)[1:] == [
-        "placement.lend: no such key; it was removed: training ranks do not generate for another pool; use trainer.lag"
-    ]
 
 
 def test_all_problems_are_reported_at_once(tmp_path):

@@ -13,7 +13,6 @@ from pydantic import ValidationError
 from hybridflow.config.aliases import keys_of_alias
 from hybridflow.config.checks import contradictions
 from hybridflow.config.keys import DIRECTORIES, FILES, holds_text, leaf_keys, nearest_key, sections
-from hybridflow.config.removed_keys import RENAMED, without_removed
 from hybridflow.config.sections.config import Config
 from hybridflow.errors import ConfigError
 
@@ -81,7 +80,7 @@ def _read(path: Path) -> dict[str, Any]:
         if (size := path.stat().st_size) > LARGEST_RECIPE:
             raise ConfigError(f"{path}: has {size:,} bytes, more than any recipe")
         text = path.read_text(encoding="utf-8-sig")  # with or without a byte order mark
-        return without_removed(_tuples(tomllib.loads(text)))
+        return _tuples(tomllib.loads(text))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: byte {error.start} is not UTF-8; save the recipe as UTF-8") from error
     except OSError as error:
@@ -166,19 +165,16 @@ def _problems(details: Any) -> list[str]:
 
 def _unknown(name: str, value: Any) -> list[str]:
     """Return one line for each unknown key, or for an unknown section, with the name to write instead."""
-    if name in RENAMED:
-        return [f"{name}: no such {'section' if isinstance(value, dict) else 'key'}; {RENAMED[name]}"]
     leaves = _leaves(name, value)
     if longest := max((leaf for leaf in leaves if len(leaf) > LONGEST_KEY), key=len, default=None):
         return [f"{_shown(longest)}: no such key; it has {len(longest)} characters"]
     nearest = None
-    if isinstance(value, dict) and not any(leaf in RENAMED or keys_of_alias(leaf) for leaf in leaves):
+    if isinstance(value, dict) and not any(map(keys_of_alias, leaves)):
         nearest = nearest_key(name, [section for section, _ in sections() if section])
     if nearest or not leaves:
         return [f"{name}: no such section; {_hint(nearest)}"]
     return [
-        f"{leaf}: no such key; {RENAMED.get(leaf) or _describe_keys(keys_of_alias(leaf)) or _hint(nearest_key(leaf))}"
-        for leaf in leaves
+        f"{leaf}: no such key; {_describe_keys(keys_of_alias(leaf)) or _hint(nearest_key(leaf))}" for leaf in leaves
     ]
 
 
