@@ -246,16 +246,8 @@ def test_config_prints_the_configuration_the_reference_or_all_problems(recipe, s
     )
 
 
-@pytest.mark.parametrize(
-    ("form", "line"),
-    [
-        ("text", "    weights of step 1: sample batch 2, then train on batch 1"),
-        ("mermaid", '["weights of step 1"]'),
-        ("dot", '    "weights of step 0" -> "batches 0 to 1" [label="sample"];'),
-    ],
-)
-def test_graph_draws_the_loop_of_a_recipe_without_a_model(shown, form, line):
+@pytest.mark.parametrize("form", ["text", "mermaid"])
+def test_graph_draws_a_recipe_without_its_model(shown, form):
     plain, _ = shown("graph", RECIPE, "--format", form)
-    assert "weights of step" not in plain
+    assert "RewardWorker.score" in plain
     assert shown("graph", RECIPE, "--format", form, "model.path=owner/model")[0] == plain
-    assert line in shown("graph", RECIPE, "--format", form, "trainer.lag=1", "algorithm.rollout_weights=token")[0]

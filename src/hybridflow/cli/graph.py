@@ -2,8 +2,7 @@
 
 One step runs on placeholders, which compute nothing, so no model, data or device is needed. A column that no method
 makes is an error, as at the start of `hybridflow train`. "controller" is the driver process: columns that it makes are
-sent to workers, columns that it reads are fetched from them. With trainer.lag, the first steps of the loop are drawn
-too: which step's weights sample which batch.
+sent to workers, columns that it reads are fetched from them.
 """
 
 import argparse
@@ -16,7 +15,7 @@ from hybridflow.cli.output import write_output
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a recipe with its overrides, the format and `--output`."""
     add_recipe_arguments(parser)
-    parser.add_argument("--format", choices=("text", "mermaid", "dot"), default="text", help="format of the drawing")
+    parser.add_argument("--format", choices=("text", "mermaid"), default="text", help="format of the drawing")
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="write the drawing to a file instead of printing it"
     )
@@ -25,16 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print or write the drawing."""
     config = config_of(args)
-    from hybridflow.cli.loop_drawing import draw_loop, loop_edges
-    from hybridflow.runtime.observe import dataflow_edges, draw_dot, draw_mermaid, draw_text
+    from hybridflow.runtime.observe import dataflow_edges, draw_mermaid, draw_text
     from hybridflow.trainers import placement_notes, run_on_placeholders
 
-    edges, notes, lag = dataflow_edges(run_on_placeholders(config)), placement_notes(config), config.trainer.lag
-    if args.format == "text":
-        on_new_weights = config.rollout.on_new_weights if config.updates_in_flight else "wait"
-        drawing = draw_text(edges, notes) + draw_loop(lag, on_new_weights)
-    else:
-        drawing = {"mermaid": draw_mermaid, "dot": draw_dot}[args.format](edges + loop_edges(lag), notes)
+    edges, notes = dataflow_edges(run_on_placeholders(config)), placement_notes(config)
+    drawing = {"text": draw_text, "mermaid": draw_mermaid}[args.format](edges, notes)
     if args.output:
         write_output(args.output, drawing)
     else:

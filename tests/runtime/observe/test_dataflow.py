@@ -1,4 +1,4 @@
-from hybridflow.runtime.observe import TraceEvent, dataflow_edges, draw_dot, draw_mermaid, draw_text
+from hybridflow.runtime.observe import TraceEvent, dataflow_edges, draw_mermaid, draw_text
 
 
 def event(kind, where, **sources):
@@ -35,4 +35,3 @@ def test_drawings_show_every_reader_with_its_sources():
     nodes, arrows = draw_mermaid(edges).splitlines()[:4], draw_mermaid(edges).splitlines()[4:]
     assert nodes == ["flowchart TD", '    n0["controller"]', '    n1["Actor.gen"]', '    n2["Reward.score"]']
     assert arrows == ['    n2 -->|"scores"| n0', '    n0 -->|"prompts"| n1', '    n1 -->|"mask, text"| n2']
-    assert '    "Actor.gen" -> "Reward.score" [label="mask, text"];' in draw_dot(edges).splitlines()

@@ -7,7 +7,7 @@ from hybridflow.runtime.observe.console import (
     SFT_FIGURES,
     ConsoleTracker,
 )
-from hybridflow.runtime.observe.dataflow import dataflow_edges, draw_dot, draw_mermaid, draw_text
+from hybridflow.runtime.observe.dataflow import dataflow_edges, draw_mermaid, draw_text
 from hybridflow.runtime.observe.guarded_tracker import GuardedTracker
 from hybridflow.runtime.observe.jsonl import JsonlWriter, read_jsonl
 from hybridflow.runtime.observe.log import get_logger
@@ -54,7 +54,6 @@ __all__ = [
     "WandbTracker",
     "collect_run_info",
     "dataflow_edges",
-    "draw_dot",
     "draw_mermaid",
     "draw_text",
     "find_metric",

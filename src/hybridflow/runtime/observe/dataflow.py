@@ -45,18 +45,6 @@ def draw_mermaid(edges: Sequence[Edge], notes: dict[str, str] | None = None) -> 
     return "\n".join(lines) + "\n"
 
 
-def draw_dot(edges: Sequence[Edge], notes: dict[str, str] | None = None) -> str:
-    """Return a graph for Graphviz."""
-    lines = ["digraph dataflow {", "    node [shape=box];"]
-    for name in _names(edges):
-        label = "\\n".join(filter(None, [name, (notes or {}).get(name, "")]))
-        lines.append(f'    "{name}" [label="{label}"];')
-    for reader in _names(edges):
-        for producer, columns in _sources_of(reader, edges).items():
-            lines.append(f'    "{producer}" -> "{reader}" [label="{", ".join(columns)}"];')
-    return "\n".join([*lines, "}"]) + "\n"
-
-
 def _names(edges: Sequence[Edge]) -> list[str]:
     """Return all producers and readers in the order of the trace, the controller first."""
     return list(
