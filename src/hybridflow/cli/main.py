@@ -27,7 +27,6 @@ from hybridflow import __version__
 from hybridflow.cli.exit_codes import ExitCode, exit_code, exit_codes_text
 from hybridflow.errors import HybridFlowError, LostWeightSyncError, WorkerError
 from hybridflow.runtime.lenient_output import LenientOutput, open_standard_files
-from hybridflow.runtime.usable_process import require_usable_process
 
 MAX_LINE_CHARS = 2000
 """Characters of a line of an error."""
@@ -208,7 +207,6 @@ def _run(arguments: list[str]) -> int:
         near = get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(COMMANDS)}."
         parser.error(f"{name!r} is not a command; {hint}")
-    require_usable_process()
     module = module_of(name)
     return module.run(_arguments_of(module, arguments))
 

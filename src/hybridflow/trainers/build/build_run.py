@@ -17,7 +17,6 @@ from hybridflow.runtime.observe import get_logger
 from hybridflow.runtime.observe.slow_start import named_if_slow
 from hybridflow.runtime.random_state import seed_random_state
 from hybridflow.runtime.threads import set_deterministic, set_num_threads, use_full_float32
-from hybridflow.runtime.usable_process import require_usable_process
 from hybridflow.trainers.build.groups import build_backend, build_groups, closing_on_error, groups_of_pools
 from hybridflow.trainers.build.pool_sizes import pool_sizes_of
 from hybridflow.trainers.build.preconditions import require_one_rank, require_profile_steps, require_snapshot_dir
@@ -115,7 +114,6 @@ def build_run(config: Config, program: TrainingKind[D, T]) -> T:
 
 def prepare_driver_process(config: Config) -> None:
     """Set memory, threads, kernels and random state of this process, before any computation that depends on them."""
-    require_usable_process()
     relax_garbage_collector()
     keep_freed_memory(
         large_blocks=config.controller.backend == "ray"
