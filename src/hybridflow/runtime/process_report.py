@@ -1,14 +1,13 @@
 """A report on the state of another process of this node, and on information that is not available.
 
-It knows /proc and py-spy, but no workers. It only reads, so that the process is not disturbed. It takes about half a
-second, and does not exceed its timeout in any state of the process.
+It knows /proc and py-spy, but no workers. It only reads, so that the process is not disturbed, and does not exceed its
+timeout in any state of the process.
 """
 
 import os
 import signal
 import socket
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from textwrap import indent
 from typing import Literal
@@ -16,13 +15,11 @@ from typing import Literal
 import psutil
 
 from hybridflow.runtime.process_address import ProcessAddress
-from hybridflow.runtime.python_stacks import StacksError, ThreadStack, read_stacks
+from hybridflow.runtime.python_stacks import StacksError, read_stacks
 
 State = Literal["running", "blocked", "stopped", "zombie", "dead", "unknown"]
 
 _STATES: dict[str, State] = {"R": "running", "T": "stopped", "t": "stopped", "Z": "zombie", "X": "dead", "x": "dead"}
-_SAMPLE_EVERY_S = 0.1
-_MIN_SAMPLES, _MAX_SAMPLES = 3, 11
 _MAX_LOG_BYTES = 2**15
 CRASH = "Fatal Python error: "
 
@@ -35,16 +32,14 @@ class ProcessReport:
     hostname: str
     state: State
     """State of the main thread; "unknown" on another node and without /proc."""
-    cpu_share: float | None = None
-    """CPU time of all threads as a share of one core: 2.0 is two busy threads."""
     memory_bytes: int | None = None
     """Resident memory in bytes."""
     kernel_wait: str = ""
     """The kernel function in which the main thread sleeps."""
-    findings: list[str] = field(default_factory=list)
-    """Conclusions from the other values, in sentences."""
+    finding: str = ""
+    """What the state means, as a sentence."""
     stacks: str = ""
-    """The Python stacks of all threads, most recent call first."""
+    """The Python stacks of all threads, most recent call first, with who holds the interpreter lock."""
     unseen: list[str] = field(default_factory=list)
     """Missing information with the reason, in sentences."""
     log_tail: dict[str, str] = field(default_factory=dict)
@@ -52,15 +47,13 @@ class ProcessReport:
 
     def __str__(self) -> str:
         figures = []
-        if self.cpu_share is not None:
-            figures.append(f"it uses {self.cpu_share:.0%} of a core")
         if self.memory_bytes is not None:
             figures.append(f"it has {self.memory_bytes / 2**20:.0f} MiB in memory")
         if self.kernel_wait:
             figures.append(f"its main thread waits in the kernel's {self.kernel_wait}")
         head = f"Process {self.pid} on {self.hostname} is {self.state}"
         lines = [f"{head}; {', '.join(figures)}." if figures else f"{head}."]
-        lines += self.findings
+        lines += [self.finding] if self.finding else []
         if self.stacks:
             lines += ["Its Python stacks, most recent call first:", indent(self.stacks, "  ")]
         for path, text in self.log_tail.items():
@@ -80,93 +73,47 @@ def report_process(address: ProcessAddress, *, timeout_s: float = 3.0, log_lines
         state = "dead" if address.hostname == socket.gethostname() and not psutil.pid_exists(address.pid) else "unknown"
         return ProcessReport(address.pid, address.hostname, state, unseen=unseen, log_tail=log_tail)
 
-    samples = _sample(address, timeout_s)
-    if samples.state in ("dead", "zombie"):
+    stacks, problem = "", ""
+    try:
+        stacks = "\n".join(map(str, read_stacks(address.pid, timeout_s)))
+    except StacksError as error:
+        problem = str(error)
+    stat = _read_stat(address)  # after the stacks, to verify that they belong to this process
+    if stat is None or stat.state in ("dead", "zombie"):
         unseen.append("Its Python stacks: the process has exited.")
-    elif not samples.stacks:
-        unseen.append(f"Its Python stacks: {samples.problem}")
+    elif problem:
+        unseen.append(f"Its Python stacks: {problem}")
     else:
         unseen.append(
             f"Frames below Python (C, C++, CUDA); `py-spy dump --native --pid {address.pid}` or gdb may show them."
         )
-    return ProcessReport(
-        pid=address.pid,
-        hostname=address.hostname,
-        state=samples.state,
-        cpu_share=samples.cpu_share,
-        memory_bytes=samples.memory_bytes,
-        kernel_wait=_read_kernel_wait(address.pid) if samples.is_alive else "",
-        findings=_find(address, samples),
-        stacks="\n".join(map(str, samples.stacks[-1])) if samples.is_alive and samples.stacks else "",
-        unseen=unseen,
-        log_tail=log_tail,
+    report = ProcessReport(address.pid, address.hostname, "dead", unseen=unseen, log_tail=log_tail)
+    if stat is None:
+        is_used_again = _read_stat_fields(address.pid) is not None
+        again = f"; pid {address.pid} now belongs to another process" if is_used_again else ""
+        return replace(report, finding=f"It has exited{again}.")
+    if stat.state in ("dead", "zombie"):
+        ending = _ending(stat.exit_status)
+        finding = f"It exited {ending}; its parent process has not collected the exit status yet."
+        return replace(report, state=stat.state, finding=finding)
+    return replace(
+        report,
+        state=stat.state,
+        memory_bytes=stat.memory_bytes,
+        kernel_wait=_read_kernel_wait(address.pid),
+        finding=STOPPED if stat.state == "stopped" else "",
+        stacks=stacks,
     )
+
+
+STOPPED = "It is stopped: by SIGSTOP, Ctrl-Z or a debugger. `kill -CONT` lets it go on."
 
 
 @dataclass(frozen=True)
 class _Stat:
     state: State
-    cpu_ticks: int
     memory_bytes: int
     exit_status: int
-
-
-@dataclass
-class _Samples:
-    """The result of several samples of the state of a process."""
-
-    state: State
-    """The state in most of the samples."""
-    cpu_share: float | None = None
-    """Share of one core between the first and the last sample."""
-    memory_bytes: int | None = None
-    stacks: list[list[ThreadStack]] = field(default_factory=list)
-    """Stacks of each sample that could read them."""
-    problem: str = ""
-    """The reason why a sample could not read the stacks."""
-    exit_status: int = 0
-
-    @property
-    def is_alive(self) -> bool:
-        return self.state not in ("dead", "zombie")
-
-    @property
-    def is_starved(self) -> bool:
-        """Whether the process is ready to run but gets almost no CPU time."""
-        return self.state == "running" and self.cpu_share is not None and self.cpu_share < 0.1
-
-    @property
-    def lock_holder(self) -> ThreadStack | None:
-        """The thread that held the interpreter lock at the same line in every sample."""
-        holders = [next((thread for thread in threads if thread.holds_lock), None) for threads in self.stacks]
-        if len(holders) < _MIN_SAMPLES or len({holder and (holder.name, holder.frames) for holder in holders}) > 1:
-            return None
-        return holders[-1]
-
-
-def _sample(address: ProcessAddress, timeout_s: float) -> _Samples:
-    """Sample three times, or more often a process that seems to get no CPU time, since it may be scheduled later."""
-    start, stats, samples = time.monotonic(), [], _Samples("blocked")
-    while len(stats) < _MIN_SAMPLES or (samples.is_starved and len(stats) < _MAX_SAMPLES):
-        if stats:
-            time.sleep(_SAMPLE_EVERY_S)
-        left_s = start + timeout_s - time.monotonic()
-        if not samples.problem and left_s > 0:
-            try:
-                samples.stacks.append(read_stacks(address.pid, left_s))
-            except StacksError as error:
-                samples.problem = str(error)
-        stat = _read_stat(address)  # after the stacks, to verify that they belong to this process
-        if stat is None or stat.state in ("dead", "zombie"):
-            return _Samples("dead") if stat is None else _Samples(stat.state, exit_status=stat.exit_status)
-        stats.append((time.monotonic(), stat))
-        (first_at, first), (last_at, last) = stats[0], stats[-1]
-        seconds = (last.cpu_ticks - first.cpu_ticks) / os.sysconf("SC_CLK_TCK")
-        samples.cpu_share = seconds / max(last_at - first_at, 1e-9)
-        samples.memory_bytes = last.memory_bytes
-        is_running = sum(stat.state == "running" for _, stat in stats) > len(stats) / 2
-        samples.state = "stopped" if last.state == "stopped" else "running" if is_running else "blocked"
-    return samples
 
 
 def has_exited(address: ProcessAddress) -> bool:
@@ -184,7 +131,6 @@ def _read_stat(address: ProcessAddress) -> _Stat | None:
         return None
     return _Stat(
         state=_STATES.get(fields[0], "blocked"),  # S and I: sleeping, D: uninterruptible sleep
-        cpu_ticks=int(fields[11]) + int(fields[12]),
         memory_bytes=int(fields[21]) * os.sysconf("SC_PAGE_SIZE"),
         exit_status=int(fields[49]),
     )
@@ -217,26 +163,6 @@ def _read_kernel_wait(pid: int) -> str:
     except OSError:
         return ""
     return "" if name == "0" else name
-
-
-def _find(address: ProcessAddress, samples: _Samples) -> list[str]:
-    if samples.state == "dead":
-        if _read_stat_fields(address.pid) is None:
-            return ["It has exited."]
-        return [f"It has exited; pid {address.pid} now belongs to another process."]
-    if samples.state == "zombie":
-        return [f"It exited {_ending(samples.exit_status)}; its parent process has not collected the exit status yet."]
-    if samples.state == "stopped":
-        return ["It is stopped: by SIGSTOP, Ctrl-Z or a debugger. `kill -CONT` lets it go on."]
-    if samples.is_starved:
-        return [f"It is ready to run, but gets {samples.cpu_share:.0%} of a core: the machine is too busy."]
-    holder = samples.lock_holder
-    if holder is None:
-        return []
-    held = f"Thread {holder.name} held the interpreter lock at the same line in {len(samples.stacks)} samples"
-    if samples.state == "blocked" and not holder.is_active:
-        return [f"{held} while the process sleeps: C code holds the interpreter lock and waits with it."]
-    return [f"{held} while the process runs: C code holds the interpreter lock, or a loop in that line does."]
 
 
 def _ending(exit_status: int) -> str:
