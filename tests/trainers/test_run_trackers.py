@@ -2,7 +2,6 @@
 
 import json
 import sys
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from fixtures.wandb_file import history_of
 from hybridflow.cli.main import main
 from hybridflow.config import load_config
 from hybridflow.errors import ConfigError
-from hybridflow.runtime.observe import MLflowTracker, PrometheusTracker, WandbTracker, read_jsonl
+from hybridflow.runtime.observe import MLflowTracker, WandbTracker, read_jsonl
 from hybridflow.trainers import RunDirectory
 from hybridflow.trainers.run.run_log import run_trackers
 
@@ -104,21 +103,9 @@ def of_steps(numbers, name):
 def test_trackers_of_a_run_have_its_newest_numbers_and_may_fail(task, tmp_path, monkeypatch, caplog):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    asked = []
-    close = PrometheusTracker.close
-
-    def ask_and_close(self):
-        if not asked:
-            with urllib.request.urlopen(self.address, timeout=30) as answer:
-                asked.append((self.address, answer.read().decode()))
-        close(self)
-
-    monkeypatch.setattr(PrometheusTracker, "close", ask_and_close)
     (tmp_path / "own.py").write_text(f"FAILS = 2\n{OWN}")
     run = tmp_path / "run"
-    assert (
-        train(task, run, [f"{tmp_path}/own.py:Own", "tensorboard", "prometheus"], 3, "trainer.prometheus_port=0") == 0
-    )
+    assert train(task, run, [f"{tmp_path}/own.py:Own", "tensorboard"], 3) == 0
 
     rows = [json.loads(line) for line in (run / "own.jsonl").read_text().splitlines()]
     assert rows[0] == 3
@@ -126,14 +113,6 @@ def test_trackers_of_a_run_have_its_newest_numbers_and_may_fail(task, tmp_path, 
     assert [row[1] for row in rows[1:] if row[0] == "samples"] == [1, 2, 3]
     assert "failed at step 2 (OSError: the server is away); the run goes on" in caplog.text
     assert "works again" in caplog.text
-
-    ((address, text),) = asked
-    assert address.startswith("http://127.0.0.1:")
-    shown = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    assert float(shown['hybridflow_step{run="run"}']) == 3
-    for name, value in numbers_of(run)[3].items():
-        gauge = f"hybridflow_{''.join(c if c.isalnum() else '_' for c in name)}"
-        assert float(shown[f'{gauge}{{run="run"}}']) == pytest.approx(value)
 
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
@@ -162,16 +141,10 @@ def test_a_tracker_that_cannot_be_made_is_an_error(tmp_path, model_dir, function
         )
 
 
-def test_a_package_that_is_missing_and_a_port_that_is_taken_are_errors(tmp_path, monkeypatch):
-    first = PrometheusTracker(0, "a")
-    port = int(first.address.rpartition(":")[2].partition("/")[0])
-    with pytest.raises(ConfigError, match=rf"trainer\.prometheus_port={port} cannot be used"):
-        PrometheusTracker(port, "b")
-    first.close()
+def test_a_package_that_is_missing_is_an_error(tmp_path, monkeypatch):
     for package, build in (
         ("wandb", lambda: WandbTracker(Path(tmp_path), "a", "b", {})),
         ("mlflow", lambda: MLflowTracker(Path(tmp_path), "a", "b", {})),
-        ("prometheus_client", lambda: PrometheusTracker(0, "a")),
     ):
         monkeypatch.setitem(sys.modules, package, None)
         with pytest.raises(ConfigError, match=r"pip install 'hybridflow\[trackers\]'"):

@@ -14,7 +14,7 @@ from hybridflow.config.sections.base import (
     named_or_user,
 )
 
-TrackerName = Literal["tensorboard", "wandb", "mlflow", "prometheus"]
+TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 
 
 class TrainerConfig(Section):
@@ -66,9 +66,6 @@ class TrainerConfig(Section):
     )
     trackers: tuple[Annotated[TrackerName | UserFunction, named_or_user(TrackerName)], ...] = Field(
         default=(), description="Trackers in addition to metrics.jsonl; a class of your own gets run_dir and config."
-    )
-    prometheus_port: Annotated[int, Field(ge=0, le=65535)] = Field(
-        default=9400, description="Port of 127.0.0.1 for the tracker prometheus; 0: a free one, which the log names."
     )
     log_samples: NonNegative = Field(
         default=4,

@@ -24,7 +24,6 @@ from hybridflow.runtime.observe.metrics import (
 )
 from hybridflow.runtime.observe.mlflow import MLflowTracker
 from hybridflow.runtime.observe.plot import plot_curves
-from hybridflow.runtime.observe.prometheus import PrometheusTracker
 from hybridflow.runtime.observe.run_files import performance_report
 from hybridflow.runtime.observe.run_info import collect_run_info, git_commit
 from hybridflow.runtime.observe.tensorboard import TensorBoardTracker
@@ -46,7 +45,6 @@ __all__ = [
     "MLflowTracker",
     "Metric",
     "MultiTracker",
-    "PrometheusTracker",
     "TensorBoardTracker",
     "Trace",
     "TraceEvent",

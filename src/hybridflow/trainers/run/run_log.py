@@ -23,7 +23,6 @@ from hybridflow.runtime.observe.advice import advice_from
 from hybridflow.runtime.observe.evidence import Evidence
 from hybridflow.runtime.observe.guarded_tracker import GuardedTracker
 from hybridflow.runtime.observe.mlflow import MLflowTracker
-from hybridflow.runtime.observe.prometheus import PrometheusTracker
 from hybridflow.runtime.observe.run_files import printable
 from hybridflow.runtime.observe.trace import CONTROLLER
 from hybridflow.runtime.observe.weights_and_biases import WandbTracker
@@ -106,10 +105,6 @@ def _tracker(name: str, run: RunDirectory) -> Tracker:
             return WandbTracker(run.path, _run_id(run), run.path.name, config)
         case "mlflow":
             return MLflowTracker(run.path, _run_id(run), run.path.name, config)
-        case "prometheus":
-            tracker = PrometheusTracker(run.config.trainer.prometheus_port, run.path.name)
-            logger.info("metrics for Prometheus: %s", tracker.address)
-            return tracker
     return _own_tracker(name, run, config)
 
 
