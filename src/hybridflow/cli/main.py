@@ -71,7 +71,6 @@ COMMANDS = {
         "check whether a chat template serves episodes", "check-template models/Qwen3-0.6B --tools tools.py:Calculator"
     ),
     "doctor": Command("check this machine before a run", "doctor --dir runs"),
-    "completion": Command("print a script that completes in a shell", "completion bash"),
     "config": Command("show the configuration of a run, or all keys", "config recipes/countdown_grpo.toml"),
 }
 
@@ -82,11 +81,7 @@ def module_of(name: str) -> ModuleType:
 
 
 def command() -> int:
-    """Run `main` as all that this process does; or answer a shell that asks for completions."""
-    if "_ARGCOMPLETE" in os.environ:
-        from hybridflow.cli.completion import complete
-
-        complete(COMMANDS, module_of)
+    """Run `main` as all that this process does."""
     open_standard_files()
     status = main()
     if status == ExitCode.INTERRUPTED:  # threads of native code may abort when the interpreter ends beside them
