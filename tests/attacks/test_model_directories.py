@@ -192,17 +192,6 @@ def test_a_bad_chat_template_is_a_data_error(tiny_model, monkeypatch, damage, me
     assert PromptEncoder(tokenizer, False).text([{"role": "user", "content": "w3"}], "row 0") == "w3"
 
 
-def test_only_the_chat_template_that_a_run_uses_is_tried(directory, tmp_path):
-    huge, file = "{{ 'x' * 10**12 }}", tmp_path / "own.jinja"
-    (directory / "chat_template.jinja").write_text(huge)
-    given = [f"model.path={directory}", f"model.chat_template={file}"]
-    file.write_text("{{ messages[0].content }}")
-    with_required_files(load_config(None, given))
-    file.write_text(huge)
-    with pytest.raises(DataError, match="takes too much memory to apply its chat template"):
-        with_required_files(load_config(None, given))
-
-
 def test_prompts_of_unknown_tokens_alone_are_an_error(tiny_model, tmp_path):
     from hybridflow.data import RLHFDataset, prompt_row, write_prompt_file
 

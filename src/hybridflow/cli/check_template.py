@@ -32,7 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print a line for each check; return 1 if one failed."""
     from hybridflow.data import load_tokenizer, stop_token_ids
-    from hybridflow.data.watched_tokenizer import watched
     from hybridflow.environments import check_template, tools_of
     from hybridflow.environments.adapters import load
     from hybridflow.models.hub import local_model
@@ -51,8 +50,7 @@ def run(args: argparse.Namespace) -> int:
         tools = list(tools_of(instance).values())
         if not tools:
             raise EnvironmentConfigError(f"--tools '{args.tools}' has no public methods, which would be its tools.")
-    with watched(tokenizer):
-        findings = check_template(tokenizer, stop_token_ids(tokenizer, directory), tools)
+    findings = check_template(tokenizer, stop_token_ids(tokenizer, directory), tools)
     print(
         "\n".join(aligned([[f.check, f.state, re.sub(r"\s+", " ", f.detail)] for f in findings], ends_with_text=True))
     )

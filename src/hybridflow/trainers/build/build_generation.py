@@ -12,7 +12,6 @@ from hybridflow.data import RLHFDataset
 from hybridflow.data.parquet_rows import Row
 from hybridflow.data.row_forms import RowForm
 from hybridflow.data.tokenizer import tokenizer_of
-from hybridflow.data.watched_tokenizer import watched
 from hybridflow.engines.engine_state import require_same_adapters
 from hybridflow.errors import CheckpointConfigError
 from hybridflow.trainers.build.build_run import prepare_driver_process
@@ -90,17 +89,16 @@ def built_server(
 def open_prompts(config: Config, files: tuple[str, ...], max_samples: int = 0, order_by: str = "") -> RLHFDataset:
     """Open prompt files with the settings of the section `data`; `max_samples` 0: all rows."""
     data = config.data
-    with watched(tokenizer_of(config)) as tokenizer:
-        return RLHFDataset(
-            files,
-            tokenizer,
-            data.max_prompt_length,
-            overlong=data.overlong_prompts,
-            chat_template=data.chat_template,
-            max_samples=max_samples,
-            order_by=order_by,
-            form=RowForm(data.columns, data.map),
-        )
+    return RLHFDataset(
+        files,
+        tokenizer_of(config),
+        data.max_prompt_length,
+        overlong=data.overlong_prompts,
+        chat_template=data.chat_template,
+        max_samples=max_samples,
+        order_by=order_by,
+        form=RowForm(data.columns, data.map),
+    )
 
 
 def _prepare(config: Config, checkpoint: Checkpoint | None, *file_keys: str) -> Config:

@@ -9,7 +9,6 @@ from hybridflow.controller import ClassWithInitArgs, Role, Worker, WorkerGroup
 from hybridflow.data import PreferenceDataset, SFTDataset, stop_token_ids
 from hybridflow.data.row_forms import RowForm
 from hybridflow.data.tokenizer import tokenizer_of
-from hybridflow.data.watched_tokenizer import watched
 from hybridflow.environments import EpisodeEncoder
 from hybridflow.models.model_sizes import decoder_shape
 from hybridflow.trainers.build.build_run import OpenDataset, TrainingKind, build_run
@@ -30,18 +29,18 @@ def build_sft_trainer(config: Config) -> OfflineTrainer:
 
     def examples(files: tuple[str, ...], max_samples: int, order_by: str) -> SFTDataset:
         data = config.data
-        with watched(tokenizer_of(config)) as tokenizer:
-            return SFTDataset(
-                files,
-                tokenizer,
-                data.max_prompt_length,
-                data.max_response_length,
-                chat_template=data.chat_template,
-                max_samples=max_samples,
-                order_by=order_by,
-                form=RowForm(data.columns, data.map),
-                encode_episode=EpisodeEncoder(tokenizer, stop_token_ids(tokenizer, config.model.path)),
-            )
+        tokenizer = tokenizer_of(config)
+        return SFTDataset(
+            files,
+            tokenizer,
+            data.max_prompt_length,
+            data.max_response_length,
+            chat_template=data.chat_template,
+            max_samples=max_samples,
+            order_by=order_by,
+            form=RowForm(data.columns, data.map),
+            encode_episode=EpisodeEncoder(tokenizer, stop_token_ids(tokenizer, config.model.path)),
+        )
 
     return _build(config, "sft", examples, OfflinePolicyWorker, lambda groups: SFT(groups[Role.Actor]))
 
@@ -74,19 +73,19 @@ def build_reward_model_trainer(config: Config) -> OfflineTrainer:
 def _pairs(config: Config, layout: Literal["policy", "reward_model"]) -> OpenDataset[Examples]:
     def pairs(files: tuple[str, ...], max_samples: int, order_by: str) -> PreferenceDataset:
         data = config.data
-        with watched(tokenizer_of(config)) as tokenizer:
-            return PreferenceDataset(
-                files,
-                tokenizer,
-                data.max_prompt_length,
-                data.max_response_length,
-                layout=layout,
-                chat_template=data.chat_template or layout == "reward_model",  # as in RewardModelWorker
-                max_samples=max_samples,
-                order_by=order_by,
-                form=RowForm(data.columns, data.map),
-                stop_ids=stop_token_ids(tokenizer, config.model.path),
-            )
+        tokenizer = tokenizer_of(config)
+        return PreferenceDataset(
+            files,
+            tokenizer,
+            data.max_prompt_length,
+            data.max_response_length,
+            layout=layout,
+            chat_template=data.chat_template or layout == "reward_model",  # as in RewardModelWorker
+            max_samples=max_samples,
+            order_by=order_by,
+            form=RowForm(data.columns, data.map),
+            stop_ids=stop_token_ids(tokenizer, config.model.path),
+        )
 
     return pairs
 

@@ -12,7 +12,6 @@ from hybridflow.config import Config, DTypeName, check
 from hybridflow.data import RLHFDataset, load_tokenizer
 from hybridflow.data.chat_templates import chat_template_of
 from hybridflow.data.tokenizer import CLOCK, reads_clock, require_tokenizer, stop_token_ids, tokenizer_of
-from hybridflow.data.watched_tokenizer import require_sound, watched
 from hybridflow.environments import Finding, check_template
 from hybridflow.environments.agents.agent import Agent, names_agent
 from hybridflow.environments.processes.arguments import check_names, check_signature
@@ -127,8 +126,7 @@ def settle_rows(config: Config) -> Config:
 def template_findings(config: Config) -> list[Finding]:
     """Return what was found of the chat template. Raises EnvironmentConfigError for one that cannot serve episodes."""
     tokenizer = tokenizer_of(config)
-    with watched(tokenizer):
-        findings = check_template(tokenizer, stop_token_ids(tokenizer, config.model.path))
+    findings = check_template(tokenizer, stop_token_ids(tokenizer, config.model.path))
     if failed := [each for each in findings if each.state == "failed"]:
         raise EnvironmentConfigError(
             f"the chat template of model.path='{config.model.path}' cannot serve episodes: {failed[0].check}: "
@@ -186,20 +184,16 @@ def with_required_files(config: Config, *file_keys: str, reference: bool = False
             if key not in WITHOUT_TOKENIZER:
                 require_tokenizer(path, key)
     require_known_tokens(config)
-    if config.reward.model_path:
-        require_sound(load_tokenizer(config.reward.model_path))
     return config
 
 
 def require_known_tokens(config: Config) -> None:
     """Raise ModelError unless the policy's vocabulary has every token of its tokenizer and every stop token.
 
-    Log a stop token of the chat template that the model's configuration does not name. Raises DataError for a
-    tokenizer or a chat template that hangs.
+    Log a stop token of the chat template that the model's configuration does not name.
     """
     path, chat_template = config.model.path, config.data.chat_template
     tokenizer, entries = tokenizer_of(config), vocabulary_size(path)
-    require_sound(tokenizer, chat_template=chat_template)
     largest = max(tokenizer.get_vocab().values())
     if largest >= entries:
         token = tokenizer.convert_ids_to_tokens(largest)

@@ -11,7 +11,6 @@ from hybridflow.data.chat_prompts import PromptEncoder, read_messages
 from hybridflow.data.layout import pad_left
 from hybridflow.data.parquet_rows import Row
 from hybridflow.data.tokenizer import pad_token_id, tokenizer_of
-from hybridflow.data.watched_tokenizer import watched
 from hybridflow.errors import DataConfigError, DataError
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.meta_info import NOISE_KEY
@@ -36,8 +35,7 @@ def checked_prompts(config: Config, prompts: Sequence[Row], *, cap_response_leng
     if not prompts:
         return config
     data, path = config.data, config.model.path
-    with watched(tokenizer_of(config)) as tokenizer:
-        longest = max(map(len, encode_prompts(config, tokenizer, prompts)))
+    longest = max(map(len, encode_prompts(config, tokenizer_of(config), prompts)))
     positions = positions_of(path)
     if not isinstance(positions, int) or longest + data.max_response_length <= positions:
         return config
