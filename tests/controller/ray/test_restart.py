@@ -108,13 +108,6 @@ def test_a_death_during_a_restart_can_be_answered_by_another_restart(ray_backend
     assert [first.add(), second.add()] == [[1, 1], [11]]
 
 
-def test_workers_of_another_process_cannot_be_restarted(ray_backend, groups, monkeypatch):
-    (worker, *_) = groups[0].workers
-    monkeypatch.setattr(worker.process, "launch", None)
-    with pytest.raises(WorkerError, match="was not started by this backend"):
-        ray_backend.restart([worker])
-
-
 @pytest.mark.exhaustive
 def test_places_that_are_gone_are_lost_with_their_nodes(ray_backend, groups, monkeypatch):
     def full(**_):
