@@ -175,7 +175,8 @@ def test_shorter_rows_of_a_future_join_columns_computed_for_all_rows():
     assert first.batch["responses"].tolist() == [[1, 0], [2, 0]]
     assert first.batch["input_ids"].tolist() == [[7, 1, 0], [8, 2, 0]]
     assert first.batch["advantages"].tolist() == [[1.0, 2.0], [3.0, 4.0]]
-    assert joined.reorder([2, 0, 1]).get().batch["input_ids"].tolist() == [[9, 3, 4], [7, 1, 0], [8, 2, 0]]
+    turned = joined.select_rows(np.array([2, 0, 1])).get()
+    assert turned.batch["input_ids"].tolist() == [[9, 3, 4], [7, 1, 0], [8, 2, 0]]
 
 
 def test_joined_meta_info_is_merged_as_in_union_and_parts_are_not_changed():

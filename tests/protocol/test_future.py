@@ -74,7 +74,7 @@ def test_slice_reads_only_the_handles_of_its_rows_and_reorder_each_once():
     assert x_of(future.slice(1, 4)) == [2, 3, 4]
     assert [handle.log for handle in future.futures] == [[(("x",), slice(1, 2))], [(("x",), None)], []]
     future = future_of(xy(1, 2), xy(3, 4))
-    assert future.reorder([3, 0, 2, 1]).rename("y", "z").get("z").batch["z"].tolist() == [-4, -1, -3, -2]
+    assert future.select_rows(np.array([3, 0, 2, 1])).rename("y", "z").get("z").batch["z"].tolist() == [-4, -1, -3, -2]
     assert [(columns, rows.tolist()) for columns, rows in log_of(future)] == [(("y",), [0, 1]), (("y",), [1, 0])]
 
 
@@ -84,7 +84,7 @@ def test_concat_reads_a_renamed_column_by_its_stored_name():
     assert x_of(both) == [1, 2, -3]
     assert both.rename("y", "z").slice(1).get().batch["z"].tolist() == [-2, 3]
     assert [columns for columns, _ in log_of(both)] == [("x",), ("x", "y"), ("y",), ("y", "x")]
-    assert [columns for _, columns in both.narrow(("x",)).sources()] == [("x",), ("y",)]
+    assert [columns for _, columns in both.select_columns("x").narrow().sources()] == [("x",), ("y",)]
 
 
 def test_a_read_batch_is_not_shared():
@@ -111,7 +111,7 @@ def test_get_of_columns_finds_tensors_and_arrays():
 def test_an_error_of_the_call_reaches_every_reader():
     failing = DataProtoFuture(DataProto.concat, [Failed()])
     future = DataProtoFuture(DataProto.concat, [Failed()], None, 2, ("y",), [2])
-    for part in (failing, future, future.chunk(2)[0], future.select("y", ()), future.union(column("x", 1, 2))):
+    for part in (failing, future, future.chunk(2)[0], future.select_columns("y"), future.union(column("x", 1, 2))):
         with pytest.raises(WorkerError, match="out of memory"):
             part.get()
 
@@ -148,11 +148,10 @@ def test_results_without_a_table_are_chunked_by_whole_shards():
 def test_operation_on_a_result_without_a_table_names_the_fix():
     future = undeclared(xy(1, 2), xy(3, 4))
     for attempt in (
-        lambda: future.slice(0, 1), lambda: future.reorder([0]), lambda: future.pad_to_divisor(2),
-        lambda: future.select(["x"]), lambda: future.select_columns("x"), lambda: future.rename("x", "z"),
+        lambda: future.slice(0, 1), lambda: future.pad_to_divisor(2), lambda: future.select_columns("x"),
         lambda: future.union(xy(1, 2, 3, 4)), lambda: future_of(xy(1, 2)).union(future),
-        lambda: future.repeat(2), lambda: future.pop("x"), lambda: future.with_meta_info({"k": 1}),
-        lambda: future.chunk(4), lambda: future.narrow(("x",)), lambda: future.select_rows(np.array([0])),
+        lambda: future.with_meta_info({"k": 1}), lambda: future.chunk(4), lambda: future.rename("x", "z"),
+        lambda: future.select_rows(np.array([0])),
     ):  # fmt: skip
         with pytest.raises(BatchError, match=r"known before it is read; declare writes=.* future.get\(\)"):
             attempt()
@@ -170,12 +169,15 @@ def test_pickled_future_drops_the_contents_it_has_read():
 # Union, concat and columns
 
 
+BACKWARDS = np.array([3, 2, 1, 0])
+
+
 def test_equal_rows_by_other_operations_are_the_same_column():
     future = future_of(xy(1, 2), xy(3, 4))
     for other in (
         future.pad_to_divisor(3).slice(0, 4),
         DataProtoFuture.concat([future.slice(0, 2), future.slice(2, 4)]),
-        future.reorder([3, 2, 1, 0]).reorder([3, 2, 1, 0]),
+        future.select_rows(BACKWARDS).select_rows(BACKWARDS),
         future.with_meta_info({"step": 1}),
         future.select_columns("x"),
     ):
@@ -188,7 +190,7 @@ def test_union_of_other_shards_raises_before_reading():
     future = future_of(xy(1, 2), xy(3, 4))
     for other in (
         future_of(xy(1, 2), xy(3, 4)),
-        future.reorder([3, 2, 1, 0]),
+        future.select_rows(BACKWARDS),
         future.rename(["x", "y"], ["y", "x"]),
         future.pad_to_divisor(3).slice(1, 5),
         DataProtoFuture.concat([future.slice(2, 4), future.slice(0, 2)]),
@@ -199,16 +201,6 @@ def test_union_of_other_shards_raises_before_reading():
     assert log_of(future) == []
 
 
-def test_select_of_one_kind_uses_the_glossary_for_the_other():
-    known = DataProto.from_dict({"scores": torch.zeros(2), "row_ids": torch.arange(2)}, {"finish_reasons": ["a", "b"]})
-    future = future_of(known)
-    assert future.select(["scores"]).columns == ("scores", "finish_reasons")
-    assert future.select(None, ["finish_reasons"]).columns == ("finish_reasons", "scores", "row_ids")
-    assert future.select(["scores"], ()).columns == ("scores",)
-    with pytest.raises(FieldError, match="whether 'y' is a tensor is not known before the future is read; pass"):
-        future_of(xy(1, 2)).select(["x"])
-
-
 def test_column_under_two_names_can_be_concatenated_and_sent():
     future = future_of(xy(1, 2, o=object()))
     doubled = future.union(future.rename("x", "z"))
@@ -216,7 +208,7 @@ def test_column_under_two_names_can_be_concatenated_and_sent():
     other = future_of(DataProto.from_dict({name: torch.tensor([5]) for name in "xyz"}))
     both = DataProtoFuture.concat([doubled, other])
     assert both.get().batch["z"].tolist() == [1, 2, 5]
-    assert [columns for _, columns in both.narrow(("x", "z")).sources()] == [("x", "x"), ("x", "z")]
+    assert [columns for _, columns in both.select_columns(("x", "z")).narrow().sources()] == [("x", "x"), ("x", "z")]
 
 
 @pytest.mark.parametrize("kind", [DataProtoFuture.of, future_of])
@@ -227,13 +219,6 @@ def test_concat_of_renamed_futures_can_be_sent(kind):
     assert x_of(pickle.loads(pickle.dumps(future))) == [1, 1, 2, 2]
     both = DataProtoFuture.concat([p.rename("p", "x"), q.rename("q", "x")]).select_columns(["x"])
     assert x_of(both.narrow()) == [0, 1, 1, 2]
-
-
-def test_narrow_keeps_the_fewer_columns_and_takes_an_open_slice():
-    for selected in (future_of(xy(1, 2)).select_columns(["x", "y"]), future_of(xy(1, 2)).select(["x", "y"], ())):
-        narrowed = selected.narrow(("x",), slice(None, 1))
-        assert list(narrowed.get().batch.keys()) == ["x"]
-        assert (len(narrowed), x_of(narrowed)) == (1, [1])
 
 
 def test_concat_of_local_batches_pads_with_their_pad_token():
@@ -263,7 +248,7 @@ def test_rows_of_a_future_have_the_meta_info_of_their_parts():
 def test_a_batch_of_meta_info_alone_joins_a_future():
     extra = DataProto(meta_info={"step": 1})
     for future in (future_of(xy(1, 2)), future_of(DataProto.from_dict(non_tensors={"texts": ["a", "b"]}))):
-        assert future.union(extra).repeat(2).get([]).meta_info == future.union(extra).get().meta_info == {"step": 1}
+        assert future.union(extra).get().meta_info == {"step": 1}
     with pytest.raises(BatchError, match="union: 'step' is 5 in one batch and 1 in another"):
         future.with_meta_info({"step": 5}).union(extra)
 
@@ -271,30 +256,14 @@ def test_a_batch_of_meta_info_alone_joins_a_future():
 def test_with_meta_info_replaces_keys_of_the_shards():
     future = future_of(xy(1, 2, step=1, seed=2)).with_meta_info({"step": 5})
     assert future.get().meta_info == future.slice(0, 1).get("x").meta_info == {"step": 5, "seed": 2}
-    assert future.select(meta_info_keys=["step"]).get().meta_info == {"step": 5}
-    assert future.select(meta_info_keys=["seed"]).select(meta_info_keys=["step"]).get().meta_info == {}
     future.slice(0, 1).meta_info["step"] = 6
     future.rename("x", "z").meta_info["new"] = 1
     assert future.meta_info == {"step": 5}
 
 
-def test_concat_keeps_each_parts_selection_of_meta_info():
-    def of(**meta_info):
-        return future_of(xy(1, 2, **meta_info))
-
-    for parts, expected in (
-        ([of(a=1, b=2, c=3).select(meta_info_keys=[key]) for key in ("a", "b")], {"a": 1, "b": 2}),
-        ([of(k=0).select(meta_info_keys=[]), of(k=5)], {"k": 5}),
-        ([of(k=0).with_meta_info({"k": 1}), of(k=0).with_meta_info({"k": 1, "j": 2})], {"k": 1, "j": 2}),
-    ):
-        assert DataProtoFuture.concat(parts).get().meta_info == expected
-
-
-def test_pop_removes_columns_and_keys_from_the_future():
-    future = future_of(xy(1, 2, of="shards")).with_meta_info({"step": 1, "seed": 2})
-    popped = future.pop(["x"], meta_info_keys=["step"])
-    assert (popped.columns, popped.get().meta_info) == (("x",), {"step": 1})
-    assert (future.columns, future.get().meta_info) == (("y",), {"of": "shards", "seed": 2})
+def test_concat_has_the_keys_that_each_part_was_given():
+    parts = [future_of(xy(1, 2, k=0)).with_meta_info(more) for more in ({"k": 1}, {"k": 1, "j": 2})]
+    assert DataProtoFuture.concat(parts).get().meta_info == {"k": 1, "j": 2}
 
 
 # Errors
@@ -305,22 +274,16 @@ def test_pop_removes_columns_and_keys_from_the_future():
     [
         (lambda future: future.get("w"), FieldError, "the future has no 'w'; it has 'x', 'y'"),
         (lambda future: future.get(["x", "w"]), FieldError, "has no 'w'; it has 'x', 'y'"),
-        (lambda future: future.select(["w"]), FieldError, "has no 'w'; it has 'x', 'y'"),
         (lambda future: future.select_columns(["x", "w"]), FieldError, "has no 'w'; it has 'x', 'y'"),
-        (lambda future: future.pop("w"), FieldError, "has no 'w'; it has 'x', 'y'"),
-        (lambda future: future.pop(meta_info_keys="k"), FieldError, "meta_info of the future has no 'k'"),
         (lambda future: future.rename("w", "v"), FieldError, "has no 'w'; it has 'x', 'y'"),
         (lambda future: future.rename("x", "z").get("x"), FieldError, "has no 'x'; it has 'z', 'y'"),
         (lambda future: future.rename("x", "y"), FieldError, "already has one of the new names"),
         (lambda future: future.rename(["x", "y"], "z"), FieldError, "2 old names and 1 different new names"),
         (lambda future: future.union(column("z", 1, 2, 3)), BatchError, "this future has 4 rows, the other has 3"),
         (lambda future: future.slice("a"), BatchError, r"slice\('a', None\): slice indices must be integers"),
-        (lambda future: future.reorder([0, 1, 2]), BatchError, "each of the 4 rows exactly once"),
-        (lambda future: future.reorder([0, 0, 1, 2]), BatchError, "each of the 4 rows exactly once"),
-        (lambda future: future.reorder([0, 1, 2, 4]), BatchError, "row 4 is not in a batch of 4 rows"),
+        (lambda future: future.select_rows(np.array([0, 1, 2, 4])), BatchError, "row 4 is not in a batch of 4 rows"),
         (lambda future: future.chunk(0), BatchError, "must be at least"),
         (lambda future: future.chunk(3), BatchError, r"4 rows do not make 3 equal parts; pad_to_divisor\(3\) first"),
-        (lambda future: future.repeat(-1), BatchError, "must be at least"),
         (lambda future: future.pad_to_divisor(0), BatchError, "must be at least"),
         (lambda future: DataProtoFuture.concat([]), BatchError, "at least one"),
         (

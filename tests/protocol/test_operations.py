@@ -149,11 +149,14 @@ class Program:
             return found.chosen(found.future.select_rows(repeated), found.batch.sample_level_repeat(times), repeated)
         times = self.random.randint(0 if self.random.random() < 0.1 else 1, 3)
         repeated = [row for row in rows for _ in range(times)] if interleave else rows * times
-        return found.chosen(found.future.repeat(times, interleave), found.batch.repeat(times, interleave), repeated)
+        return found.chosen(
+            found.future.select_rows(np.array(repeated, np.int64)), found.batch.repeat(times, interleave), repeated
+        )
 
     def do_reorder(self, found: Found) -> Found:
         order = self.random.sample(range(len(found.rows)), len(found.rows))
-        return found.chosen(found.future.reorder(order), found.batch.reorder(torch.tensor(order).long()), order)
+        rows = np.array(order, np.int64)
+        return found.chosen(found.future.select_rows(rows), found.batch.reorder(torch.tensor(order).long()), order)
 
     def do_select_rows(self, found: Found) -> Found:
         num_rows = len(found.rows)
@@ -199,22 +202,17 @@ class Program:
     def do_select(self, found: Found) -> Found:
         tensors, arrays = self.some_of_each_kind(found)
         names = {name: name for name in (*tensors, *arrays)}
-        future = found.future.select(tensors, arrays)
-        if self.random.random() < 0.5:
-            future = found.future.select_columns(names)
-        return found.with_columns(future, found.batch.select(tensors, arrays), names)
+        return found.with_columns(found.future.select_columns(names), found.batch.select(tensors, arrays), names)
 
     def do_pop(self, found: Found) -> Found:
         tensors, arrays = self.some_of_each_kind(found)
-        batch, future = found.batch.select(), found.future.select_columns(found.kinds)
-        popped = future.pop(tensors, arrays)
-        popped_batch = batch.pop(tensors, arrays)
-        rest = [name for name in found.kinds if name not in (*tensors, *arrays)]
+        batch, popped = found.batch.select(), {name: name for name in (*tensors, *arrays)}
+        popped_batch = batch.pop(tensors, arrays, list(batch.meta_info))
+        batch.meta_info |= popped_batch.meta_info
+        rest = {name: name for name in found.kinds if name not in popped}
         if rest and (self.random.random() < 0.5 or not tensors):
-            return found.with_columns(future, batch, {name: name for name in rest})
-        if not tensors:
-            return found
-        return found.with_columns(popped, popped_batch, {name: name for name in (*tensors, *arrays)})
+            return found.with_columns(found.future.select_columns(rest), batch, rest)
+        return found.with_columns(found.future.select_columns(popped), popped_batch, popped) if tensors else found
 
     def do_union(self, found: Found) -> Found:
         cuts = sorted(self.random.randint(0, len(found.rows)) for _ in range(self.random.randint(0, 3)))
@@ -282,6 +280,13 @@ def sent(future: DataProtoFuture, handles: list[Logged]) -> DataProtoFuture:
     return arrived.with_handles(lambda handle: handles[handle] if isinstance(handle, int) else handle)
 
 
+def part_of(future: DataProtoFuture, columns: Any, rows: slice | np.ndarray | None) -> DataProtoFuture:
+    future = future.select_columns(columns)
+    if isinstance(rows, slice):
+        return future.slice(rows.start, rows.stop)
+    return future if rows is None else future.select_rows(rows)
+
+
 def rows_of(batch: DataProto) -> list[dict[str, Any]]:
     columns = dict(batch.non_tensor_batch)
     columns |= {} if batch.batch is None else dict(batch.batch.items())
@@ -322,7 +327,7 @@ def test_operations_on_futures_and_batches_equal_those_on_rows(rng):
     check(future.get())
     check(future.get(columns), columns)
     check(future.get(columns[:1]), columns[:1])
-    narrow = future.narrow(tuple(columns), index)
+    narrow = part_of(future, columns, index).narrow()
     held = [handle.number for handle in narrow.handles() if isinstance(handle, Logged) and len(handle.contents)]
     chosen = rows if index is None else np.array(rows, dtype=object)[index].tolist()
     used = program.needed([{name: row[name] for name in columns} for row in chosen])
@@ -331,5 +336,6 @@ def test_operations_on_futures_and_batches_equal_those_on_rows(rng):
         handle.log.clear()
     for narrowed in (narrow, sent(narrow, program.handles)):
         check(narrowed.get(columns), columns, index)
-    for narrowed in (future.narrow(None, index), sent(future.narrow(None, index), program.handles)):
+    narrow = part_of(future, kinds, index).narrow()
+    for narrowed in (narrow, sent(narrow, program.handles)):
         check(narrowed.get(), kinds, index)

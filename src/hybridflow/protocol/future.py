@@ -15,7 +15,7 @@ from hybridflow.protocol.batch import Names, as_names, require_names
 from hybridflow.protocol.data_proto import DataProto
 from hybridflow.protocol.handle import Columns, Handle, HeldBatch, names_of, take, wait_for
 from hybridflow.protocol.meta_info import concat_meta_info, copy_structure, union_meta_info
-from hybridflow.protocol.rows import RowIndex, as_count, count_rows_of, row_indices
+from hybridflow.protocol.rows import RowIndex, as_count, row_indices
 from hybridflow.protocol.table import ColumnTable
 
 
@@ -26,7 +26,7 @@ class DataProtoFuture:
     and `collect_fn` is `DataProto.concat`, the future is a table: every operation is lazy, and `get` reads only the
     columns and rows that are needed. `has_whole_shards`: each handle holds a batch, and the result is their
     concatenation. `meta_info` holds the keys known in this process; `get` adds those of the handles' batches.
-    Operations return new futures; only `pop` changes this one.
+    Operations return new futures.
     """
 
     def __init__(
@@ -149,28 +149,11 @@ class DataProtoFuture:
             raise BatchError(f"slice({start!r}, {end!r}): {error}.") from error
         return self._choose(slice(rows.start, max(rows.start, rows.stop)), len(rows))
 
-    def reorder(self, indices: Sequence[int] | np.ndarray) -> "DataProtoFuture":
-        """Return the same rows in another order. Reading is then an all-gather: each part needs rows of every shard.
-
-        Raises BatchError unless `indices` names each row once.
-        """
-        self._require_table("reorder")
-        rows = row_indices(indices, len(self))
-        if len(rows) != len(self) or len(np.unique(rows)) != len(self):
-            raise BatchError(f"reorder needs each of the {len(self)} rows exactly once, got {len(rows)} indices.")
-        return self._choose(rows, len(rows))
-
     def select_rows(self, rows: np.ndarray) -> "DataProtoFuture":
         """Return rows by number, in any order and with repetitions. Raises BatchError for a row out of range."""
         self._require_table("select_rows")
         chosen = row_indices(rows, len(self))
         return self._choose(chosen, len(chosen))
-
-    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> "DataProtoFuture":
-        """Return every row `repeat_times` times, as `DataProto.repeat`."""
-        self._require_table("repeat")
-        times, rows = as_count(repeat_times, "repeat_times", 0), np.arange(len(self))
-        return self._choose(np.repeat(rows, times) if interleave else np.tile(rows, times), len(rows) * times)
 
     def pad_to_divisor(self, size_divisor: int) -> "DataProtoFuture":
         """Append copies of the first rows up to a multiple of `size_divisor`, as `pad_dataproto_to_divisor`."""
@@ -182,50 +165,10 @@ class DataProtoFuture:
 
     # Columns
 
-    def select(
-        self, batch_keys: Names = None, non_tensor_batch_keys: Names = None, meta_info_keys: Names = None
-    ) -> "DataProtoFuture":
-        """Return the named columns and keys of meta_info, as `DataProto.select`; None keeps all of that kind.
-
-        If only one kind of column is named, the glossary decides which of the others are of the other kind; raises
-        FieldError for a column that is not in the glossary. A named key of meta_info may be missing, since the keys of
-        the handles' batches are known only when they are read.
-        """
-        table, here = self._require_table("select"), self.meta_info
-        if batch_keys is not None or non_tensor_batch_keys is not None:
-            chosen = [*as_names(batch_keys), *as_names(non_tensor_batch_keys)]
-            require_names(chosen, table.places, "select: the future")
-            if batch_keys is None or non_tensor_batch_keys is None:
-                others = [name for name in table.places if name not in chosen]
-                chosen += [name for name in others if table.is_tensor(name) is (batch_keys is None)]
-            table = table.select(chosen)
-        if meta_info_keys is not None:
-            kept = frozenset(as_names(meta_info_keys))
-            here = {key: value for key, value in self.meta_info.items() if key in kept}
-            table = table.map_shards(
-                lambda shards: shards.with_views(
-                    lambda view: view._replace(kept=kept if view.kept is None else kept & view.kept)
-                )
-            )
-        return DataProtoFuture._of(table, len(self), here)
-
     def select_columns(self, columns: Names) -> "DataProtoFuture":
         """Return the named columns of either kind, with meta_info."""
         table = self._require_table("select_columns").select(as_names(columns))
         return DataProtoFuture._of(table, len(self), self.meta_info)
-
-    def pop(
-        self, batch_keys: Names = None, non_tensor_batch_keys: Names = None, meta_info_keys: Names = None
-    ) -> "DataProtoFuture":
-        """Remove the named columns and keys of `meta_info` FROM THIS FUTURE and return them as another future."""
-        table = self._require_table("pop")
-        chosen, keys = [*as_names(batch_keys), *as_names(non_tensor_batch_keys)], as_names(meta_info_keys)
-        require_names(keys, self.meta_info, "pop: meta_info of the future")
-        popped = self.select_columns(chosen).select(meta_info_keys=())
-        popped.meta_info = {key: self.meta_info[key] for key in keys}
-        self.meta_info = {key: value for key, value in self.meta_info.items() if key not in keys}
-        self._table = table.select([name for name in table.places if name not in chosen])
-        return popped
 
     def rename(self, old_keys: Names = None, new_keys: Names = None) -> "DataProtoFuture":
         """Return the columns under new names, as `DataProto.rename`."""
@@ -258,18 +201,11 @@ class DataProtoFuture:
 
     # Reading, and sending to a reader in another process
 
-    def narrow(self, columns: Columns | None = None, rows: RowIndex = None) -> "DataProtoFuture":
-        """Return only these columns and rows with the handles that they need, to send to another process."""
+    def narrow(self) -> "DataProtoFuture":
+        """Return the same columns and rows with the handles that they need, to send to another process."""
         if self._table is None:
-            if columns is not None or rows is not None:
-                self._require_table("narrow")
             return self
-        future = self if columns is None else self.select_columns(columns)
-        if isinstance(rows, slice):
-            bounds = range(len(self))[rows]
-            rows = slice(bounds.start, max(bounds.start, bounds.stop))
-        future = future if rows is None else future._choose(rows, count_rows_of(rows, len(self)))
-        return DataProtoFuture._of(future._require_table("narrow").narrow(), len(future), self.meta_info)
+        return DataProtoFuture._of(self._table.narrow(), len(self), self.meta_info)
 
     def sources(self) -> list[tuple[Handle, Columns]]:
         """Return the handles, each with the stored names of the columns that are read from it."""

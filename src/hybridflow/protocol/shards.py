@@ -23,12 +23,10 @@ HandleRows = tuple[int, RowIndex]
 class View(NamedTuple):
     """Column names and meta_info keys of a handle as the future presents them.
 
-    `names[new]` is the stored name of a renamed column. Of meta_info the `kept` keys (None: all) are read, except the
-    `skipped` ones.
+    `names[new]` is the stored name of a renamed column. Of meta_info all keys are read but the `skipped` ones.
     """
 
     names: Mapping[str, str] = {}
-    kept: frozenset[str] | None = None
     skipped: frozenset[str] = frozenset()
 
     def stored_name(self, column: str) -> str:
@@ -37,10 +35,9 @@ class View(NamedTuple):
 
     def meta_info(self, found: dict[str, Any]) -> dict[str, Any]:
         """Return the keys of the handle's meta_info that are read."""
-        if self.kept is None and not self.skipped:
+        if not self.skipped:
             return found
-        kept = found if self.kept is None else self.kept
-        return {key: value for key, value in found.items() if key in kept and key not in self.skipped}
+        return {key: value for key, value in found.items() if key not in self.skipped}
 
 
 PLAIN = View()

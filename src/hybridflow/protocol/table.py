@@ -141,15 +141,6 @@ class ColumnTable:
         more = {n: p._replace(shards=number[p.shards]) for n, p in other.places.items() if n not in mine}
         return ColumnTable(shards, mine)._with_places({**mine, **more})
 
-    def is_tensor(self, name: str) -> bool:
-        """Return whether a column is a tensor according to the glossary. Raises FieldError if it is not there."""
-        if name not in FIELDS:
-            raise FieldError(
-                f"select: whether {name!r} is a tensor is not known before the future is read; pass batch_keys and "
-                f"non_tensor_batch_keys, use select_columns, or add the column to the glossary (FIELDS)."
-            )
-        return FIELDS[name].is_tensor
-
     # Reading, and sending to a reader in another process
 
     def narrow(self) -> "ColumnTable":

@@ -203,8 +203,8 @@ def test_futures_of_two_groups_are_united_with_a_controller_batch(both, num_rows
         responses = groups.model.respond.remote(batch).rename("names", "texts")
         described = groups.pair.describe.remote(batch)
         joined = responses.union(described).union(extra)
-        order = list(range(num_rows))[::-1]
-        repeated = joined.reorder(order).repeat(2)
+        order = np.arange(num_rows)[::-1]
+        repeated = joined.select_rows(np.repeat(order, 2))
         return (
             joined.get(),
             joined.get(["texts", "x"]),
@@ -212,7 +212,7 @@ def test_futures_of_two_groups_are_united_with_a_controller_batch(both, num_rows
             groups.pair.echo(repeated.slice(1, num_rows)),
             groups.twin.each(joined.select_columns(["x", "responses", "row_ids", "names"])),
             groups.model.echo(DataProtoFuture.concat([joined.slice(0, 2), joined.slice(3, 5)])),
-            groups.pair.broadcast(joined.select(["x"], ["texts"])),
+            groups.pair.broadcast(joined.select_columns(["x", "texts"])),
             groups.twin.forget(),
             groups.pair.forget(),
             groups.model.forget(),
