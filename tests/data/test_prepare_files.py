@@ -39,27 +39,6 @@ def math(n: int, **other) -> dict:
     return {"problem": f"{n} + 1?", "level": "1", "type": "Algebra", "solution": rf"\boxed{{{n + 1}}}", **other}
 
 
-def dapo(n: int, **other) -> dict:
-    truth = {"ground_truth": str(n + 1), "style": "rule-lighteval/MATH_v2"}
-    row = {"data_source": "math_dapo", "prompt": messages(f"{n} + 1?"), "ability": "MATH", "reward_model": truth}
-    return {**row, "extra_info": {"index": f"id-{n}"}, **other}
-
-
-def pair(n: int, chosen: str = "good", rejected: str = "bad", **other) -> dict:
-    sides = {"chosen": messages(f"{n} + 1?", chosen), "rejected": messages(f"{n} + 1?", rejected)}
-    return {"prompt": f"{n} + 1?", **sides, "score_chosen": 8.0, "score_rejected": 5.5, **other}
-
-
-def plain_pair(n: int, **other) -> dict:
-    return {
-        "prompt": f"{n} + 1?",
-        "chosen": "good",
-        "rejected": "bad",
-        "score_chosen": "8",
-        "score_rejected": "",
-    } | other
-
-
 def table(n: int, **other) -> dict:
     return {"question": f"{n} + 1?", "result": str(n + 1), "level": "2", **other}
 
@@ -90,12 +69,6 @@ KINDS = {
             "math", f"1 + 1? {MATH_INSTRUCTION}", "2", answer=r"\boxed{2}", question="1 + 1?", level="1", type="Algebra"
         ),
     ),
-    "dapo": (dapo, SUFFIXES[:2] + SUFFIXES[3:], made("math_dapo", "1 + 1?", "2", index="id-1") | {"ability": "MATH"}),
-    "ultrafeedback": (
-        pair,
-        SUFFIXES[:2] + SUFFIXES[3:],
-        {"prompt": messages("1 + 1?"), "chosen": "good", "rejected": "bad"},
-    ),
     "table": (table, SUFFIXES, made("sums", "1 + 1?", "2", level="2")),
 }
 """Task -> (its rows by number, the suffixes of files that can hold them, the first written row)."""
@@ -115,29 +88,12 @@ def test_rows_of_every_suffix_become_the_same_rows(task, suffix, tmp_path):
 
 REPEATS, TESTED = "repeats an earlier row", "the prompt is in the test set"
 ANOTHER = "an earlier prompt with another answer"
-OF_PAIRS = ("the answers are equal", "the scores are equal", "the prompts of the two answers differ")
 DROPPED = {
     "gsm8k": (gsm8k, [gsm8k(1), gsm8k(0, question=" ")], {"no prompt": 1}),
     "math": (
         math,
         [math(1), math(2, solution=r"\boxed{9}"), math(0), math(5, problem=""), math(6, solution="six")],
         dict.fromkeys((REPEATS, ANOTHER, TESTED, "no prompt", NO_BOX), 1),
-    ),
-    "dapo": (
-        dapo,
-        [
-            *(dapo(1), dapo(2, reward_model={"ground_truth": 9})),
-            *(dapo(5, prompt=""), dapo(6, reward_model={"ground_truth": None})),
-        ],
-        dict.fromkeys((REPEATS, ANOTHER, "no prompt", "no answer"), 1),
-    ),
-    "ultrafeedback": (
-        pair,
-        [
-            *(pair(1), pair(5, "same", " same "), pair(6, ""), pair(7, "x", " "), pair(8, score_rejected=8), pair(0)),
-            *(plain_pair(9, prompt=" "), plain_pair(9, chosen=None), {**pair(9), "rejected": messages("other", "x")}),
-        ],
-        dict.fromkeys((REPEATS, TESTED, "no prompt", *OF_PAIRS), 1) | {"an answer is empty": 3},
     ),
     "table": (
         table,
@@ -176,8 +132,7 @@ def test_the_report_names_rows_read_kept_and_dropped_of_each_file(task, tmp_path
     assert {reason: int(count) for count, reason in reasons} == dropped
     first = rows_of(tmp_path / "out" / "train.parquet")[0]
     assert f"the first prompt: {first['prompt'][0]['content']}\n" in output
-    if task == "ultrafeedback":
-        assert f"its chosen answer: {first['chosen']}\nits rejected answer: {first['rejected']}\n" in output
+    assert f"its ground truth: {first['reward_model']['ground_truth']}\n" in output
 
 
 def test_options_of_the_command_are_those_of_the_function(tmp_path, capsys):
@@ -193,14 +148,6 @@ def test_options_of_the_command_are_those_of_the_function(tmp_path, capsys):
     assert run("math", "--train-file", problems, "--instruction", "Use a box.", *options) == 0
     row = rows_of(tmp_path / "out" / "train.parquet")[0]
     assert row["prompt"][0]["content"] == f"{row['extra_info']['question']} Use a box."
-    ties = write_rows(tmp_path / "ties.jsonl", [pair(n, score_rejected=8) for n in range(4)])
-    with pytest.raises(DataError, match=r"all rows were dropped \(4: the scores are equal\)"):
-        run("ultrafeedback", "--train-file", ties, *options)
-    assert run("ultrafeedback", "--train-file", ties, "--keep-equal-scores", "--seed", 3, *options) == 0
-    assert len(rows_of(tmp_path / "out" / "train.parquet")) == 3
-
-
-# Test rows
 
 
 def test_test_rows_are_drawn_by_the_seed_and_share_no_prompt(tmp_path):
@@ -213,14 +160,6 @@ def test_test_rows_are_drawn_by_the_seed_and_share_no_prompt(tmp_path):
         )
         assert sorted([*splits[-1][0], *splits[-1][1]]) == sorted(f"{n} + 1?" for n in range(12))
     assert splits[0] == splits[1] != splits[2]
-    pairs = [pair(n, "good", f"bad{i}") for n in range(3) for i in range(4)]
-    files = prepare_files("ultrafeedback", write_rows(tmp_path / "a.jsonl", pairs), tmp_path / "out", test_size=2)
-    train, test = (
-        {row["prompt"][0]["content"] for row in rows_of(path)} for path in (files.train_file, files.test_file)
-    )
-    assert train
-    assert not train & test
-    assert files.num_train + files.num_test == 12 - files.dropped["the prompt is in the test set"]
 
 
 @pytest.mark.parametrize("size", [0, 12, -1])
@@ -237,13 +176,12 @@ def test_a_test_set_that_leaves_no_rows_is_an_error(tmp_path, size):
 
 def test_a_parquet_file_is_read_in_parts_with_the_row_of_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr("hybridflow.data.parquet_rows.PARQUET_ROWS", 3)
-    files = prepare_files(
-        "dapo", write_rows(tmp_path / "a.parquet", [dapo(n) for n in range(8)]), tmp_path / "out", test_size=1
-    )
+    rows = [math(n) for n in range(8)]
+    files = prepare_files("math", write_rows(tmp_path / "a.parquet", rows), tmp_path / "out", test_size=1)
     assert files.sources[0].num_kept == 8
-    source = write_rows(tmp_path / "c.parquet", [*(dapo(n) for n in range(7)), dapo(8, data_source="")])
-    with pytest.raises(DataError, match=r"c.parquet: row 7: 'data_source' is empty; it chooses the reward function"):
-        prepare_files("dapo", source, tmp_path / "out", test_size=1)
+    source = write_rows(tmp_path / "c.parquet", [gsm8k(n, answer="#### 1" if n < 7 else "72") for n in range(8)])
+    with pytest.raises(DataError, match=r"c.parquet: row 7: the answer must end in '#### number', got '72'"):
+        prepare_files("gsm8k", source, tmp_path / "out", test_size=1)
 
 
 # Forms of rows
@@ -321,19 +259,6 @@ def test_a_correct_answer_has_the_score_1_by_the_default_reward(tmp_path, answer
     assert [ANSWERS["math_dapo"](text) for text in texts] == ["2", None, None]
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_pairs_may_be_plain_texts_or_answers_alone(tmp_path, suffix):
-    train = write_rows(tmp_path / f"a{suffix}", [plain_pair(1)])
-    turns = messages("1", "2", "3")
-    answers = [[{"role": "assistant", "content": text}] for text in ("good", "bad")]
-    alone = {"prompt": messages("hello", "hi", "spell"), "chosen": answers[0], "rejected": answers[1]}
-    test = write_rows(tmp_path / "b.jsonl", [alone, {"chosen": turns + answers[0], "rejected": turns + answers[1]}])
-    files = prepare_files("ultrafeedback", train, tmp_path / "out", test_file=test)
-    row = {"prompt": messages("1 + 1?"), "chosen": "good", "rejected": "bad"}
-    assert rows_of(files.train_file) == [row]
-    assert rows_of(files.test_file) == [{**row, "prompt": alone["prompt"]}, {**row, "prompt": turns}]
-
-
 def test_nested_columns_and_messages_of_a_table_are_read(tmp_path):
     chat = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 1?"}]
     train = write_rows(tmp_path / "a.jsonl", [{"prompt": chat, "reward_model": {"ground_truth": 2}}])
@@ -346,8 +271,6 @@ def test_nested_columns_and_messages_of_a_table_are_read(tmp_path):
 
 # Errors
 
-ANSWER_LAST = r"the last message of 'chosen' has the role 'user'; expected the answer of the 'assistant'"
-
 
 @pytest.mark.parametrize(
     ("task", "name", "rows", "message"),
@@ -355,11 +278,11 @@ ANSWER_LAST = r"the last message of 'chosen' has the role 'user'; expected the a
         # files
         *(
             (task, f"a{suffix}", None, r"no such file")
-            for task, suffix in (("gsm8k", ".jsonl"), ("table", ".csv"), ("dapo", ".parquet"))
+            for task, suffix in (("gsm8k", ".jsonl"), ("table", ".csv"), ("math", ".parquet"))
         ),
         ("gsm8k", "a.txt", "question", "the suffix '.txt' is invalid: expected .jsonl, .json, .csv, .parquet"),
         *(("math", f"a{suffix}", "", "the file has no rows") for suffix in (".jsonl", ".csv")),
-        ("dapo", "a.json", [], "a.json: the file has no rows"),
+        ("table", "a.json", [], "a.json: the file has no rows"),
         ("gsm8k", "a.jsonl", f'{json.dumps(gsm8k(1))}\n{{"question": "a', "line 2: is not JSON"),
         ("gsm8k", "a.jsonl", "[1]", "line 1: is a list"),
         ("gsm8k", "a.jsonl", b"\xff\xfe", "line 1: byte 0 is not UTF-8"),
@@ -381,24 +304,6 @@ ANSWER_LAST = r"the last message of 'chosen' has the role 'user'; expected the a
         ("math", "a.json", [math(1), math(2, solution=["b"])], r"row 1: 'solution' must be a text, got \['b'\]"),
         ("math", "a.json", [math(1, answer=[5])], r"row 0: 'answer' must be a text or a number, got \[5\]"),
         ("math", "a.jsonl", [math(1, solution="5")], r"a.jsonl: all rows were dropped \(1: no answer and no \\boxed"),
-        ("dapo", "a.json", [{"prompt": "a"}], "row 0: 'reward_model.ground_truth' is missing; the row has prompt"),
-        ("dapo", "a.json", [dapo(1), dapo(2, reward_model={})], "row 1: 'reward_model.ground_truth' is missing; the"),
-        ("dapo", "a.json", [{"prompt": "a", "reward_model": {"ground_truth": 1}}], "'data_source' is missing; the row"),
-        ("dapo", "a.json", [dapo(1, prompt=7)], "row 0: 'prompt' must be a text or a list of chat messages, got 7"),
-        ("dapo", "a.json", [dapo(1, prompt=[{"content": "a"}])], "row 0: message 0 of 'prompt' needs a role and a"),
-        ("dapo", "a.json", [dapo(1, reward_model={"ground_truth": [1]})], r"must be a text or a number, got \[1\]"),
-        ("dapo", "a.json", [dapo(1, data_source=3)], "row 0: 'data_source' must be a text, got 3"),
-        ("dapo", "a.json", [dapo(1, extra_info="id-1")], "row 0: 'extra_info' must be an object, got 'id-1'"),
-        ("ultrafeedback", "a.json", [{"prompt": "a", "chosen": "b"}], "row 0: 'rejected' is missing; the row has"),
-        ("ultrafeedback", "a.json", [{"chosen": "b", "rejected": "c"}], "row 0: 'prompt' is missing; the row has"),
-        ("ultrafeedback", "a.json", [pair(1), pair(2) | {"chosen": 3}], "row 1: 'chosen' must be a text or a list of"),
-        ("ultrafeedback", "a.json", [pair(1) | {"rejected": ["x"]}], "message 0 of 'rejected' needs a role and a"),
-        ("ultrafeedback", "a.json", [pair(1) | {"chosen": messages("a")}], ANSWER_LAST),
-        ("ultrafeedback", "a.json", [plain_pair(1, prompt=3)], "row 0: 'prompt' must be a text or a list of chat"),
-        ("ultrafeedback", "a.json", [pair(1, score_chosen="good")], "row 0: 'score_chosen' must be a number, got"),
-        ("ultrafeedback", "a.json", [pair(1, score_chosen=10**400)], "row 0: 'score_chosen' must be a number, got"),
-        ("ultrafeedback", "a.json", [pair(1, score_rejected=[1])], r"row 0: 'score_rejected' must be a number, got"),
-        ("ultrafeedback", "a.json", [pair(1, "b", "b")], r"a.json: all rows were dropped \(1: the answers are equal\)"),
         ("table", "a.jsonl", [{"question": "a"}], r"a.jsonl: line 1: 'result' is missing; the row has question"),
         ("table", "a.jsonl", [table(1, question=3)], "line 1: 'question' must be a text or a list of chat messages,"),
         ("table", "a.jsonl", [table(1, question="")], r"a.jsonl: all rows were dropped \(1: no prompt\)"),
@@ -449,7 +354,6 @@ def test_rows_that_cannot_be_written_leave_the_files_as_they_were(tmp_path, trut
     ("dataset", "options", "problem"),
     [
         ("gsm8k", {"prompt": "x"}, "dataset='gsm8k' has no option 'prompt'; its options are instruction."),
-        ("dapo", {"instruction": "x"}, "dataset='dapo' has no option 'instruction'; its options are none."),
         ("table", {}, "dataset='table' needs data_source; its options are data_source, prompt, answer, "),
     ],
 )

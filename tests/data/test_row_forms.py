@@ -60,12 +60,10 @@ def pandas():
     return import_module("pandas")
 
 
-def prepared(rows, kind, path):
-    test = {"prompt": "other", "answer": "x", "chosen": "x", "rejected": "y"}
-    options = {"data_source": "rows"} if kind == "prompts" else {}
+def prepared(rows, path):
+    test = {"prompt": "other", "answer": "x"}
     files = [write_rows(path / f"{name}.jsonl", each) for name, each in (("a", rows), ("b", [test]))]
-    task = "table" if kind == "prompts" else "ultrafeedback"
-    return prepare_files(task, files[0], path / "out", test_file=files[1], **options).train_file
+    return prepare_files("table", files[0], path / "out", test_file=files[1], data_source="rows").train_file
 
 
 FILES = {
@@ -95,7 +93,7 @@ def read(how, rows, kind, tmp_path):
     if how in FILES:
         file = FILES[how](rows, tmp_path)
     elif how == "prepare":
-        file = prepared(rows, kind, tmp_path)
+        file = prepared(rows, tmp_path)
     else:
         file = of_program(PROGRAMS[how](rows), kind, tmp_path)
     return [{k: v for k, v in row.values.items() if v is not None} for row in read_data_rows(file, kind)]
@@ -138,7 +136,7 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("how", [*FILES, *PROGRAMS, "prepare"])
+@pytest.mark.parametrize("how", [*FILES, *PROGRAMS])
 def test_pairs_of_every_shape_are_read_from_every_kind(tmp_path, how):
     for name, row in PAIRS.items():
         (tmp_path / name).mkdir()

@@ -7,7 +7,6 @@ in the format of the data set.
 
 import argparse
 from inspect import Parameter
-from typing import Any
 
 from hybridflow.data import (
     COUNTDOWN_PROMPT,
@@ -17,7 +16,6 @@ from hybridflow.data import (
     prepare_files,
     prepare_multiplication,
 )
-from hybridflow.data.parquet_rows import shorten_text
 from hybridflow.data.prepare.datasets import DATASETS, OPTIONS, options_of
 from hybridflow.data.prepare.prompt_file import write_splits
 from hybridflow.environments.adapters import rows_of
@@ -68,11 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         _add_files(task)
         for option, default in options_of(kind.make_row).items():
             metavar, help_text = OPTIONS[option]
-            how: dict[str, Any] = (
-                {"metavar": metavar, "required": default is Parameter.empty} if metavar else {"action": "store_true"}
-            )
-            default = argparse.SUPPRESS if default is Parameter.empty else default
-            task.add_argument(f"--{option.replace('_', '-')}", default=default, help=help_text, **how)
+            how = {"required": True} if default is Parameter.empty else {"default": default}
+            task.add_argument(f"--{option.replace('_', '-')}", metavar=metavar, help=help_text, **how)
     tasks.metavar = "|".join(tasks.choices)
 
 
@@ -111,11 +106,7 @@ def _report(files: PreparedFiles) -> None:
     print(f"wrote {files.num_test} rows to {files.test_file}")
     row = files.first_row
     print(f"the first prompt: {row['prompt'][-1]['content']}")
-    if "reward_model" in row:
-        print(f"its ground truth: {row['reward_model']['ground_truth']}")
-    else:
-        print(f"its chosen answer: {shorten_text(row['chosen'])}")
-        print(f"its rejected answer: {shorten_text(row['rejected'])}")
+    print(f"its ground truth: {row['reward_model']['ground_truth']}")
 
 
 def _add_task(

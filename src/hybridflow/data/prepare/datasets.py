@@ -10,9 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hybridflow.data.parquet_rows import shorten
-from hybridflow.data.prepare.pairs import read_sides
-from hybridflow.data.prepare.prompt_file import Messages, PreparedFiles, preference_row, prompt_row
+from hybridflow.data.prepare.prompt_file import Messages, PreparedFiles, prompt_row
 from hybridflow.data.prepare.records import answer_of, is_empty, messages_of, text_of, value_of
 from hybridflow.data.prepare.splits import write_splits_of
 from hybridflow.errors import DataConfigError, DataError
@@ -28,8 +26,6 @@ _BOX_WITHOUT_BRACES = re.compile(
     r"\\(?:boxed|fbox)(?![a-zA-Z])\s*(?![\s{])((?:(?!\\[\])])[^\s$])+?)(?=[.,;]?(?:\s|\$|\\[\])]|$))"
 )
 r"""`\boxed 5`: the content ends at a space, a $, \] or \), and a sentence's last sign is not part of it."""
-
-PAIR_COLUMNS = ("prompt", "chosen", "rejected")
 
 Record = Mapping[str, Any]
 MadeRow = dict[str, Any] | str
@@ -135,56 +131,6 @@ def boxed_answer(solution: str) -> str:
     return last_boxed(_BOX_WITHOUT_BRACES.sub(r"\\boxed{\1}", solution)) or ""
 
 
-def dapo_row(record: Record, place: str) -> MadeRow:
-    """Return the row of a problem of DAPO-Math-17k; its prompt is kept, which asks for a last line "Answer: ..."."""
-    prompt, truth = value_of(record, "prompt", place), answer_of(record, "reward_model.ground_truth", place)
-    data_source = text_of(record, "data_source", place)
-    if is_empty(prompt) or not truth:
-        return "no prompt" if is_empty(prompt) else "no answer"
-    if not data_source:
-        raise DataError(f"{place}: 'data_source' is empty; it chooses the reward function, for example 'math_dapo'.")
-    info = record.get("extra_info") or {}
-    if not isinstance(info, dict):
-        raise DataError(f"{place}: 'extra_info' must be an object, got {shorten(info)}.")
-    ability = text_of(record, "ability", place) if "ability" in record else "math"
-    own = {name: value for name, value in info.items() if name != "split"}
-    return _row(data_source, messages_of(prompt, "prompt", place), truth, ability, own)
-
-
-def ultrafeedback_row(record: Record, place: str, *, keep_equal_scores: bool = False) -> MadeRow:
-    """Return the row of a pair of answers, for `PreferenceDataset`.
-
-    `chosen` and `rejected` are chat messages that end with the answer, or its text; `prompt` is needed if no messages
-    come before an answer, and texts do not begin alike.
-    """
-    asked, chosen, asked_too, rejected = read_sides(record, {name: name for name in PAIR_COLUMNS}, place)
-    scores = _score_of(record, "score_chosen", place), _score_of(record, "score_rejected", place)
-    if not (asked and asked_too):
-        value_of(record, "prompt", place)
-        return "no prompt"
-    if asked != asked_too:
-        return "the prompts of the two answers differ"
-    if is_empty(chosen) or is_empty(rejected):
-        return "an answer is empty"
-    if chosen.strip() == rejected.strip():
-        return "the answers are equal"
-    if scores[0] is not None and scores[0] == scores[1] and not keep_equal_scores:
-        return "the scores are equal"
-    return preference_row(asked, chosen, rejected)
-
-
-def _score_of(record: Record, column: str, place: str) -> float | None:
-    value = record.get(column)
-    if is_empty(value):
-        return None
-    try:
-        if isinstance(value, str | int | float) and not isinstance(value, bool):
-            return float(value)
-    except (ValueError, OverflowError):
-        pass
-    raise DataError(f"{place}: '{column}' must be a number, got {shorten(value)}.")
-
-
 def table_row(
     record: Record,
     place: str,
@@ -234,15 +180,6 @@ DATASETS = {
     "math": FileKind(
         "competition problems, from files with the columns problem and solution", ("problem", "solution"), math_row
     ),
-    "dapo": FileKind(
-        "math problems, from files in the format of DAPO-Math-17k", ("prompt", "reward_model", "data_source"), dapo_row
-    ),
-    "ultrafeedback": FileKind(
-        "pairs of answers, from files with the columns prompt, chosen, rejected",
-        PAIR_COLUMNS,
-        ultrafeedback_row,
-        unique=PAIR_COLUMNS,
-    ),
     "table": FileKind(
         "your own prompts and answers, from a .jsonl, .json, .csv or .parquet file", ("prompt", "answer"), table_row
     ),
@@ -254,6 +191,5 @@ OPTIONS = {
     "prompt": ("COLUMN", "column of the prompts: texts or messages"),
     "answer": ("COLUMN", "column of the answers, as a.b if nested"),
     "data_source": ("NAME", "a name, which can choose the reward function"),
-    "keep_equal_scores": ("", "keep pairs whose answers have equal scores"),
 }
-"""The placeholder and the help of each option of a row function; one without a placeholder is a switch."""
+"""The placeholder and the help of each option of a row function."""

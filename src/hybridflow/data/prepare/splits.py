@@ -103,8 +103,7 @@ def _key(row: Mapping[str, Any], columns: Sequence[str]) -> str:
 
 
 def _numbered(rows: list[dict[str, Any]], split: str) -> list[dict[str, Any]]:
-    """Return prompt rows with their split and index, unless a row has its own; other rows as they are."""
+    """Return rows with their split and index, unless a row has its own."""
     return [
-        {**row, "extra_info": {"split": split, "index": index, **row["extra_info"]}} if "extra_info" in row else row
-        for index, row in enumerate(rows)
+        {**row, "extra_info": {"split": split, "index": index, **row["extra_info"]}} for index, row in enumerate(rows)
     ]
