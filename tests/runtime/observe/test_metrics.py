@@ -7,7 +7,6 @@ from hybridflow.runtime.observe import (
     flatten,
     metrics_markdown,
     reduce_lists,
-    reduce_metrics,
     spread,
 )
 
@@ -24,26 +23,28 @@ def test_spread_is_mean_max_and_min():
     assert spread("x", [1e16, 1.0, -1e16, 1.0])["x/mean"] == 0.5  # small numbers are kept
 
 
-def test_each_metric_has_its_own_or_the_passed_reduction():
-    ranks = [
-        {"actor/loss": 0.25, "actor/lr": 1e-5, "timing_s/gen": 2.0, "critic/score/min": 3.0, "critic/score/mean": 1.0},
-        {"actor/loss": 0.5, "actor/lr": 2e-5, "timing_s/gen": 1.0, "critic/score/min": 2.0, "critic/score/mean": 2.0},
-    ]
-    expected = {"actor/lr": 2e-5, "timing_s/gen": 2.0, "critic/score/min": 2.0, "critic/score/mean": 1.5}
-    assert reduce_metrics(ranks) == {"actor/loss": 0.75, **expected}
-    assert reduce_metrics(ranks, {"actor/loss": "max"}) == {"actor/loss": 0.5, **expected}
-    assert reduce_metrics([{"mine": 1.0}, {"mine": 5.0}], {"mine": "mean"}) == {"mine": 3.0}
-    assert reduce_metrics([]) == {}
-    lists = {"actor/loss": [0.25, 0.5], "actor/lr": 1e-5, "actor/entropy": []}
-    assert reduce_lists(lists) == {"actor/loss": 0.75, "actor/lr": 1e-5}
-
-
-def test_metrics_without_reduction_or_missing_on_a_rank_are_errors():
-    assert reduce_metrics([{"mine": 2}, {"mine": 2}]) == {"mine": 2}
+def test_each_metric_has_its_own_reduction_over_the_ranks():
+    lists = {
+        "actor/loss": [0.25, 0.5],
+        "actor/lr": [1e-5, 2e-5],
+        "timing_s/gen": [2.0, 1.0],
+        "actor/entropy": [],
+        "critic/score/min": [3.0, 2.0],
+        "critic/score/mean": [1.0, 2.0],
+        "mine": [2, 2],
+        "critic/lr": 1e-5,
+    }
+    assert reduce_lists(lists) == {
+        "actor/loss": 0.75,
+        "actor/lr": 2e-5,
+        "timing_s/gen": 2.0,
+        "critic/score/min": 2.0,
+        "critic/score/mean": 1.5,
+        "mine": 2,
+        "critic/lr": 1e-5,
+    }
     with pytest.raises(FieldError, match=r"different values of 'mine' \(1, 2\) and it has no reduction"):
-        reduce_metrics([{"mine": 1}, {"mine": 2}])
-    with pytest.raises(FieldError, match="rank 1 does not report actor/lr, which other ranks report"):
-        reduce_metrics([{"actor/loss": 1.0, "actor/lr": 1.0}, {"actor/loss": 1.0}])
+        reduce_lists({"mine": [1, 2]})
 
 
 def test_metrics_are_found_by_their_placeholders():

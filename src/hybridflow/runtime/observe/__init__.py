@@ -19,7 +19,6 @@ from hybridflow.runtime.observe.metrics import (
     flatten,
     metrics_markdown,
     reduce_lists,
-    reduce_metrics,
     spread,
 )
 from hybridflow.runtime.observe.mlflow import MLflowTracker
@@ -67,7 +66,6 @@ __all__ = [
     "plot_curves",
     "read_jsonl",
     "reduce_lists",
-    "reduce_metrics",
     "spread",
     "stage_seconds",
     "timed",

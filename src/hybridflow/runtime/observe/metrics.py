@@ -93,38 +93,21 @@ def spread(name: str, values: Iterable[float]) -> dict[str, float]:
     }
 
 
-def reduce_metrics(
-    parts: Sequence[Mapping[str, float]], reductions: Mapping[str, Reduction] | None = None
-) -> dict[str, float]:
-    """Reduce one dictionary per rank, in rank order, to one dictionary.
+def reduce_lists(lists: Mapping[str, float | Sequence[float]]) -> dict[str, float]:
+    """Reduce each list of values of the ranks, as gathered by `DataProto.concat`; single numbers are kept.
 
-    The reduction of a name is that in `reductions`, otherwise that in the table `METRICS`. Raises FieldError if a
-    rank lacks a name that another rank has, and if ranks differ in a name without a reduction.
+    The reduction of a name is that in the table `METRICS`. Raises FieldError if ranks differ in a name without one.
     """
-    names = list(dict.fromkeys(name for part in parts for name in part))
-    for rank, part in enumerate(parts):
-        if missing := [name for name in names if name not in part]:
-            raise FieldError(
-                f"rank {rank} does not report {', '.join(missing)}, which other ranks report; "
-                "all ranks must report the same names."
-            )
-    return reduce_lists({name: [part[name] for part in parts] for name in names}, reductions)
-
-
-def reduce_lists(
-    lists: Mapping[str, float | Sequence[float]], reductions: Mapping[str, Reduction] | None = None
-) -> dict[str, float]:
-    """Reduce each list of values of the ranks, as gathered by `DataProto.concat`; single numbers are kept."""
     return {
-        name: _reduce(name, list(values), reductions or {}) if isinstance(values, Sequence) else values
+        name: _reduce(name, list(values)) if isinstance(values, Sequence) else values
         for name, values in lists.items()
         if not isinstance(values, Sequence) or len(values)
     }
 
 
-def _reduce(name: str, values: list[float], reductions: Mapping[str, Reduction]) -> float:
+def _reduce(name: str, values: list[float]) -> float:
     metric = find_metric(name)
-    match reductions.get(name, metric.reduction if metric else None):
+    match metric.reduction if metric else None:
         case "sum":
             return math.fsum(values)
         case "mean":
@@ -138,7 +121,7 @@ def _reduce(name: str, values: list[float], reductions: Mapping[str, Reduction])
     if any(value != values[0] for value in values):
         raise FieldError(
             f"the ranks report different values of '{name}' ({', '.join(map(str, values))}) and it has no reduction; "
-            "add it to runtime/observe/metric_table.md, or pass reductions."
+            "add it to runtime/observe/metric_table.md."
         )
     return values[0]
 
