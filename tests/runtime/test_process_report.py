@@ -30,7 +30,6 @@ def test_a_process_elsewhere_or_with_a_pid_used_again_is_not_looked_at(monkeypat
     for changes, unseen in (
         ({"hostname": "node7"}, f"It runs on node7, but this is {here}: only a process on its node can see it."),
         ({"pid_namespace": "pid:[1]"}, "It runs in another container (pid namespace) of this node: only a process in "),
-        ({"start_ticks": None, "pid_namespace": ""}, "Everything except its log: its system has no /proc."),
     ):
         report = report_process(dataclasses.replace(own, **changes))
         assert (report.state, report.unseen[0].startswith(unseen)) == ("unknown", True)

@@ -278,8 +278,7 @@ def check_devices(driver: Path = NVIDIA) -> CheckResult:
     except ConfigError as error:
         return CheckResult("devices", "error", str(error), "correct or unset CUDA_VISIBLE_DEVICES")
     if not torch.cuda.is_available():
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        text = f"no GPU: the CPU computes, with {cores} cores"
+        text = f"no GPU: the CPU computes, with {len(os.sched_getaffinity(0))} cores"
         if cpu_has_bfloat16():
             text += ", in float32 unless model.dtype = 'bfloat16', which it has too and is faster"
         if driver.exists():

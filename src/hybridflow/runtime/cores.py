@@ -25,7 +25,7 @@ class CoreUse:
     """
 
     def __init__(self) -> None:
-        self.cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        self.cores = sorted(os.sched_getaffinity(0))
         self._at, self._busy, self._own = time.monotonic(), self._busy_seconds(), _own_seconds()
 
     def read(self) -> Self:

@@ -112,10 +112,7 @@ def describe_memory(device: "torch.device") -> str:
     import torch
 
     if device.type != "cuda":
-        try:
-            return f"the host has {_gib(available_memory())} GiB available"
-        except ModelConfigError:  # not Linux
-            return "how much memory the host has is unknown"
+        return f"the host has {_gib(available_memory())} GiB available"
     free, total = torch.cuda.mem_get_info(device)
     held, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
     text = (

@@ -16,8 +16,8 @@ class ProcessAddress:
     """The identity of a process, as `report_process` needs it; picklable."""
 
     pid: int
-    start_ticks: int | None
-    """Field 22 of /proc/<pid>/stat, which differs for a later process with the same pid. None without /proc."""
+    start_ticks: int
+    """Field 22 of /proc/<pid>/stat, which differs for a later process with the same pid."""
     hostname: str
     pid_namespace: str
     """The link /proc/<pid>/ns/pid, since the same pid is another process in another container."""
@@ -27,10 +27,8 @@ class ProcessAddress:
 
 def own_address() -> ProcessAddress:
     """Return the address of this process."""
-    start_ticks, pid_namespace = None, ""
-    with suppress(OSError):  # macOS has no /proc
-        start_ticks, pid_namespace = _read_start_ticks(), os.readlink("/proc/self/ns/pid")
-    return ProcessAddress(os.getpid(), start_ticks, socket.gethostname(), pid_namespace, _log_paths())
+    namespace = os.readlink("/proc/self/ns/pid")
+    return ProcessAddress(os.getpid(), _read_start_ticks(), socket.gethostname(), namespace, _log_paths())
 
 
 def allow_observers() -> None:
@@ -38,8 +36,7 @@ def allow_observers() -> None:
 
     With kernel.yama.ptrace_scope=1, as on Ubuntu, only its ancestors may otherwise. Without Yama nothing changes.
     """
-    with suppress(AttributeError):  # macOS has no prctl
-        ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
 
 
 def _read_start_ticks() -> int:

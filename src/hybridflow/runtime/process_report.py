@@ -31,7 +31,7 @@ class ProcessReport:
     pid: int
     hostname: str
     state: State
-    """State of the main thread; "unknown" on another node and without /proc."""
+    """State of the main thread; "unknown" on another node."""
     memory_bytes: int | None = None
     """Resident memory in bytes."""
     kernel_wait: str = ""
@@ -150,8 +150,6 @@ def _why_not_visible(address: ProcessAddress) -> str:
         return (
             f"It runs on {address.hostname}, but this is {socket.gethostname()}: only a process on its node can see it."
         )
-    if address.start_ticks is None:
-        return "Everything except its log: its system has no /proc."
     if os.readlink("/proc/self/ns/pid") != address.pid_namespace:
         return "It runs in another container (pid namespace) of this node: only a process in that container can see it."
     return ""

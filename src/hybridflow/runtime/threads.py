@@ -27,8 +27,6 @@ def set_num_threads(num_threads: int) -> int:
 
 def count_physical_cores() -> int:
     """Return the number of physical cores this process may use, by its affinity and the limit of its container."""
-    if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
     cpus = os.sched_getaffinity(0)
     cores = {_threads_of_core(cpu) for cpu in cpus}
     return max(1, min(len(cores), _container_limit(default=len(cpus))))

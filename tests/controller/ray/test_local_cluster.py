@@ -20,7 +20,6 @@ from hybridflow.errors import ConfigError, LostClusterError, WorkerError
 
 pytestmark = [
     pytest.mark.own_run("ray: it starts and kills clusters and their reapers"),
-    pytest.mark.skipif(not os.path.isdir("/proc"), reason="the tests find processes of a cluster in /proc"),
 ]
 
 

@@ -30,7 +30,7 @@ _MIN_OBJECT_STORE_BYTES = 75 * 2**20
 _REAPER = Path(__file__).with_name("reaper.py")
 _REAPER_TIMEOUT_S = 30.0
 _NICENESS = "RAY_worker_niceness"
-# The path of a unix socket has at most 107 bytes (103 on macOS); the part below the temporary directory takes up to 90.
+# The path of a unix socket has at most 107 bytes; the part below the temporary directory takes up to 90.
 _LONGEST_TEMPORARY_DIRECTORY = 13
 
 _pipes: set[int] = set()
@@ -46,8 +46,7 @@ class LocalCluster:
     priority of this process, unless the variable RAY_worker_niceness is set (Ray's default is 15).
 
     Call `start` in a thread that lives as long as the cluster: the kernel stops Ray's processes when the thread that
-    started them ends. Without /proc (macOS), processes that `ray.shutdown` does not stop remain; the directory is
-    removed there too.
+    started them ends.
     """
 
     def __init__(self, num_cpus: float, num_gpus: int = 0, object_store_bytes: int | None = None) -> None:

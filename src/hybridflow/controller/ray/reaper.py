@@ -2,7 +2,7 @@
 
 `LocalCluster` runs this file as a process, `reaper.py SESSION DIRECTORY`. Its standard input is a pipe that only the
 driver can write to, so end of file means that the driver has exited. It imports only the standard library, so that it
-starts at once. Without /proc (macOS) no process can be found, and only the directory is removed.
+starts at once.
 """
 
 import contextlib
@@ -98,12 +98,8 @@ def _send(pid: int, session: str, number: signal.Signals) -> None:
 
 
 def own_processes() -> Iterator[int]:
-    """Yield the ids of this user's processes; none without /proc."""
-    try:
-        names = os.listdir("/proc")
-    except OSError:
-        return
-    for name in names:
+    """Yield the ids of this user's processes."""
+    for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
             if name.isdigit() and os.stat(f"/proc/{name}").st_uid == os.geteuid():
                 yield int(name)

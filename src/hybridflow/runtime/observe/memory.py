@@ -22,8 +22,7 @@ def memory_bytes() -> dict[str, int]:
     It neither imports torch nor initializes CUDA; CUDA entries are missing until another module did.
     """
     sizes = {"resident": psutil.Process().memory_info().rss}
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage returns bytes on macOS, KiB on Linux
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit  # its counters are updated less often
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # its counters are updated less often
     sizes["peak_resident"] = max(peak, sizes["resident"])
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():

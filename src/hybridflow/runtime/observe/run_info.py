@@ -27,7 +27,7 @@ def collect_run_info() -> dict[str, Any]:
             "platform": platform.platform(),
             "cpu": cpu_model(),
             "cores": os.cpu_count(),
-            "usable_cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+            "usable_cores": len(os.sched_getaffinity(0)),
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             "gpus": _gpus(),
         },
