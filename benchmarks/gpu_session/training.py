@@ -16,6 +16,7 @@ from gpu_session.timing import GIB, NOMINAL_FLOPS, best_seconds, is_gpu, peak_gi
 from hybridflow.config import LoRAConfig, MemoryConfig, ModelConfig, OptimizerConfig
 from hybridflow.engines import TorchEngine
 from hybridflow.models.attention import PackedPlan
+from hybridflow.models.attention_form import AttentionForm
 from hybridflow.models.forward import max_logits_on
 from hybridflow.models.memory import MemoryLayout, training_memory
 from hybridflow.models.model_sizes import mfu, training_flops
@@ -167,7 +168,7 @@ def _backend(name: str, lengths: list[int], dim: int) -> Callable[..., torch.Ten
         return lambda q, k, v: plan._attend_by_runs(
             *(x.squeeze(0).transpose(0, 1) for x in (q, k, v)), dim**-0.5, compiled=False
         )
-    return lambda q, k, v: plan.attend(0, q, k, v, dim**-0.5)
+    return lambda q, k, v: plan.attend(0, q, k, v, AttentionForm(dim**-0.5))
 
 
 def _choose(name: str) -> None:

@@ -4,6 +4,7 @@ import torch
 from fixtures.dense_attention import dense_results, random_layer, results
 from hybridflow.errors import ModelError
 from hybridflow.models.attention import PackedPlan, PaddedPlan
+from hybridflow.models.attention_form import AttentionForm
 from hybridflow.models.loading import load_causal_lm
 from hybridflow.models.shared_prompts import SharedPromptPlan
 
@@ -13,7 +14,7 @@ TOLERANCES = {torch.float64: {"rtol": 1e-12, "atol": 1e-14}, torch.float32: {"rt
 
 def require_dense(plan, families, layer):
     """Compare output and gradients with dense attention in float64."""
-    ours = results(lambda *tensors: plan.attend(0, *tensors, SCALING), layer, CPU)
+    ours = results(lambda *tensors: plan.attend(0, *tensors, AttentionForm(SCALING)), layer, CPU)
     for found, exact in zip(ours, dense_results(families, layer, SCALING), strict=True):
         torch.testing.assert_close(found.double(), exact, **TOLERANCES[layer[0].dtype])
 
@@ -42,7 +43,7 @@ def test_branch_attends_to_its_trunk_and_to_itself(monkeypatch, short, kv_heads,
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_padded_row_does_not_attend_to_padding(kv_heads):
     layers = [random_layer(5, 4, kv_heads, 4, torch.float64, seed=seed) for seed in range(3)]
-    out = PaddedPlan().attend(0, *(torch.cat(parts) for parts in zip(*layers, strict=True)), SCALING)
+    out = PaddedPlan().attend(0, *(torch.cat(parts) for parts in zip(*layers, strict=True)), AttentionForm(SCALING))
     assert out.isfinite().all()
     for row, length in enumerate([5, 1, 3]):
         own = tuple(x[:, :, :length] for x in layers[row])
@@ -51,8 +52,8 @@ def test_padded_row_does_not_attend_to_padding(kv_heads):
 
 def test_bfloat16_attention_is_rounded_once():
     query, key, value = random_layer(6, 4, 2, 4, torch.bfloat16)
-    out = PackedPlan.from_lengths([6]).attend(0, query, key, value, SCALING)
-    exact = PackedPlan.from_lengths([6]).attend(0, query.float(), key.float(), value.float(), SCALING)
+    out = PackedPlan.from_lengths([6]).attend(0, query, key, value, AttentionForm(SCALING))
+    exact = PackedPlan.from_lengths([6]).attend(0, query.float(), key.float(), value.float(), AttentionForm(SCALING))
     assert out.dtype == torch.bfloat16
     assert torch.equal(out, exact.bfloat16())
 

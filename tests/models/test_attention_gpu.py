@@ -16,6 +16,7 @@ from hybridflow.engines import TorchEngine
 from hybridflow.errors import ModelConfigError
 from hybridflow.models.attention import PackedPlan
 from hybridflow.models.attention_backend import AttentionCase, attention_for
+from hybridflow.models.attention_form import AttentionForm
 from hybridflow.models.shared_prompts import SharedPromptPlan
 from hybridflow.models.varlen import KERNEL_VARIABLE, KERNELS, packed_kernel
 from hybridflow.runtime.threads import set_deterministic
@@ -46,7 +47,7 @@ def require_dense(gpu, plan, families, layer, *, expected="", limit=None):
     if expected and gpu.type == "cuda":
         assert attention_for(case, shares_prompts=isinstance(plan, SharedPromptPlan)) == expected
     scaling = layer[0].shape[-1] ** -0.5
-    ours = results(lambda *tensors: plan.attend(0, *tensors, scaling), layer, gpu)
+    ours = results(lambda *tensors: plan.attend(0, *tensors, AttentionForm(scaling)), layer, gpu)
     reference = dense_results(families, layer, scaling)
     if limit is not None:
         assert max(errors(ours, reference)) < limit
@@ -115,7 +116,7 @@ def test_micro_batches_of_any_size_share_one_compiled_kernel(gpu):
         layer = random_layer(trunk + sum(branches), 6, 2, 64, BF16)
         plan = SharedPromptPlan(((trunk, *branches),))
         for _ in range(2):
-            results(lambda *tensors, plan=plan: plan.attend(0, *tensors, 0.125), layer, gpu)
+            results(lambda *tensors, plan=plan: plan.attend(0, *tensors, AttentionForm(0.125)), layer, gpu)
     if gpu.type == "cuda":
         assert counters["stats"]["unique_graphs"] == 1
 
@@ -123,14 +124,14 @@ def test_micro_batches_of_any_size_share_one_compiled_kernel(gpu):
 @PLANS
 def test_layers_do_not_wait_for_the_device(gpu, plan, tokens):
     layer = [x.detach().to(gpu).requires_grad_() for x in random_layer(tokens, 6, 2, 64, BF16)]
-    plan.attend(0, *layer, 0.125).sum().backward()  # compiles
+    plan.attend(0, *layer, AttentionForm(0.125)).sum().backward()  # compiles
     fresh = replace(plan)  # without layout and mask
     is_watched = gpu.type == "cuda"
     try:
         if is_watched:
             torch.cuda.set_sync_debug_mode("error")
         for index in range(2):
-            fresh.attend(index, *layer, 0.125).sum().backward()
+            fresh.attend(index, *layer, AttentionForm(0.125)).sum().backward()
     finally:
         if is_watched:
             torch.cuda.set_sync_debug_mode("default")
@@ -142,7 +143,7 @@ def test_results_are_bit_identical_in_deterministic_mode(gpu, plan, tokens, dtyp
     layer = random_layer(tokens, 6, 2, 64, dtype)
     set_deterministic(True)
     try:
-        runs = [results(lambda *tensors: plan.attend(0, *tensors, 0.125), layer, gpu) for _ in range(3)]
+        runs = [results(lambda *tensors: plan.attend(0, *tensors, AttentionForm(0.125)), layer, gpu) for _ in range(3)]
     finally:
         set_deterministic(False)
     assert all(torch.equal(x, y) for run in runs[1:] for x, y in zip(run, runs[0], strict=True))
@@ -155,13 +156,13 @@ def test_shared_prompts_need_no_memory_for_all_pairs_of_tokens(gpu):
     tokens = sum(map(sum, families))
     layer = [x.detach().to(gpu).requires_grad_() for x in random_layer(tokens, 4, 2, 64, BF16)]
     plan = SharedPromptPlan(families)
-    plan.attend(0, *layer, 0.125).sum().backward()  # compiles, and times kernels in memory of its own
+    plan.attend(0, *layer, AttentionForm(0.125)).sum().backward()  # compiles, and times kernels in memory of its own
     for tensor in layer:
         tensor.grad = None
     if gpu.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-    plan.attend(0, *layer, 0.125).sum().backward()
+    plan.attend(0, *layer, AttentionForm(0.125)).sum().backward()
     if gpu.type == "cuda":
         assert torch.cuda.max_memory_allocated() - before < 0.5 * tokens**2
 

@@ -8,6 +8,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from fixtures.dense_attention import dense_results, errors, random_layer, results, seen_keys
 from fixtures.flex_on_cpu import share_prompts_by_flex
 from fixtures.peak_memory import peak_bytes
+from hybridflow.models.attention_form import AttentionForm
 from hybridflow.models.block_mask import MAX_VARIANTS, _compiled, block_mask_of
 from hybridflow.models.shared_prompts import SharedPromptPlan
 
@@ -21,6 +22,8 @@ FIXED = [
     ((128, 128, 128), (256, 1)),
     ((5, 700), (5, 3, 700)),
 ]
+
+FORM = AttentionForm(0.3)
 
 
 LENGTHS = st.sampled_from([1, 3, 40, 127, 128, 129]) | st.integers(1, 300)
@@ -107,7 +110,7 @@ def from_scratch(on_flex):
 def test_outputs_and_gradients_equal_dense_attention(on_flex, families, kv_heads):
     layer = random_layer(sum(map(sum, families)), 6, kv_heads, 16, torch.float64, value_dim=24)
     plan = SharedPromptPlan(families)
-    ours = results(lambda *tensors: plan.attend(0, *tensors, 0.3), layer, CPU)
+    ours = results(lambda *tensors: plan.attend(0, *tensors, FORM), layer, CPU)
     assert ours[0].shape == (1, sum(map(sum, families)), 6, 24)
     assert max(errors(ours, dense_results(families, layer, 0.3))) < 1e-13
 
@@ -118,10 +121,10 @@ def test_filling_changes_no_other_token(on_flex, filling):
     families = PACKED[0]
     layer = random_layer(380 + filling, 6, 2, 16, torch.float64)
     plan = SharedPromptPlan(families).with_filling(filling)
-    ours = results(lambda *tensors: plan.attend(0, *tensors, 0.3), layer, CPU)
+    ours = results(lambda *tensors: plan.attend(0, *tensors, FORM), layer, CPU)
     assert max(errors(ours, dense_results((*families, (filling,)), layer, 0.3))) < 1e-13
-    whole = plan.attend(0, *(x.detach() for x in layer), 0.3)
-    alone = SharedPromptPlan(families).attend(0, *(x.detach()[:, :, :380] for x in layer), 0.3)
+    whole = plan.attend(0, *(x.detach() for x in layer), FORM)
+    alone = SharedPromptPlan(families).attend(0, *(x.detach()[:, :, :380] for x in layer), FORM)
     torch.testing.assert_close(whole[:, :380], alone, rtol=1e-12, atol=1e-14)
 
 
@@ -131,7 +134,7 @@ def test_all_micro_batches_share_one_compiled_graph(from_scratch):
         layer = random_layer(sum(map(sum, families)), 6, 2, 16, torch.float64)
         plan = SharedPromptPlan(families)
         for index in range(2):
-            results(lambda *tensors, plan=plan, index=index: plan.attend(index, *tensors, 0.3), layer, CPU)
+            results(lambda *tensors, plan=plan, index=index: plan.attend(index, *tensors, FORM), layer, CPU)
         assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
 
@@ -144,14 +147,14 @@ def test_mask_is_built_once_for_all_layers(on_flex, monkeypatch):
     monkeypatch.setattr(shared_prompts, "block_mask_of", lambda *arguments: calls.append(1) or build(*arguments))
     plan, layer = SharedPromptPlan(PACKED[0]), random_layer(380, 6, 2, 16, torch.float64)
     for index in range(3):
-        plan.attend(index, *layer, 0.3)
+        plan.attend(index, *layer, FORM)
     assert len(calls) == 1
     assert plan == SharedPromptPlan(PACKED[0])  # equal by its families, not by what it holds
 
 
 @pytest.mark.exhaustive
 def test_process_may_hold_more_compiled_variants_than_the_default(on_flex):
-    SharedPromptPlan(PACKED[3]).attend(0, *random_layer(130, 2, 1, 16, torch.float64), 0.3)
+    SharedPromptPlan(PACKED[3]).attend(0, *random_layer(130, 2, 1, 16, torch.float64), FORM)
     assert torch._dynamo.config.recompile_limit >= MAX_VARIANTS > 8
 
 
@@ -162,6 +165,6 @@ def test_compiled_kernel_for_the_cpu_equals_dense_attention(from_scratch, monkey
     for families in PACKED[:2] + PACKED[3:]:
         layer = random_layer(sum(map(sum, families)), 6, 2, 16, torch.float32)
         with torch.no_grad():
-            out = SharedPromptPlan(families).attend(0, *layer, 0.3)
+            out = SharedPromptPlan(families).attend(0, *layer, FORM)
         assert errors([out], dense_results(families, layer, 0.3)[:1])[0] < 1e-6
     assert counters["stats"]["unique_graphs"] == 1

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from hybridflow.models.attention import PackedPlan
+from hybridflow.models.attention_form import AttentionForm
 from hybridflow.models.continued_prefill import ContinuedPlan
 from hybridflow.models.kv_cache import KeysValues, KVCache
 
-HEADS, KV_HEADS, DIM, SCALING = 4, 2, 3, 0.4
+HEADS, KV_HEADS, DIM, FORM = 4, 2, 3, AttentionForm(0.4)
 
 
 def tokens_of(counts, seed=0):
@@ -23,7 +24,7 @@ def tokens_of(counts, seed=0):
 )
 def test_new_tokens_see_what_came_before_and_their_keys_are_in_the_rows(lengths, starts, group_sizes):
     whole = tokens_of(lengths)
-    expected = PackedPlan.from_lengths(lengths).attend(0, *(x[None] for x in whole), SCALING)[0].split(lengths)
+    expected = PackedPlan.from_lengths(lengths).attend(0, *(x[None] for x in whole), FORM)[0].split(lengths)
     _, keys, values = (x.transpose(0, 1).split(lengths) for x in whole)
     known = [KeysValues([k[:start]], [v[:start]]) for k, v, start in zip(keys, values, starts, strict=True)]
     cache, source = KVCache(torch.device("cpu")), torch.arange(4).repeat_interleave(torch.tensor(group_sizes))
@@ -33,7 +34,7 @@ def test_new_tokens_see_what_came_before_and_their_keys_are_in_the_rows(lengths,
     cache.append_known(known, lengths, source, capacity=70)
     cut = [[x[start:] for x, start in zip(part.transpose(0, 1).split(lengths), starts, strict=True)] for part in whole]
     new = [torch.cat(part).transpose(0, 1)[None] for part in cut]
-    out = ContinuedPlan(cache, 1, source, lengths, starts).attend(0, *new, SCALING)[0]
+    out = ContinuedPlan(cache, 1, source, lengths, starts).attend(0, *new, FORM)[0]
     wanted = torch.cat([x[start:] for x, start in zip(expected, starts, strict=True)])
     torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
     for row, i in enumerate(source.tolist(), 1):

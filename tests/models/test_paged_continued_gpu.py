@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hybridflow.models import continued_prefill
+from hybridflow.models.attention_form import AttentionForm
 from hybridflow.models.continued_prefill import PagedContinuedPlan
 from hybridflow.models.kv_cache import PrefillPlan
 from hybridflow.models.paged_kv_cache import PAGE_SIZE, PagedKVCache, pages_of
@@ -44,7 +45,7 @@ def test_new_tokens_see_all_tokens_before_them(gpu, monkeypatch, dtype, heads, k
     written = torch.tensor([slot for of, count in zip(slots, COUNTS, strict=True) for slot in of[-count:]], device=gpu)
     plan = PagedContinuedPlan(cache, torch.arange(len(written), device=gpu), written, pages, LENGTHS, COUNTS)
     for _ in range(2):  # as in two layers
-        found = plan.attend(0, *new, dim**-0.5)
+        found = plan.attend(0, *new, AttentionForm(dim**-0.5))
     for (query, key, value), of_one, count in zip(whole, found[0].split(COUNTS), COUNTS, strict=True):
         key, value = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query * dim**-0.5, key)

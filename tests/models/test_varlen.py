@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fixtures.dense_attention import dense_results, errors, random_layer, results
 from hybridflow.errors import ModelConfigError
 from hybridflow.models.attention import PackedPlan, pytorch_attention
+from hybridflow.models.attention_form import AttentionForm
 from hybridflow.models.varlen import (
     KERNEL_VARIABLE,
     TAKES_GROUPS,
@@ -67,9 +68,9 @@ def test_packed_rows_are_one_varlen_call_per_layer(hopper, dtype, kv_heads):
     query, key = fake_layer(hopper, dtype, kv_heads=kv_heads)
     plan = PackedPlan.from_lengths(LENGTHS)
     with Calls() as first:
-        plan.attend(0, query, key, key, 0.125)
+        plan.attend(0, query, key, key, AttentionForm(0.125))
     with Calls() as second:
-        out = plan.attend(1, query, key, key, 0.125)
+        out = plan.attend(1, query, key, key, AttentionForm(0.125))
     assert (out.shape, out.dtype, out.device) == ((1, 14, 6, 64), dtype, hopper)
     name = "torch_attn._varlen_attn.default"
     assert first.count(name) == second.count(name) == 1
@@ -91,7 +92,7 @@ def test_float32_rows_of_different_lengths_are_one_padded_call(hopper):
     query, key = fake_layer(hopper, torch.float32)
     plan = PackedPlan.from_lengths(LENGTHS)
     with Calls() as calls:
-        out = plan.attend(0, query, key, key, 0.125)
+        out = plan.attend(0, query, key, key, AttentionForm(0.125))
     assert (out.shape, out.dtype, out.device) == ((1, 14, 6, 64), torch.float32, hopper)
     assert calls.count("aten.index_copy.default") == 3
     assert calls.count("aten._safe_softmax.default") == 1
@@ -142,7 +143,7 @@ def test_what_varlen_documents_equals_dense_attention(monkeypatch, lengths, take
     monkeypatch.setattr("hybridflow.models.varlen.TAKES_GROUPS", takes_groups)
     layer = random_layer(sum(lengths) + 2, 6, 2, 8, torch.float64)
     plan = PackedPlan.from_lengths(lengths).with_filling(2)
-    ours = results(lambda *tensors: plan.attend(0, *tensors, 0.3), layer, CPU)
+    ours = results(lambda *tensors: plan.attend(0, *tensors, AttentionForm(0.3)), layer, CPU)
     assert max(errors(ours, dense_results([[n] for n in [*lengths, 2]], layer, 0.3))) < 1e-13
 
 
@@ -235,5 +236,5 @@ def test_what_the_operation_of_cudnn_means_equals_dense_attention(monkeypatch, k
     assert kernel("cudnn") == "cudnn"
     layer = random_layer(16, 6, 2, 8, torch.float64)
     plan = PackedPlan.from_lengths([3, 5, 1, 5]).with_filling(2)
-    ours = results(lambda *tensors: plan.attend(0, *tensors, 0.3), layer, CPU)
+    ours = results(lambda *tensors: plan.attend(0, *tensors, AttentionForm(0.3)), layer, CPU)
     assert max(errors(ours, dense_results([[n] for n in (3, 5, 1, 5, 2)], layer, 0.3))) < 1e-13

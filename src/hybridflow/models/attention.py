@@ -17,8 +17,10 @@ from transformers import AttentionInterface
 
 from hybridflow.errors import ModelError
 from hybridflow.models.attention_backend import AttentionCase, attention_for, supports_flash
+from hybridflow.models.attention_form import AttentionForm, attention_by_form
 from hybridflow.models.kernels.attention import causal_attention
-from hybridflow.models.varlen import PackedLayout, padded_attention, padding_pays, varlen_attention
+from hybridflow.models.recurrence import Recurrence
+from hybridflow.models.varlen import PackedLayout, padded, padded_attention, padding_pays, unpadded, varlen_attention
 
 ATTENTION = "hybridflow"
 
@@ -29,12 +31,16 @@ SHORT = 512
 class AttentionPlan(Protocol):
     """The keys that each query of one forward call attends to, and their memory layout."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Compute the attention of one layer, (batch, tokens, heads, value_dim).
 
         query (batch, heads, tokens, head_dim); key and value (batch, kv_heads, tokens, head_dim or value_dim). kv_heads
         divides heads; each key-value head is shared by neighboring heads.
         """
+        ...
+
+    def recur(self, layer: int, hidden: Tensor, compute: Recurrence) -> Tensor:
+        """Compute a recurrent layer of hidden (batch, tokens, width), with the tokens of each sequence as one row."""
         ...
 
 
@@ -69,16 +75,32 @@ class PackedPlan:
                 runs.append((1, length))
         return cls(tuple(runs))
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Compute the attention of one layer."""
         query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (tokens, heads, dim)
+        form, scaling = form.within(max(length for _, length in self.runs)), form.scaling
         implementation = attention_for(AttentionCase.of(query, key, value), shares_prompts=False)
-        if implementation == "varlen":
-            return varlen_attention(query, key, value, self._layout(query.device), scaling).unsqueeze(0)
+        if implementation == "varlen" and (form.is_plain or form.is_windowed):
+            layout = self._layout(query.device)
+            return varlen_attention(query, key, value, layout, scaling, window=form.window).unsqueeze(0)
+        if not form.is_plain:
+            tensors = [x.split([count * length for count, length in self.runs]) for x in (query, key, value)]
+            parts = zip(*tensors, self.runs, strict=True)
+            return torch.cat([run_attention(q, k, v, *run, form) for q, k, v, run in parts])[None]
         if query.device.type == "cuda" and padding_pays(self.lengths):
             attention = partial(pytorch_attention, scaling=scaling)
             return padded_attention(query, key, value, self._layout(query.device), attention).unsqueeze(0)
-        return self._attend_by_runs(query, key, value, scaling, compiled=implementation == "cpu_kernel")
+        return self._attend_by_runs(query, key, value, form, compiled=implementation == "cpu_kernel")
+
+    def recur(self, layer: int, hidden: Tensor, compute: Recurrence) -> Tensor:
+        """Compute a recurrent layer of all sequences: as one padded batch if that is small, else run by run."""
+        if padding_pays(self.lengths):
+            layout = self._layout(hidden.device)
+            rows = compute(padded(hidden[0, :, None], layout)[:, 0], None)
+            return unpadded(rows[:, None], layout).transpose(0, 1)
+        runs = hidden[0].split([count * length for count, length in self.runs])
+        rows = [compute(x.unflatten(0, run), None).flatten(0, 1) for x, run in zip(runs, self.runs, strict=True)]
+        return torch.cat(rows)[None]
 
     @property
     def lengths(self) -> list[int]:
@@ -91,7 +113,9 @@ class PackedPlan:
             self._layouts[device] = PackedLayout.of(self.lengths, device)
         return self._layouts[device]
 
-    def _attend_by_runs(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, *, compiled: bool) -> Tensor:
+    def _attend_by_runs(
+        self, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm, *, compiled: bool
+    ) -> Tensor:
         """Compute short sequences by the compiled kernel if `compiled`, and PyTorch's attention of each other run."""
         outputs, start = [], 0
         for part in self._parts(compiled):
@@ -99,9 +123,9 @@ class PackedPlan:
             q, k, v = (x.narrow(0, start, size) for x in (query, key, value))
             if compiled and part[0][1] <= SHORT:
                 sequences = [[length] for count, length in part for _ in range(count)]
-                outputs.append(causal_attention(q, k, v, sequences, scaling))
+                outputs.append(causal_attention(q, k, v, sequences, form.scaling))
             else:
-                outputs.append(run_attention(q, k, v, *part[0], scaling))
+                outputs.append(run_attention(q, k, v, *part[0], form))
             start += size
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
 
@@ -129,19 +153,26 @@ class PaddedPlan:
     and unused.
     """
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Compute the attention of one layer."""
-        return pytorch_attention(query, key, value, scaling).transpose(1, 2)
+        form = form.within(key.shape[2])
+        if form.is_plain:
+            return pytorch_attention(query, key, value, form.scaling).transpose(1, 2)
+        return attention_by_form(query, key, value, form).transpose(1, 2)
+
+    def recur(self, layer: int, hidden: Tensor, compute: Recurrence) -> Tensor:
+        """Compute a recurrent layer of the rows as they are."""
+        return compute(hidden, None)
 
     def with_filling(self, count: int) -> "PaddedPlan":
         """Return this plan, which is valid for rows of any length."""
         return self
 
 
-def run_attention(query: Tensor, key: Tensor, value: Tensor, count: int, length: int, scaling: float) -> Tensor:
+def run_attention(query: Tensor, key: Tensor, value: Tensor, count: int, length: int, form: AttentionForm) -> Tensor:
     """Compute causal attention of `count` packed sequences of one length, (count * length, heads, dim), as a batch."""
     query, key, value = (x.unflatten(0, (count, length)).transpose(1, 2) for x in (query, key, value))
-    return pytorch_attention(query, key, value, scaling).transpose(1, 2).flatten(0, 1)
+    return PaddedPlan().attend(0, query, key, value, form).flatten(0, 1)
 
 
 def pytorch_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float, seen: Tensor | None = None) -> Tensor:
@@ -184,12 +215,11 @@ def _attention(
         raise ModelError(f"{name} was called without attention_plan=...: give the model a PackedPlan or PaddedPlan")
     if not getattr(module, "is_causal", True):
         raise ModelError(f"{name} is not causal")
-    foreign = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux, "attention_mask": attention_mask}
-    if wanted := [argument for argument, value in foreign.items() if value is not None]:
-        raise ModelError(f"{name} uses {' and '.join(wanted)}, which is not supported")
+    if attention_mask is not None:
+        raise ModelError(f"{name} uses attention_mask, which is not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
-    return attention_plan.attend(layer, query, key, value, scale), None
+    return attention_plan.attend(layer, query, key, value, AttentionForm(scale, sliding_window, softcap, s_aux)), None
 
 
 AttentionInterface.register(ATTENTION, _attention)

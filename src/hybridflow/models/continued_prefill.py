@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from hybridflow.models.attention import pytorch_attention
 from hybridflow.models.attention_backend import AttentionCase, supports_flash
+from hybridflow.models.attention_form import AttentionForm, attention_up_to
 from hybridflow.models.kernels.paged_attention import append_to_pages
 from hybridflow.models.kv_cache import KVCache, NewRows
 from hybridflow.models.paged_kv_cache import PAGE_SIZE, PagedKVCache
@@ -45,10 +47,10 @@ class ContinuedPlan:
         # Attention reads them with a weight of 0, so they must not be NaN.
         self._unwritten = [torch.cat(x) for x in zip(*(batch.unwritten for batch in self._batches), strict=True)]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Write the keys and values of one layer, and compute its attention."""
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-        keys, values, new = self._cache.keys[layer], self._cache.values[layer], self._new
+        (keys, values), new = self._cache.of_layer(layer), self._new
         for rows, x in ((keys, key), (values, value)):
             rows.transpose(1, 2)[new.rows, self._positions] = x[new.tokens]
             if len(self._unwritten[0]):
@@ -57,7 +59,7 @@ class ContinuedPlan:
         outputs = []
         for batch, q in zip(self._batches, queries, strict=True):
             k, v = (x[batch.rows, :, : batch.longest] for x in (keys, values))
-            outputs.append(unpadded(pytorch_attention(padded(q, batch.new), k, v, scaling, batch.seen), batch.new))
+            outputs.append(unpadded(_attention(padded(q, batch.new), k, v, batch.seen, form), batch.new))
         return torch.cat(outputs)[None]
 
 
@@ -71,14 +73,14 @@ class _PrefillBatch:
     rows: slice | Tensor
     longest: int
     new: PackedLayout
-    seen: Tensor
+    seen: "_Seen"
     unwritten: tuple[Tensor, Tensor]
 
     @classmethod
     def of(cls, rows: Tensor, lengths: Sequence[int], counts: Sequence[int], device: torch.device) -> "_PrefillBatch":
         first, end = int(rows[0]), int(rows[-1]) + 1
         one_each = end - first == len(rows)
-        new, seen = PackedLayout.of(counts, device), _seen(lengths, counts, device)
+        new, seen = PackedLayout.of(counts, device), _Seen(lengths, counts, device)
         after = torch.arange(max(lengths), device=device) >= torch.tensor(lengths, device=device)[:, None]
         sequences, places = after.nonzero(as_tuple=True)
         return cls(
@@ -107,7 +109,7 @@ class PagedContinuedPlan:
         self._pages, self._lengths, self._counts = pages, lengths, counts
         self._batches: list[_PagedBatch] = []  # made in the first layer
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Write the keys and values of one layer, and compute its attention."""
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         keys, values = self._cache.keys[layer], self._cache.values[layer]
@@ -118,7 +120,7 @@ class PagedContinuedPlan:
         outputs = []
         for batch, q in zip(self._batches, queries, strict=True):
             k, v = (x.flatten(0, 1)[batch.read] for x in (keys, values))
-            outputs.append(batch.attend(q, k, v, scaling))
+            outputs.append(batch.attend(q, k, v, form))
         return torch.cat(outputs)[None]
 
     def _split(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator["_PagedBatch"]:
@@ -134,13 +136,14 @@ class PagedContinuedPlan:
 class _PagedBatch:
     """Sequences of one call of attention: their new and all tokens, the slots of these, and which keys queries see.
 
-    `seen` is None for flash attention, which needs no padding.
+    `is_flash`: flash attention computes it without padding, if the form of the layer allows that.
     """
 
     new: PackedLayout
     whole: PackedLayout
     read: Tensor
-    seen: Tensor | None
+    seen: "_Seen"
+    is_flash: bool
 
     @classmethod
     def of(
@@ -157,21 +160,36 @@ class _PagedBatch:
         ]
         layouts = PackedLayout.of(counts, device), PackedLayout.of(lengths, device)
         read = upload(np.concatenate(slots), device)
-        return cls(*layouts, read, None if is_flash else _seen(lengths, counts, device))
+        return cls(*layouts, read, _Seen(lengths, counts, device), is_flash)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Compute attention of queries (new tokens, heads, dim) to keys and values (all tokens, kv_heads, dim)."""
-        if self.seen is None:
-            return varlen_attention(query, key, value, self.new, scaling, keys=self.whole)
+        if self.is_flash and (form.is_plain or form.is_windowed):
+            places = {"keys": self.whole, "window": form.window}
+            return varlen_attention(query, key, value, self.new, form.scaling, **places)
         key, value = (padded(x, self.whole) for x in (key, value))
-        return unpadded(pytorch_attention(padded(query, self.new), key, value, scaling, self.seen), self.new)
+        return unpadded(_attention(padded(query, self.new), key, value, self.seen, form), self.new)
 
 
-def _seen(lengths: Sequence[int], counts: Sequence[int], device: torch.device) -> Tensor:
-    """Return which keys the new tokens of padded sequences see, (sequences, 1, most new tokens, longest) bool."""
-    starts = torch.tensor([length - count for length, count in zip(lengths, counts, strict=True)], device=device)
-    last = starts[:, None] + torch.arange(max(counts), device=device)  # the last key that a query sees
-    return (torch.arange(max(lengths), device=device) <= last[:, :, None])[:, None]
+class _Seen:
+    """Which keys the new tokens of padded sequences see: those up to `last`, (sequences, most new tokens)."""
+
+    def __init__(self, lengths: Sequence[int], counts: Sequence[int], device: torch.device) -> None:
+        starts = torch.tensor([length - count for length, count in zip(lengths, counts, strict=True)], device=device)
+        self.last = starts[:, None] + torch.arange(max(counts), device=device)
+        self._longest = max(lengths)
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """The same as (sequences, 1, most new tokens, longest) bool, made for the first layer that needs it."""
+        return (torch.arange(self._longest, device=self.last.device) <= self.last[:, :, None])[:, None]
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, seen: _Seen, form: AttentionForm) -> Tensor:
+    form = form.within(key.shape[2])
+    if form.is_plain:
+        return pytorch_attention(query, key, value, form.scaling, seen.mask)
+    return attention_up_to(query, key, value, seen.last, form)
 
 
 def _parts(

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from hybridflow.errors import ModelConfigError
 from hybridflow.models.attention import AttentionPlan
+from hybridflow.models.attention_form import AttentionForm
 from hybridflow.models.forward import (
     Forward,
     OwnForward,
@@ -207,7 +208,8 @@ class FusedForward:
         self, layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan, batch: int
     ) -> Tensor:
         query, key, value = self._open(layer, hidden, cos, sin, batch)
-        attended = plan.attend(layer.self_attn.layer_idx, query, key, value, layer.self_attn.scaling)
+        form = AttentionForm(layer.self_attn.scaling)
+        attended = plan.attend(layer.self_attn.layer_idx, query, key, value, form)
         return self._close(layer, hidden, attended.reshape(len(hidden), -1))
 
     def _open_layer(
@@ -288,7 +290,7 @@ def _packed_layer(
         query, key = rms_norm(query, layer.query_norm, epsilon), rms_norm(key, layer.key_norm, epsilon)
     query, key = rotary(query, cos, sin), rotary(key, cos, sin)
     query, key, value = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (query, key, value))
-    attended = plan.attend(index, query, key, value, decoder.scaling)
+    attended = plan.attend(index, query, key, value, AttentionForm(decoder.scaling))
     hidden = layer.out(attended.reshape(len(hidden), -1), hidden)
     return layer.down(layer.gate_up(rms_norm(hidden, layer.mlp_norm, epsilon)), hidden)
 
@@ -304,6 +306,8 @@ def _is_fusable(model: PreTrainedModel) -> bool:
     config = model.config
     is_gated_silu = getattr(config, "hidden_act", None) in ("silu", "swish")
     if config.model_type not in FUSED_FAMILIES or not is_gated_silu or has_angles_of_length(config):
+        return False
+    if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
         return False
     body: Any = model.model
     cos, _ = _angles(body, torch.zeros(1, dtype=torch.int64, device=model.device), torch.float32)

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from hybridflow.models.attention import PackedPlan
+from hybridflow.models.attention_form import AttentionForm, attention_up_to
 from hybridflow.models.kernels.attention import append_and_attend
 from hybridflow.models.kernels.library import serves
+from hybridflow.models.recurrence import Recurrence, States
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,9 @@ class KeysValues:
 class KVCache:
     """Keys and values of the running sequences, one row each; `lengths` (rows,) counts their tokens.
 
-    `keys` and `values` have one tensor per layer: (rows, kv_heads, capacity, dim), contiguous; after rows were dropped,
-    they are the first rows of a larger one. Storage grows when rows are added that do not fit.
+    `keys` and `values` have one tensor per layer of attention: (rows, kv_heads, capacity, dim), contiguous; after rows
+    were dropped, they are the first rows of a larger one. Storage grows when rows are added that do not fit. `states`:
+    those of recurrent layers by their number, which are of the last tokens of rows.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,6 +37,13 @@ class KVCache:
         self.values: list[Tensor] = []
         self._storage: tuple[list[Tensor], list[Tensor]] = ([], [])  # of which keys and values are the first rows
         self.lengths = torch.zeros(0, dtype=torch.int64, device=device)
+        self.states: dict[int, States] = {}
+        self._places: dict[int, int] = {}  # of layers with keys and values
+
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of a layer, by its number in the model."""
+        place = self._places.get(layer, layer)
+        return self.keys[place], self.values[place]
 
     @property
     def capacity(self) -> int:
@@ -47,7 +57,11 @@ class KVCache:
         number of rows that are added next, for which storage that grows has room.
         """
         layout = NewRows(prompts.lengths, source, first_row=len(self.lengths))
-        packed = KeysValues(*([part[i] for i in range(len(part))] for part in (prompts.keys, prompts.values)))
+        self._places = {layer: place for place, layer in enumerate(prompts.keys)}
+        packed = KeysValues(list(prompts.keys.values()), list(prompts.values.values()))
+        for number, states in prompts.states.items():
+            old = self.states.get(number, States(number))
+            self.states[number] = States.joined([old, states.of_rows(source)])
         self._add(layout.lengths, packed, capacity, room)
         for storage, new in ((self.keys, packed.keys), (self.values, packed.values)):
             for x, of_layer in zip(storage, new, strict=True):
@@ -91,6 +105,7 @@ class KVCache:
                     tokens.index_copy_(0, moved, tokens[rows[moved]])
                 storage[layer] = x[: len(rows)]
         self.lengths = self.lengths[rows]
+        self.states = {layer: states.of_rows(rows) for layer, states in self.states.items()}
 
     def _add(self, lengths: Tensor, like: KeysValues, capacity: int, room: int) -> None:
         """Add rows of these lengths, for keys and values `like` these; storage that grows has room for `room` more."""
@@ -144,19 +159,30 @@ def _is_compiled(keys: Tensor, values: Tensor) -> bool:
 class PrefillPlan:
     """Packed causal attention over prompts that also stores their keys and values.
 
-    `keys` and `values` by layer: (tokens, kv_heads, dim) of the packed prompts.
+    `keys` and `values` by layer: (tokens, kv_heads, dim) of the packed prompts. `states` by recurrent layer: after each
+    prompt.
     """
 
     def __init__(self, lengths: list[int]) -> None:
         self.lengths = lengths
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
+        self.states: dict[int, States] = {}
         self._packed = PackedPlan.from_lengths(lengths)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Store the keys and values of one layer, and compute its attention."""
         self.keys[layer], self.values[layer] = key[0].transpose(0, 1), value[0].transpose(0, 1)
-        return self._packed.attend(layer, query, key, value, scaling)
+        return self._packed.attend(layer, query, key, value, form)
+
+    def recur(self, layer: int, hidden: Tensor, compute: Recurrence) -> Tensor:
+        """Compute a recurrent layer run by run, without padding, which would be in the states, and store these."""
+        runs, rows, states = self._packed.runs, list[Tensor](), list[States]()
+        for x, run in zip(hidden[0].split([count * length for count, length in runs]), runs, strict=True):
+            states.append(States(layer))
+            rows.append(compute(x.unflatten(0, run), states[-1]).flatten(0, 1))
+        self.states[layer] = States.joined(states)
+        return torch.cat(rows)[None]
 
 
 class DecodePlan:
@@ -174,14 +200,24 @@ class DecodePlan:
         self._rows = torch.arange(num_rows, device=cache.lengths.device)
         self._unseen: Tensor | None = None
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Write the new keys and values of one layer, and compute its attention."""
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        query, key, value = query[:, :, 0], key[:, :, 0], value[:, :, 0]
+        keys, values = self.cache.of_layer(layer)
+        form, used = form.within(self.longest + 1), self.longest + 1
+        if not form.is_plain:
+            for rows, x in ((keys, key), (values, value)):
+                rows[self._rows, :, self.ends] = x[:, :, 0]
+            seen = (x[: self.num_rows, :, :used] for x in (keys, values))
+            return attention_up_to(query, *seen, self.ends[:, None], form).transpose(1, 2)
+        query, key, value, scaling = query[:, :, 0], key[:, :, 0], value[:, :, 0], form.scaling
         if _is_compiled(key, value):
             out = append_and_attend(query, key, value, keys, values, self.ends, self.longest, scaling)
             return out.unsqueeze(1)
         return self._attend_by_products(query, key, value, keys, values, scaling).unsqueeze(1)
+
+    def recur(self, layer: int, hidden: Tensor, compute: Recurrence) -> Tensor:
+        """Compute a recurrent layer of the new tokens; their states take the place of those before."""
+        return compute(hidden, self.cache.states[layer].of_rows(slice(self.num_rows)))
 
     def _attend_by_products(
         self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, scaling: float

@@ -30,6 +30,7 @@ from hybridflow.models.attention import ATTENTION
 from hybridflow.models.lora import is_adapter, plain_name
 from hybridflow.models.model_files import LOADING_ERRORS, require_finite, require_sound_config
 from hybridflow.models.parameters import part_like, persistent_buffers, replace_parameters
+from hybridflow.models.recurrence import plan_recurrences
 from hybridflow.models.stored_model import ModelTensors, StoredModel
 from hybridflow.models.support import (
     USE_INSTEAD,
@@ -99,6 +100,7 @@ def build_without_weights(path: str | Path, head: Head, dtype: torch.dtype) -> P
         require_value_head(model)
     model.tie_weights()
     turn_off_dropout(model)
+    plan_recurrences(model)
     return model.eval()
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.models.attention import PackedPlan
+from hybridflow.models.attention_form import AttentionForm, attention_up_to
 from hybridflow.models.kernels.paged_attention import append_to_pages, looks_up_addresses, paged_attention
 from hybridflow.models.kv_cache import PrefillPlan
 from hybridflow.models.varlen import upload
@@ -107,12 +108,12 @@ class PagedPrefillPlan:
         self._cache, self._tokens, self._slots = cache, tokens, slots
         self._packed = PackedPlan.from_lengths(lengths)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Write the keys and values of one layer, and compute its attention."""
         new_key, new_value = (x[0].transpose(0, 1)[self._tokens] for x in (key, value))
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         append_to_pages(new_key, new_value, keys, values, self._slots, self._cache.addresses[layer])
-        return self._packed.attend(layer, query, key, value, scaling)
+        return self._packed.attend(layer, query, key, value, form)
 
 
 class PagedDecodePlan:
@@ -131,9 +132,13 @@ class PagedDecodePlan:
         slot = page * PAGE_SIZE + self.ends % PAGE_SIZE
         self._slots = torch.where(running, slot, torch.arange(len(ends), device=ends.device))
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Write the new keys and values of one layer, and compute its attention."""
-        query, key, value = query[:, :, 0], key[:, :, 0], value[:, :, 0]
         keys, values, addresses = self._cache.keys[layer], self._cache.values[layer], self._cache.addresses[layer]
-        append_to_pages(key, value, keys, values, self._slots, addresses)
-        return paged_attention(query, keys, values, self._tables, self._counts, scaling, addresses).unsqueeze(1)
+        append_to_pages(key[:, :, 0], value[:, :, 0], keys, values, self._slots, addresses)
+        form = form.within(self._tables.shape[1] * PAGE_SIZE)
+        if form.is_plain:
+            arguments = (self._tables, self._counts, form.scaling, addresses)
+            return paged_attention(query[:, :, 0], keys, values, *arguments).unsqueeze(1)
+        read = (x[self._tables.long()].flatten(1, 2).transpose(1, 2) for x in (keys, values))
+        return attention_up_to(query, *read, self.ends[:, None], form).transpose(1, 2)

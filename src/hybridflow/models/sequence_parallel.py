@@ -11,6 +11,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from hybridflow.models.attention import AttentionPlan
+from hybridflow.models.attention_form import AttentionForm
+from hybridflow.models.recurrence import Recurrence
 
 
 class UlyssesPlan:
@@ -19,7 +21,7 @@ class UlyssesPlan:
     def __init__(self, plan: AttentionPlan, group: dist.ProcessGroup) -> None:
         self.plan, self._group = plan, group
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Compute the attention of one layer for this rank's tokens; all ranks of the group call it."""
         size, heads = self._group.size(), query.shape[1]
         repeats, padded = shared_heads(heads, key.shape[1], size)
@@ -27,8 +29,16 @@ class UlyssesPlan:
         if padded > heads:  # then each query head has its own key head
             query, key, value = (pad(x, (0, 0, 0, 0, 0, padded - heads)) for x in (query, key, value))
         query, key, value = (self._tokens_of_some_heads(x) for x in (query, key, value))
-        out = self.plan.attend(layer, query, key, value, scaling)
+        form = form.of_heads(self._group.rank(), size, padded)
+        out = self.plan.attend(layer, query, key, value, form)
         return self._heads_of_some_tokens(out)[:, :, :heads]
+
+    def recur(self, layer: int, hidden: Tensor, compute: Recurrence) -> Tensor:
+        """Compute a recurrent layer of all tokens on every rank, and return those of this rank."""
+        size, rank, width = self._group.size(), self._group.rank(), hidden.shape[1]
+        mine = torch.arange(rank * width, (rank + 1) * width, device=hidden.device)
+        tokens = GatherTokens.apply(hidden.transpose(0, 1), mine, size * width, self._group).transpose(0, 1)
+        return self.plan.recur(layer, tokens, compute)[:, mine]
 
     def _tokens_of_some_heads(self, x: Tensor) -> Tensor:
         """Exchange (batch, heads, shard, dim) for (batch, heads / ranks, tokens, dim)."""

@@ -10,12 +10,17 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from hybridflow.errors import ModelError
 from hybridflow.models.attention import PackedPlan
+from hybridflow.models.attention_form import AttentionForm
+from hybridflow.models.recurrence import Recurrence
 
 FUSED_FAMILIES = ("llama", "qwen2", "qwen3")
 """`model_type` of the families with a fused forward pass: pre-norm layers of full attention with rotary embeddings and
 a gated SiLU, with or without biases."""
 
-USE_INSTEAD = "use a model with full causal attention such as Llama, Qwen2 or Qwen3."
+LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention", "conv"}
+"""Names of `layer_types` in configurations whose layers ask the attention plan."""
+
+USE_INSTEAD = "use a model with causal attention such as Llama, Qwen2 or Qwen3."
 
 
 def require_supported_config(config: PretrainedConfig) -> None:
@@ -28,12 +33,8 @@ def require_supported_config(config: PretrainedConfig) -> None:
         )
     if getattr(text, "is_heterogeneous", False):
         raise ModelError(f"{kind} models with layers of different sizes are not supported; {USE_INSTEAD}")
-    layer_types = getattr(text, "layer_types", None)
-    if others := sorted(set(layer_types or ()) - {"full_attention"}):
+    if others := sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES):
         raise ModelError(f"{kind} models with layers of type {', '.join(others)} are not supported; {USE_INSTEAD}")
-    window = getattr(text, "sliding_window", None)
-    if window is not None and not layer_types:
-        raise ModelError(f"{kind} models with sliding_window={window} are not supported; {USE_INSTEAD}")
     if has_angles_of_length(text):
         rope_type = text.rope_parameters["rope_type"]
         raise ModelError(f"{kind} models with rope_type={rope_type!r} are not supported; {USE_INSTEAD}")
@@ -81,6 +82,10 @@ class _Recording:
     def __init__(self) -> None:
         self.layers: list[int] = []
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         self.layers.append(layer)
-        return PackedPlan(((2, 1),)).attend(layer, query, key, value, scaling)
+        return PackedPlan(((2, 1),)).attend(layer, query, key, value, form)
+
+    def recur(self, layer: int, hidden: Tensor, compute: Recurrence) -> Tensor:
+        self.layers.append(layer)
+        return compute(hidden, None)

@@ -93,21 +93,31 @@ def upload(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float, keys: PackedLayout | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+    scaling: float,
+    keys: PackedLayout | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Compute causal attention of packed sequences by flash attention, (tokens, heads, dim); see `supports_flash`.
 
-    `keys`: the layout of the keys and values, if the queries are only the last tokens of each sequence.
+    `keys`: the layout of the keys and values, if the queries are only the last tokens of each sequence. `window`: the
+    number of keys that a query sees, its own included; None: all.
     """
-    if packed_kernel() == "cudnn" and keys is None and query.shape[-1] <= CUDNN_HEAD_DIM:
+    if packed_kernel() == "cudnn" and keys is None and window is None and query.shape[-1] <= CUDNN_HEAD_DIM:
         bias, needs_normalizers, dropout, is_causal = None, True, 0.0, True
         places = (layout.starts, layout.starts, layout.longest, layout.longest)
         arguments = (query, key, value, bias, *places, needs_normalizers, dropout, is_causal)
         return torch.ops.aten._cudnn_attention_forward(*arguments, scale=scaling)[0]
     options: dict[str, Any] = {"enable_gqa": True} if TAKES_GROUPS else {}
-    keys, causal = keys or layout, (-1, 0)  # keys left and right of the query: all, none
+    keys, seen = (
+        keys or layout,
+        (-1 if window is None else window - 1, 0),
+    )  # keys left of the query (-1: all), and right
     places = (layout.starts, keys.starts, layout.longest, keys.longest)
-    out = varlen_attn(query, key, value, *places, scale=scaling, window_size=causal, **options)
+    out = varlen_attn(query, key, value, *places, scale=scaling, window_size=seen, **options)
     assert isinstance(out, Tensor)  # without auxiliary outputs
     return out
 

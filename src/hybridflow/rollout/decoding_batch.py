@@ -270,7 +270,8 @@ class DecodingBatch:
             versions = self._versions[starts[i] : starts[i] + count]
             done.append(Completion(request_id, index, tokens, log_probs, versions, reason))
             request = self._requests[row]
-            if request.keep and not aborted and starts[i] >= self._fresh_from:
+            can_be_kept = not self._cache.states  # a row's states go on until it is removed
+            if request.keep and can_be_kept and not aborted and starts[i] >= self._fresh_from:
                 computed = [*request.prompt_ids, *tokens[:-1]]
                 parked = self._parked.add(row, len(computed))
                 self._kept.add(computed, parked, parked.release)

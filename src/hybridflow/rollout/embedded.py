@@ -17,6 +17,7 @@ from hybridflow.errors import RolloutConfigError, RolloutError
 from hybridflow.models.fused_forward import forward_of
 from hybridflow.models.kv_cache import PrefillPlan
 from hybridflow.models.loading import placeholder
+from hybridflow.models.recurrence import has_recurrences
 from hybridflow.rollout.base import Completion, Request, SleepingPart
 from hybridflow.rollout.decoding_batches import DecodingBatches
 from hybridflow.rollout.kept_sequences import KeptSequences
@@ -102,7 +103,7 @@ class EmbeddedRollout:
             )
         self.model = model
         self._forward = forward_of(model)
-        self._paged = paged
+        self._paged = False if has_recurrences(model) else paged  # states are rows of a batch, not pages
         self._kv_cache_bytes, self._memory_share = kv_cache_bytes, memory_share
         self._pack_weights = pack_weights
         self._is_packed = False  # True while sequences run, until the weights change
