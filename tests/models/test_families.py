@@ -13,13 +13,27 @@ from hybridflow.engines import TorchEngine
 IN_EACH_RUN = (
     *("llama", "mistral", "qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v3", "glm4_moe", "minimax_m2", "apertus"),
     *("gemma", "phi3", "olmo2", "gpt2", "gpt_neox", "granitemoe", "ernie4_5_moe"),
+    *("gemma2", "gpt_oss", "qwen3_5_text"),
 )
 MORE = (
-    *("arcee", "aria_text", "biogpt", "bitnet", "codegen", "cohere", "ctrl", "deepseek_v2", "dots1", "ernie4_5"),
+    *(
+        "afmoe",
+        "arcee",
+        "aria_text",
+        "biogpt",
+        "bitnet",
+        "codegen",
+        "cohere",
+        "ctrl",
+        "deepseek_v2",
+        "dots1",
+        "ernie4_5",
+    ),
     *("exaone", "exaone4", "exaone_moe", "flex_olmo", "glm", "glm4", "glm4_moe_lite", "gpt_bigcode", "gptj", "granite"),
     *("granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "jetmoe"),
     *("lfm2", "llama4_text", "minicpm3", "ministral3", "nanochat", "olmo", "olmoe", "opt", "persimmon", "phi"),
-    *("phimoe", "qwen2", "qwen3", "qwen3_5_text", "qwen3_next", "seed_oss", "smollm3", "solar_open", "starcoder2"),
+    *("cohere2", "gemma3_text", "olmo3", "olmo_hybrid", "qwen3_5_moe_text"),
+    *("phimoe", "qwen2", "qwen3", "qwen3_next", "seed_oss", "smollm3", "solar_open", "starcoder2"),
     "youtu",
 )
 SEQUENCES = [[5, 9, 33, 36, 7], [8, 2, 2, 30, 21, 22, 3, 11]]

@@ -8,7 +8,6 @@ from transformers import PreTrainedModel
 from hybridflow.config import LoRAConfig
 from hybridflow.engines.ranks import TENSOR, Ranks
 from hybridflow.engines.sharding import reshard, shard_model
-from hybridflow.errors import ModelConfigError
 from hybridflow.models.forward import Forward
 from hybridflow.models.fused_forward import FusedForward, forward_of
 from hybridflow.models.loading import build_without_weights, load_causal_lm, load_shards, load_value_model
@@ -48,17 +47,7 @@ def build_model(
     load_shards(model, path)
     tensor = TensorRanks(ranks.group(TENSOR)) if ranks.tensor > 1 else None
     forward = forward_of(model, is_sharded=True, tensor=tensor)
-    if not isinstance(forward, FusedForward):
-        _require_own_forward(model, ranks)
+    if not isinstance(forward, FusedForward):  # all ranks run it
+        require_planned_attention(model)
+        reshard(model)
     return model, forward
-
-
-def _require_own_forward(model: PreTrainedModel, ranks: Ranks) -> None:
-    """Raise ModelError unless a family without a fused forward pass is supported; all ranks run it."""
-    if ranks.sequence > 1:
-        raise ModelConfigError(
-            f"parallel.sequence={ranks.sequence} is not supported for {model.config.model_type} models, "
-            "whose code computes whole sequences; use parallel.sequence = 1, or a Llama, Qwen2 or Qwen3 model."
-        )
-    require_planned_attention(model)
-    reshard(model)

@@ -35,10 +35,10 @@ class UlyssesPlan:
 
     def recur(self, layer: int, hidden: Tensor, compute: Recurrence) -> Tensor:
         """Compute a recurrent layer of all tokens on every rank, and return those of this rank."""
-        size, rank, width = self._group.size(), self._group.rank(), hidden.shape[1]
-        mine = torch.arange(rank * width, (rank + 1) * width, device=hidden.device)
-        tokens = GatherTokens.apply(hidden.transpose(0, 1), mine, size * width, self._group).transpose(0, 1)
-        return self.plan.recur(layer, tokens, compute)[:, mine]
+        size, width = self._group.size(), hidden.shape[1]
+        parts = _AllToAll.apply(hidden.expand(size, *hidden.shape), self._group)  # each rank's shard goes to all ranks
+        tokens = parts.movedim(0, 1).flatten(1, 2)
+        return self.plan.recur(layer, tokens, compute).narrow(1, self._group.rank() * width, width)
 
     def _tokens_of_some_heads(self, x: Tensor) -> Tensor:
         """Exchange (batch, heads, shard, dim) for (batch, heads / ranks, tokens, dim)."""
