@@ -122,8 +122,7 @@ class ParallelConfig(Section):
     )
     sequence: Positive = Field(
         default=1,
-        description="Sequence parallel size (Ulysses): ranks that split the tokens of each micro-batch. Llama, Qwen2 "
-        "and Qwen3 only.",
+        description="Sequence parallel size (Ulysses): ranks that split the tokens of each micro-batch.",
     )
     replicas: Positive = Field(
         default=1,
