@@ -29,7 +29,7 @@ class _AnthropicResult(Body):
     harmless = frozenset({"cache_control"})
     type: Literal["tool_result"]
     tool_use_id: bodies.Name
-    content: Parts = Field(default=[])
+    content: Parts = Field(default_factory=list)
     is_error: bool = False
 
     def text(self) -> str:
@@ -79,10 +79,10 @@ class AnthropicMessages(bodies.ChatBody):
         Field(min_length=1),
     ]
     max_tokens: bodies.Count
-    system: Parts = Field(default=[])
-    tools: Items[_AnthropicTool] = Field(default=[])
-    tool_choice: _AnthropicToolChoice = _AnthropicToolChoice(type="auto")
-    stop_sequences: bodies.Stops = Field(default=[])
+    system: Parts = Field(default_factory=list)
+    tools: Items[_AnthropicTool] = Field(default_factory=list)
+    tool_choice: _AnthropicToolChoice = Field(default_factory=lambda: _AnthropicToolChoice(type="auto"))
+    stop_sequences: bodies.Stops = Field(default_factory=list)
     thinking: _AnthropicThought | None = None
 
     def request(self) -> ChatRequest:

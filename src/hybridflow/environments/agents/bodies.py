@@ -28,6 +28,7 @@ from hybridflow.environments.episodes.messages import AssistantTurn, Message, To
 MAX_OBJECTS = 30_000
 """Messages, parts of them, calls and tools of a request."""
 MAX_FIELDS = 100
+_JSON = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _MAYBE_INFINITE = re.compile(rb"\d[eE]\+?\d{3}|\d{300}")
 _ERRORS = {401: "authentication", 404: "not_found", 429: "rate_limit"}
 
@@ -68,7 +69,7 @@ class TextPart(Body):
     harmless = frozenset({"cache_control"})
     type: Literal["text"]
     text: str
-    citations: Empty = Field(default=[])
+    citations: Empty = Field(default_factory=list)
 
 
 as_parts = BeforeValidator(lambda content: [{"type": "text", "text": content}] if isinstance(content, str) else content)
@@ -127,7 +128,7 @@ def parse_json(text: str | bytes, what: str = "the body") -> Any:
 
 def json_text(value: Any) -> str:
     """Return JSON in ASCII."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return _JSON.encode(value)
 
 
 def text_of(parts: Iterable[TextPart]) -> str:

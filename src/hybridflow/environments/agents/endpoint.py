@@ -11,14 +11,12 @@ import logging
 import re
 import socket
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from starlette.requests import ClientDisconnect, Request
-from starlette.types import Receive, Scope, Send
 
 from hybridflow.environments.agents.anthropic_messages import AnthropicCount, AnthropicMessages
 from hybridflow.environments.agents.bodies import json_text, parse_json
@@ -30,6 +28,8 @@ if TYPE_CHECKING:
     from hybridflow.environments.agents.session import Session
 
 log = logging.getLogger(__name__)
+
+Event = MutableMapping[str, Any]
 
 _CALLS = {
     "chat/completions": ("POST", OpenAIChat),
@@ -51,6 +51,10 @@ _MODEL = {"id": "hybridflow", "object": "model", "created": 0, "owned_by": "hybr
     "created_at": "1970-01-01T00:00:00Z",
 }
 """The model as OpenAI and as Anthropic list it."""
+
+
+class _GoneError(Exception):
+    """The client has closed its connection."""
 
 
 class _Server(uvicorn.Server):
@@ -88,6 +92,10 @@ class Endpoint:
             http="h11",
             ws="none",
             lifespan="off",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
             log_config=None,
             log_level=logging.CRITICAL,  # requests that are wrong do not belong into the log of a run
             timeout_keep_alive=60,
@@ -142,19 +150,25 @@ class Endpoint:
         if open_requests:
             await asyncio.wait(open_requests, timeout=5)  # a client need not read
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(
+        self,
+        scope: Event,
+        receive: Callable[[], Awaitable[Event]],
+        send: Callable[[Event], Awaitable[None]],
+    ) -> None:
         """Answer one request: the ASGI app."""
-        request, exchange = Request(scope, receive), _Exchange(receive, send, self.keep_alive_s)
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        exchange = _Exchange(receive, send, self.keep_alive_s)
         path = _PATH.fullmatch(scope["path"])
         session_id, call = (path["session"] or "", path["call"]) if path else ("", "")
-        is_anthropic = call.startswith("messages") or "anthropic-version" in request.headers
+        is_anthropic = call.startswith("messages") or "anthropic-version" in headers
         task = asyncio.current_task()
         assert task is not None
         self._requests[task] = session_id
         try:
-            await self._answer(request, session_id, call, exchange)
+            await self._answer(scope, headers, session_id, call, exchange)
             return
-        except ClientDisconnect:
+        except _GoneError:
             return
         except RefusedError as error:
             refused = error
@@ -174,11 +188,13 @@ class Endpoint:
             del self._requests[task]
         await exchange.refuse(refused, AnthropicMessages if is_anthropic else OpenAIChat)
 
-    async def _answer(self, request: Request, session_id: str, call: str, exchange: "_Exchange") -> None:
+    async def _answer(
+        self, scope: Event, headers: Mapping[str, str], session_id: str, call: str, exchange: "_Exchange"
+    ) -> None:
         method, protocol = _CALLS.get(call, ("", OpenAIChat))
         if not method:
             known = ", ".join(f"{method} /v1/{name}" for name, (method, _) in _CALLS.items())
-            path = ascii(request.scope["path"])[:200]
+            path = ascii(scope["path"])[:200]
             raise RefusedError(404, "unknown_url", f"{path} is not served; known: {known}. {_BASE_URLS}")
         session = self.sessions.get(session_id)
         if session is None:
@@ -186,20 +202,20 @@ class Endpoint:
                 404, "unknown_session", f"there is no session {ascii(session_id)[:100]}. {_BASE_URLS}"
             )
             raise _has_ended(session_id) if session_id in self._ended else unknown
-        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-        keys = [request.headers.get("x-api-key", ""), bearer.strip() if scheme.lower() == "bearer" else ""]
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        keys = [headers.get("x-api-key", ""), bearer.strip() if scheme.lower() == "bearer" else ""]
         if not any(hmac.compare_digest(key.encode(), session.key.encode()) for key in keys):
             wanted = "the key of the session is needed, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             raise RefusedError(401, "invalid_api_key", wanted)
-        if request.method != method:
-            raise RefusedError(405, "wrong_method", f"{request.method} is not supported here; use {method}")
+        if scope["method"] != method:
+            raise RefusedError(405, "wrong_method", f"{scope['method']} is not supported here; use {method}")
         if call == "waited":  # which is asked for the agent, beside its requests
             return await exchange.reply({"seconds": session.waited_s})
         with session.open():
             if call == "models":
                 ids = {"first_id": _MODEL["id"], "last_id": _MODEL["id"]}
                 return await exchange.reply({"object": "list", "data": [_MODEL], "has_more": False, **ids})
-            body = await _body(request, session.max_body_bytes)
+            body = await exchange.body(headers, session.max_body_bytes)
             if call == "reward":
                 session.set_reward(parse_json(body))
                 return await exchange.reply({"accepted": True})
@@ -215,12 +231,30 @@ class Endpoint:
 class _Exchange:
     """The response of one request, and whether the client is still there."""
 
-    receive: Receive
-    send: Send
+    receive: Callable[[], Awaitable[Event]]
+    send: Callable[[Event], Awaitable[None]]
     keep_alive_s: float
     has_begun: bool = False
     has_turn: bool = False
     is_over: bool = False
+
+    async def body(self, headers: Mapping[str, str], max_bytes: int) -> bytes:
+        """Return the body. Of a larger one some is read and thrown away, as most clients read no error before that."""
+        if encoding := headers.get("content-encoding"):
+            problem = f"content-encoding={encoding[:50]!r} is not supported; send plain JSON"
+            raise RefusedError(415, "encoded_body", problem)
+        body, most = bytearray(), _NUM_BODIES_READ * max_bytes
+        has_more = int(headers.get("content-length", 0)) <= most
+        size = 0 if has_more else most
+        while has_more and size <= most:
+            event = await self.receive()
+            if event["type"] == "http.disconnect":
+                raise _GoneError
+            size, has_more = size + len(event["body"]), event["more_body"]
+            body += event["body"] if size <= max_bytes else b""
+        if size > max_bytes:
+            raise RefusedError(413, "body_too_large", f"a body may have {max_bytes:,} bytes; this one has more")
+        return bytes(body)
 
     async def reply(self, body: dict[str, Any], status: int = 200, *, is_last: bool = True) -> None:
         """Send a response of JSON."""
@@ -246,7 +280,7 @@ class _Exchange:
                 timeout = self.keep_alive_s if asked.stream else None
                 await asyncio.wait({sampling, gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
                 if gone.done():
-                    raise ClientDisconnect
+                    raise _GoneError
                 if not sampling.done():
                     await self._send_events(asked.keep_alive)
             reply, self.has_turn = sampling.result(), True
@@ -254,9 +288,8 @@ class _Exchange:
                 await self._send_events("".join(asked.events(reply)))
             else:
                 await self.reply(asked.response(reply), is_last=False)
-            await self._send(b"")  # returns when a slow client has read
+            await self._send(b"", is_last=True)  # returns when a slow client has read
             is_delivered = not gone.done()
-            await self._send(b"", is_last=True)
         finally:
             gone.cancel()  # without a wait, in which `remove` would cancel what was delivered, and close its connection
             has_failed = sampling.cancel() or sampling.cancelled() or sampling.exception()
@@ -284,22 +317,3 @@ class _Exchange:
 
 def _has_ended(session_id: str) -> RefusedError:
     return RefusedError(410, "session_ended", f"the episode of the session {ascii(session_id)[:100]} has ended")
-
-
-async def _body(request: Request, max_bytes: int) -> bytes:
-    """Return the body. Of a larger one some is read and thrown away, because most clients read no error before that."""
-    if encoding := request.headers.get("content-encoding"):
-        raise RefusedError(415, "encoded_body", f"content-encoding={encoding[:50]!r} is not supported; send plain JSON")
-    body, size, most = bytearray(), 0, _NUM_BODIES_READ * max_bytes
-    if int(request.headers.get("content-length", 0)) <= most:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size <= max_bytes:
-                body += chunk
-            elif size > most:
-                break
-    else:
-        size = most
-    if size > max_bytes:
-        raise RefusedError(413, "body_too_large", f"a body may have {max_bytes:,} bytes; this one has more")
-    return bytes(body)

@@ -52,10 +52,10 @@ class _OpenAISaid(Body):
 class _OpenAITurn(Body):
     harmless = frozenset({"parsed"})
     role: Literal["assistant"]
-    content: Parts = Field(default=[])
+    content: Parts = Field(default_factory=list)
     reasoning_content: str = ""
-    tool_calls: Items[_OpenAICall] = Field(default=[])
-    annotations: bodies.Empty = Field(default=[])
+    tool_calls: Items[_OpenAICall] = Field(default_factory=list)
+    annotations: bodies.Empty = Field(default_factory=list)
 
 
 class _OpenAIResult(Body):
@@ -85,20 +85,20 @@ class OpenAIChat(bodies.ChatBody):
         Items[Annotated[_OpenAISaid | _OpenAITurn | _OpenAIResult, Field(discriminator="role")]],
         Field(min_length=1),
     ]
-    tools: Items[_OpenAITool] = Field(default=[])
+    tools: Items[_OpenAITool] = Field(default_factory=list)
     tool_choice: Literal["auto", "none"] = "auto"
     max_tokens: bodies.Count | None = None
     max_completion_tokens: bodies.Count | None = None
-    stop: bodies.Stops = Field(default=[])
+    stop: bodies.Stops = Field(default_factory=list)
     logprobs: bool = False
     return_token_ids: bool = False  # of vLLM
-    stream_options: _OpenAIStreamOptions = _OpenAIStreamOptions()
+    stream_options: _OpenAIStreamOptions = Field(default_factory=_OpenAIStreamOptions)
     # Of each of these, only the value that changes nothing.
     n: Literal[1] = 1
     top_logprobs: Literal[0] = 0
     parallel_tool_calls: Literal[True] = True
     response_format: _OpenAIFormat | None = None
-    modalities: Items[Literal["text"]] = Field(default=[])
+    modalities: Items[Literal["text"]] = Field(default_factory=list)
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
     presence_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None

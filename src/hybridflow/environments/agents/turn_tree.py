@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 MOST_RENDERERS = 64
 """Sets of tools whose renderers are kept."""
 
+_SORTED = json.JSONEncoder(sort_keys=True)
+
 
 class Renderers:
     """The renderers of a tokenizer, one for each set of tools that requests bring."""
@@ -285,8 +287,8 @@ def _canonical(message: Message) -> bytes:
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
     content = str(message.get("content") or "")
     if message["role"] == "assistant":
-        return json.dumps(["assistant", content.strip(), calls], sort_keys=True).encode() + b"\n"
-    return json.dumps([message["role"], content, message.get("name")], sort_keys=True).encode() + b"\n"
+        return _SORTED.encode(["assistant", content.strip(), calls]).encode() + b"\n"
+    return _SORTED.encode([message["role"], content, message.get("name")]).encode() + b"\n"
 
 
 def _words(context: Sequence[int], most: int, request: ChatRequest) -> tuple[int, int]:
