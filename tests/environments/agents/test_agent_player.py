@@ -209,3 +209,29 @@ def test_a_repeated_step_keeps_no_turn_for_which_the_agent_did_not_wait(model, l
     row["outcome"] = json.dumps({**outcome, "result": json.dumps(script)})
     journal.write_text(json.dumps(row) + "\n")
     assert play() == [first[read[1]]]
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_turn_that_is_given_up_is_stopped_unless_order_matters(model, loop, in_order, monkeypatch):
+    asked, aborted, abort = [], [], EmbeddedRollout.abort
+    monkeypatch.setattr(EmbeddedRollout, "abort", lambda self, number: aborted.append(number) or abort(self, number))
+
+    class Leaver(Agent):
+        async def run(self, session, row):
+            asked.extend(asyncio.create_task(chat(session, f"a {number}", 24)) for number in range(5))
+            await asyncio.wait(asked)
+            await chat(session, "b", 24)
+            return 1.0
+
+    async def leave():
+        for task in asked:
+            task.cancel()
+        await asyncio.wait(asked)
+
+    def between_steps():
+        asyncio.run_coroutine_threadsafe(leave(), loop).result()
+
+    batch, _ = running(model, loop, Leaver, 1, in_order=in_order, between_steps=between_steps)
+    [(_, [episode])] = batch.next(1)
+    assert bool(aborted) == (not in_order)
+    assert episode.episode.messages[0]["content"] == "b"

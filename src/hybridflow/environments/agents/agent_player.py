@@ -225,7 +225,16 @@ def _request_after(before: ChatRequest, shared: int, other: Mapping[str, Any]) -
 
 
 def _next_turn(turn: TreeTurn) -> NextTurn:
-    return NextTurn(turn.context, turn.max_tokens, True, turn.most_tokens, 0, turn.noise, turn.request.stop, turn)
+    return NextTurn(
+        turn.context,
+        turn.max_tokens,
+        True,
+        turn.most_tokens,
+        noise=turn.noise,
+        stop_strings=turn.request.stop,
+        own=turn,
+        is_wanted=lambda: not turn.is_dropped,
+    )
 
 
 def _turns(kept: Sequence[TreeTurn]) -> list[Turn]:

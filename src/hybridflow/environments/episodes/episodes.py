@@ -122,6 +122,7 @@ class RunningEpisodes:
                 self._begin()
             while len(self._ended) < count:
                 self._submit(self._ready())
+                self._stop_unwanted()
                 if self._engine.has_unfinished():
                     self._engine.step()
                     self._num_steps += 1
@@ -257,6 +258,15 @@ class RunningEpisodes:
             keep=turn.keep,
             total_tokens=turn.total_tokens,
         )
+
+    def _stop_unwanted(self) -> None:
+        """Stop requests whose turns are all given up; in order they run on, since that depends on time."""
+        if self._in_order:
+            return
+        wanted = {request for (request, _), (_, turn) in self._running.items() if turn.is_wanted()}
+        for request in {request for request, _ in self._running} - wanted:
+            with suppress(RolloutError):  # finished
+                self._engine.abort(request)
 
     def _take_finished(self) -> None:
         turns: dict[int, Coroutine[Any, Any, list[NextTurn]]] = {}

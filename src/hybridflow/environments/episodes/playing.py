@@ -57,7 +57,8 @@ class NextTurn:
     """A turn that an engine is to sample: the tokens before it, and how many it may have.
 
     Its noise follows from the key of the episode, the words `noise` and the position `offset` of its first token.
-    `keep`, `total_tokens`: see `Request`. `own`: what the player knows of it.
+    `keep`, `total_tokens`: see `Request`. `own`: what the player knows of it. `is_wanted` returns whether it still
+    waits for the turn.
     """
 
     context: list[int]
@@ -68,6 +69,7 @@ class NextTurn:
     noise: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     own: Any = None
+    is_wanted: Callable[[], bool] = lambda: True
 
 
 class EpisodePlayer(Protocol):
