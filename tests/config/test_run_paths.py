@@ -14,6 +14,7 @@ PATHS = [
     "algorithm.advantage=mine:advantages",
     "trainer.run_dir=runs/one",
     'trainer.trackers=["own.py:Tracker", "tensorboard"]',
+    "environment.classes={A-1 = 'a.py:A', b = 'm:B', c = 'command:c.py', d = 'harbor:t?sandbox=s.py:S&network=true'}",
 ]
 
 
@@ -39,6 +40,12 @@ def test_paths_are_relative_to_the_directory_of_the_newest_start(start, tmp_path
     assert config.algorithm.advantage == "mine:advantages"
     assert config.trainer.trackers == (f"{project}/own.py:Tracker", "tensorboard")
     assert config.reference.model_path == ""
+    assert config.environment.classes == {
+        "A-1": f"{project}/a.py:A",
+        "b": "m:B",
+        "c": "command:c.py",
+        "d": f"harbor:{project}/t?sandbox={project}/s.py:S&network=true",
+    }
 
 
 def test_paths_stay_as_they_are_without_a_recorded_directory(start, tmp_path):

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from hybridflow.config import leaf_keys, load_config
+from hybridflow.config.environment_sources import scheme_of
 from hybridflow.config.keys import DIRECTORIES, FILES
 from hybridflow.config.render import toml_value
 
@@ -17,6 +18,9 @@ TRACKERS = "trainer.trackers"
 
 ON_HUB = re.compile(r"hf://|[\w.-]+/[\w.-]+@[0-9a-f]{40}$")
 """A file or model on the Hugging Face hub, as a run records it: with the exact revision."""
+
+CLASSES = "environment.classes"
+"""Key of sources by name, which may be 'path.py:Class' or 'harbor:DIR'."""
 
 PROMPT_FILE = "prompt_file"
 """Key of reward.kwargs that holds a path, that of the judge's prompt; the other values are kept as they are."""
@@ -42,6 +46,9 @@ def absolute_paths(config_file: Path) -> list[str]:
     trackers = values[TRACKERS]
     assert isinstance(trackers, tuple)
     absolute[TRACKERS] = tuple(_absolute_function(name, directory) for name in trackers)
+    classes = values[CLASSES]
+    assert isinstance(classes, dict)
+    absolute[CLASSES] = {name: _absolute_source(source, directory) for name, source in classes.items()}
     kwargs = values["reward.kwargs"]
     assert isinstance(kwargs, dict)
     if PROMPT_FILE in kwargs:
@@ -65,6 +72,15 @@ def _absolute_function(name: str, directory: Path) -> str:
     """Return 'path.py:function' with an absolute path, any other name as it is."""
     source, colon, function = name.rpartition(":")
     return f"{_absolute(source, directory)}{colon}{function}" if source.endswith(".py") else name
+
+
+def _absolute_source(source: str, directory: Path) -> str:
+    """Return a source of an environment with absolute paths of files; a command stays as it is."""
+    if scheme_of(source) != "harbor":
+        return source if scheme_of(source) else _absolute_function(source, directory)
+    tasks, mark, options = source.removeprefix("harbor:").partition("?")
+    options = re.sub(r"(?<=sandbox=)[^&]*", lambda sandbox: _absolute_function(sandbox[0], directory), options)
+    return f"harbor:{_absolute(tasks, directory)}{mark}{options}"
 
 
 def _absolute(path: str, directory: Path) -> str:

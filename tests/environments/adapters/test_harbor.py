@@ -202,6 +202,14 @@ def test_each_task_is_a_row_and_splits_begin_at_both_ends(tasks):
     assert rows_of(source, "train", 1, 0) == train[:1]
 
 
+def test_a_file_of_a_task_that_changes_is_another_environment_for_the_journal(tasks):
+    directory, write = tasks
+    _, before = load(f"harbor:{directory}", "key")
+    assert load(f"harbor:{directory}", "key")[1] == before != ""
+    write(**{"tests/data/expected.txt": "other"})
+    assert load(f"harbor:{directory}", "key")[1] != before
+
+
 def test_a_container_has_the_image_and_limits_of_its_task(tasks):
     directory, write = tasks
     built = task_of(directory / "hello", sandbox="docker").sandbox.keywords

@@ -26,10 +26,16 @@ async def waits(session, row):
     await asyncio.sleep(60)
 
 
+async def answers_nothing(session, row):
+    return {}
+
+
 def test_an_agent_that_raises_or_is_late_is_an_error_with_its_line_or_the_key():
     error = error_of(environment_class(raises, "raises"), RunAgent({}, "http://a/v1", "key"))
     assert error.startswith(f"the agent raised KeyError: 'answer' at {__file__}:")
     assert error.endswith(', in raises: `return row["answer"]`')
+    worthless = error_of(environment_class(answers_nothing, "x"), RunAgent({}, "http://a/v1", "key"))
+    assert worthless == "the agent returned no values; expected a finite number, or several by name"
     late = error_of(environment_class(waits, "waits"), RunAgent({}, "http://a/v1", "key"))
     assert late == "the agent took longer than agent.timeout_s=0.05"
 

@@ -109,4 +109,5 @@ def test_anthropic_client_counts_tokens_and_lists_the_model(serve):
     with anthropic.Anthropic(base_url=address, auth_token="the key", api_key=None, max_retries=0) as client:
         assert client.messages.count_tokens(model="any", messages=[USER], tools=[TOOL]).input_tokens == 11
         assert [each.id for each in client.models.list()] == ["hybridflow"]
+        assert client.models.retrieve("hybridflow").id == "hybridflow"
     assert session.requests[0].tools == (SCHEMA,)

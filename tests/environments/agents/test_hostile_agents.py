@@ -104,7 +104,7 @@ async def nan(session):
 
 
 async def posts(session):
-    for value in (b"NaN", b"1" + b"0" * 400, b'"much"'):
+    for value in (b"NaN", b"1" + b"0" * 400, b'"much"', b"{}"):
         request = urllib.request.Request(session.base_url + "/reward", value, {"x-api-key": session.api_key})
         try:
             await asyncio.to_thread(urllib.request.urlopen, request)

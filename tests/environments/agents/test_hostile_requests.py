@@ -85,6 +85,7 @@ CASES = [
     Case("a base URL without /v1", 404, "The base URL of OpenAI's clients ends in /v1", "/s0/chat/completions"),
     Case("another URL", 404, "'/s0/v1/responses' is not served; known: POST /v1/chat/completions", "/s0/v1/responses"),
     Case("a URL that leads out of the session", 404, "is not served", "/s0/../../etc/passwd"),
+    Case("a model that does not exist", 404, "there is no model 'other'", "/s0/v1/models/other", method="GET"),
     Case("another method", 405, "GET is not supported here; use POST", method="GET"),
     Case("no HTTP", 400, "Invalid HTTP request received", raw=b"\x16\x03\x01 hello\r\n\r\n"),
     Case("a header of 70 KB without an end", 400, "Invalid HTTP request received", raw=b"header"),

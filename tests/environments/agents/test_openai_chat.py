@@ -123,6 +123,7 @@ def test_openai_client_lists_the_model_and_a_program_posts_the_reward(serve):
     session, address = serve()
     with openai.OpenAI(base_url=f"{address}/v1", api_key="the key", max_retries=0) as client:
         assert [each.id for each in client.models.list()] == ["hybridflow"]
+        assert client.models.retrieve("hybridflow").id == "hybridflow"
         assert client.post("/reward", body=0.5, cast_to=object) == {"accepted": True}
         assert session.reward == 0.5
         with pytest.raises(openai.BadRequestError, match="the reward 'much' is not a number"):

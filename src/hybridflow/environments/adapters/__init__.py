@@ -1,7 +1,8 @@
 """Environments of other packages: a source "SCHEME:REST" in environment.classes.
 
 The adapter of a scheme is a module with `make(rest)`, which returns a subclass of `Environment` (or an agent), and, if
-the package has rows, `rows(rest, split, count, seed)`. It is imported when a source of its scheme is used.
+the package has rows, `rows(rest, split, count, seed)`; `digest(rest)` if files define it, not the version of a package.
+It is imported when a source of its scheme is used.
 """
 
 import importlib
@@ -32,7 +33,8 @@ def load(source: str, key: str, by_name: Callable[..., Any] = load_user_function
         return found, source_of(found)
     what = f"{key}={source!r}"
     adapter, digest, rest = _adapter(source, what)
-    return _asked(what, lambda: adapter.make(rest)), digest
+    made = _asked(what, lambda: adapter.make(rest))
+    return made, adapter.digest(rest) if hasattr(adapter, "digest") else digest
 
 
 def rows_of(source: str, split: str, count: int, seed: int) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ has a tool `bash`; then the tests are copied to /tests, and test.sh writes the r
 sandbox no image is built, see harbor_tasks.
 """
 
+import hashlib
 import io
 import json
 import random
@@ -34,6 +35,16 @@ def make(rest: str) -> type[Environment]:
     directory, options = arguments_of(rest)
     tasks = {path.name: task_of(path, **options) for path in directories_of(directory)}
     return type("Harbor", (_HarborEnvironment,), {"tasks": tasks})
+
+
+def digest(rest: str) -> str:
+    """Return a digest of the files of all tasks."""
+    found = hashlib.blake2b(digest_size=16)
+    for task in directories_of(arguments_of(rest)[0]):
+        for path in sorted(path for path in task.rglob("*") if path.is_file()):
+            found.update(f"{task.name}/{path.relative_to(task)} {path.stat().st_size}\n".encode())
+            found.update(path.read_bytes())
+    return found.hexdigest()
 
 
 def rows(rest: str, split: str, count: int, seed: int) -> Iterator[dict[str, Any]]:

@@ -191,6 +191,8 @@ class Endpoint:
     async def _answer(
         self, scope: Event, headers: Mapping[str, str], session_id: str, call: str, exchange: "_Exchange"
     ) -> None:
+        first, slash, model = call.partition("models/")
+        call = call if first or not slash else "models"
         method, protocol = _CALLS.get(call, ("", OpenAIChat))
         if not method:
             known = ", ".join(f"{method} /v1/{name}" for name, (method, _) in _CALLS.items())
@@ -213,8 +215,12 @@ class Endpoint:
             return await exchange.reply({"seconds": session.waited_s})
         with session.open():
             if call == "models":
+                if model not in ("", _MODEL["id"]):
+                    problem = f"there is no model {ascii(model)[:100]}; the one that is served is {_MODEL['id']!r}"
+                    raise RefusedError(404, "model_not_found", problem)
                 ids = {"first_id": _MODEL["id"], "last_id": _MODEL["id"]}
-                return await exchange.reply({"object": "list", "data": [_MODEL], "has_more": False, **ids})
+                listed = {"object": "list", "data": [_MODEL], "has_more": False, **ids}
+                return await exchange.reply(_MODEL if model else listed)
             body = await exchange.body(headers, session.max_body_bytes)
             if call == "reward":
                 session.set_reward(parse_json(body))

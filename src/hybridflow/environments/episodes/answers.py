@@ -112,6 +112,8 @@ MOST_REWARD = 1e300
 def rewards_of(found: object) -> dict[str, Any]:
     """Return rewards by name, numbers and texts, of a number or a mapping. Raises ValueError for other values."""
     given = found if isinstance(found, Mapping) else {"score": found}
+    if not given:
+        raise ValueError("no values; expected a finite number, or several by name")
     rewards: dict[str, Any] = {}
     for name, value in given.items():
         if isinstance(value, str) and name != "score":
