@@ -13,7 +13,6 @@ from hybridflow.data import load_tokenizer
 from hybridflow.environments import CallLimits, EnvironmentPool
 from hybridflow.environments.adapters import arguments_of, load, rows_of
 from hybridflow.errors import EnvironmentConfigError
-from hybridflow.runtime.observe import read_jsonl
 
 LAKE, LEGS = "gymnasium:FrozenLake-v1?is_slippery=False", "reasoning-gym:leg_counting?max_animals=3"
 in_processes = pytest.mark.own_run("episodes: environments of other packages")
@@ -89,23 +88,11 @@ def test_a_source_without_rows_is_an_error(source, message, tmp_path, capsys):
 @pytest.mark.runs
 @in_processes
 @pytest.mark.parametrize("source", ["gymnasium:CartPole-v1", "reasoning-gym:prime_factorization"])
-def test_a_tiny_model_trains_on_an_environment_of_another_package(source, tmp_path, restores_the_process):
+def test_a_tiny_model_trains_on_an_environment_of_another_package(source, tmp_path, train):
     write_episode_task(tmp_path)
     model = Qwen2ForCausalLM.from_pretrained(tmp_path / "model")
     with torch.no_grad():  # it says digits, so that some of its turns are actions and answers
         model.lm_head.weight[load_tokenizer(tmp_path / "model").convert_tokens_to_ids(["0", "1"]), 0] = 2.0
     model.save_pretrained(tmp_path / "model")
-    rows = ["--train-size", "4", "--test-size", "2", "--output-dir", f"{tmp_path}/data"]
-    settings = [
-        *(f"model.path={tmp_path}/model", f"data.train_files=['{tmp_path}/data/train.parquet']"),
-        *(f"data.val_files=['{tmp_path}/data/test.parquet']", "data.train_batch_size=2", "rollout.group_size=4"),
-        *("data.max_prompt_length=1500", "data.max_response_length=400", "environment.max_turns=3"),
-        *(f'environment.classes={{it = "{source}"}}', "trainer.total_steps=1", f"trainer.run_dir={tmp_path}/run"),
-    ]
-    assert main(["prepare", "environment", source, *rows]) == 0
-    assert main(["train", *settings]) == 0
-    (row,) = [row for row in read_jsonl(tmp_path / "run/metrics.jsonl") if row["step"] == 1]
-    assert row["episode/ended_error"] == row["reward/error_rate"] == 0
-    assert row["critic/score/max"] > row["critic/score/min"]
-    assert row["actor/grad_norm"] > 0
-    assert row["val/score/mean"] >= 0
+    files = f"data.val_files=['{tmp_path}/data/test.parquet']"
+    assert train(source, files, "environment.max_turns=3")["val/score/mean"] >= 0

@@ -8,14 +8,12 @@ import pytest
 
 from fixtures.scripted_session import ScriptedSession
 from fixtures.tiny_episodes import write_episode_task
-from hybridflow.cli.main import main
 from hybridflow.environments.adapters import load, rows_of
 from hybridflow.environments.agents.agent import AgentSession
 from hybridflow.environments.agents.chat import RefusedError
 from hybridflow.environments.agents.endpoint import Endpoint
 from hybridflow.environments.episodes.messages import AssistantTurn, ToolCall
 from hybridflow.errors import EnvironmentConfigError
-from hybridflow.runtime.observe import read_jsonl
 
 pytestmark = [pytest.mark.runs, pytest.mark.own_run("episodes: environments of verifiers")]
 
@@ -180,22 +178,9 @@ def test_a_row_of_other_data_is_played_too():
     assert (found["right"], found["length"]) == (1.0, 4.0)
 
 
-def test_a_tiny_model_trains_on_an_environment_of_the_package(tmp_path, restores_the_process):
+def test_a_tiny_model_trains_on_an_environment_of_the_package(tmp_path, train):
     write_episode_task(tmp_path)
-    source, data = "verifiers:vf_sums?kind=turns", tmp_path / "data"
-    settings = [
-        *(f"model.path={tmp_path}/model", f"data.train_files=['{data}/train.parquet']", "trainer.total_steps=1"),
-        *("data.train_batch_size=2", "rollout.group_size=4", "data.max_prompt_length=700"),
-        *("data.max_response_length=200", f'environment.classes={{it = "{source}"}}'),
-        f"trainer.run_dir={tmp_path}/run",
-    ]
-    assert main(["prepare", "environment", source, "--train-size=4", "--test-size=2", f"--output-dir={data}"]) == 0
-    assert main(["train", *settings]) == 0
-    (row,) = [row for row in read_jsonl(tmp_path / "run/metrics.jsonl") if row["step"] == 1]
-    assert row["episode/ended_error"] == row["reward/error_rate"] == 0
-    assert row["episode/turns/mean"] > 1
-    assert row["critic/score/max"] > row["critic/score/min"]
-    assert row["actor/grad_norm"] > 0
+    assert train("verifiers:vf_sums?kind=turns")["episode/turns/mean"] > 1
 
 
 @pytest.mark.parametrize(

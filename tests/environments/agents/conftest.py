@@ -12,20 +12,26 @@ from hybridflow.environments.agents.endpoint import Endpoint
 
 
 @pytest.fixture(scope="session")
-def on_loop() -> Iterator[Callable[..., Any]]:
-    """Yield `on_loop(function, *arguments)`, which calls a function or a coroutine function on a loop in a thread."""
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """Yield an event loop in a thread."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+@pytest.fixture(scope="session")
+def on_loop(loop) -> Callable[..., Any]:
+    """Return `on_loop(function, *arguments)`, which calls a function or a coroutine function on the loop."""
 
     async def call(function: Callable[..., Any], *arguments: Any) -> Any:
         result = function(*arguments)
         return await result if asyncio.iscoroutine(result) else result
 
-    yield lambda *call_of: asyncio.run_coroutine_threadsafe(call(*call_of), loop).result(60)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
+    return lambda *call_of: asyncio.run_coroutine_threadsafe(call(*call_of), loop).result(60)
 
 
 @pytest.fixture(scope="session")

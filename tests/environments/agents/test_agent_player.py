@@ -28,17 +28,6 @@ def model():
     return talking_model(TOKENIZER)
 
 
-@pytest.fixture(scope="module")
-def loop():
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    yield loop
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
-
-
 class Sessions(dict):
     """Serves sessions in this process."""
 

@@ -116,7 +116,7 @@ class Client:
                     await self.give_up(on)
 
 
-def play(model, endpoint, on_loop, scripts, *, in_order=True):
+def play(model, endpoint, loop, scripts, *, in_order=True):
     """Play an episode for each script; return the episodes and their clients."""
     clients = []
 
@@ -138,11 +138,10 @@ def play(model, endpoint, on_loop, scripts, *, in_order=True):
 
     shared = openai.AsyncOpenAI(base_url="http://x", api_key="x", max_retries=0)
     starts = [EpisodeStart(player_of(steps), {}, (7, number)) for number, steps in enumerate(scripts)]
-    loop = on_loop(asyncio.get_running_loop)
     try:
         episodes = play_episodes(Gated(model, tokenizer=TOKENIZER), starts, SAMPLING, loop, in_order=in_order)
     finally:
-        on_loop(shared.close)
+        asyncio.run_coroutine_threadsafe(shared.close(), loop).result(60)
     return episodes, clients
 
 
@@ -173,8 +172,8 @@ SCRIPT = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 1000)), min_s
 
 @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(SCRIPT, min_size=1, max_size=5), st.booleans())
-def test_the_tokens_that_clients_got_are_those_that_are_trained(model, endpoint, on_loop, scripts, in_order):
-    episodes, clients = play(model, endpoint, on_loop, scripts, in_order=in_order)
+def test_the_tokens_that_clients_got_are_those_that_are_trained(model, endpoint, loop, scripts, in_order):
+    episodes, clients = play(model, endpoint, loop, scripts, in_order=in_order)
     require_equal(episodes, clients)
     for row in (row for episode in episodes for row in episode.rows):
         with torch.no_grad():
@@ -186,9 +185,9 @@ def test_the_tokens_that_clients_got_are_those_that_are_trained(model, endpoint,
 
 @pytest.mark.runs
 @pytest.mark.own_run("episodes: 200 agents at once")
-def test_two_hundred_sessions_at_once_keep_their_tokens_apart(model, endpoint, on_loop):
+def test_two_hundred_sessions_at_once_keep_their_tokens_apart(model, endpoint, loop):
     draw = random.Random(0)
     scripts = [[(draw.choice(KINDS[:-1]), draw.randrange(1000)) for _ in range(1)] for _ in range(200)]
-    episodes, clients = play(model, endpoint, on_loop, scripts, in_order=False)
+    episodes, clients = play(model, endpoint, loop, scripts, in_order=False)
     require_equal(episodes, clients)
     assert sum(len(client.got) for client in clients) >= 200
