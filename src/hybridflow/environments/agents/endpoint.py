@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Event = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Event]]
+Send = Callable[[Event], Awaitable[None]]
 
 _CALLS = {
     "chat/completions": ("POST", OpenAIChat),
@@ -150,15 +152,10 @@ class Endpoint:
         if open_requests:
             await asyncio.wait(open_requests, timeout=5)  # a client need not read
 
-    async def __call__(
-        self,
-        scope: Event,
-        receive: Callable[[], Awaitable[Event]],
-        send: Callable[[Event], Awaitable[None]],
-    ) -> None:
+    async def __call__(self, scope: Event, receive: Receive, send: Send) -> None:
         """Answer one request: the ASGI app."""
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        exchange = _Exchange(receive, send, self.keep_alive_s)
+        exchange = _Exchange(scope["method"], headers, receive, send, self.keep_alive_s)
         path = _PATH.fullmatch(scope["path"])
         session_id, call = (path["session"] or "", path["call"]) if path else ("", "")
         is_anthropic = call.startswith("messages") or "anthropic-version" in headers
@@ -166,7 +163,7 @@ class Endpoint:
         assert task is not None
         self._requests[task] = session_id
         try:
-            await self._answer(scope, headers, session_id, call, exchange)
+            await self._answer(scope["path"], session_id, call, exchange)
             return
         except _GoneError:
             return
@@ -188,29 +185,26 @@ class Endpoint:
             del self._requests[task]
         await exchange.refuse(refused, AnthropicMessages if is_anthropic else OpenAIChat)
 
-    async def _answer(
-        self, scope: Event, headers: Mapping[str, str], session_id: str, call: str, exchange: "_Exchange"
-    ) -> None:
+    async def _answer(self, path: str, session_id: str, call: str, exchange: "_Exchange") -> None:
         first, slash, model = call.partition("models/")
         call = call if first or not slash else "models"
         method, protocol = _CALLS.get(call, ("", OpenAIChat))
         if not method:
             known = ", ".join(f"{method} /v1/{name}" for name, (method, _) in _CALLS.items())
-            path = ascii(scope["path"])[:200]
-            raise RefusedError(404, "unknown_url", f"{path} is not served; known: {known}. {_BASE_URLS}")
+            raise RefusedError(404, "unknown_url", f"{ascii(path)[:200]} is not served; known: {known}. {_BASE_URLS}")
         session = self.sessions.get(session_id)
         if session is None:
             unknown = RefusedError(
                 404, "unknown_session", f"there is no session {ascii(session_id)[:100]}. {_BASE_URLS}"
             )
             raise _has_ended(session_id) if session_id in self._ended else unknown
-        scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        keys = [headers.get("x-api-key", ""), bearer.strip() if scheme.lower() == "bearer" else ""]
+        scheme, _, bearer = exchange.headers.get("authorization", "").partition(" ")
+        keys = [exchange.headers.get("x-api-key", ""), bearer.strip() if scheme.lower() == "bearer" else ""]
         if not any(hmac.compare_digest(key.encode(), session.key.encode()) for key in keys):
             wanted = "the key of the session is needed, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             raise RefusedError(401, "invalid_api_key", wanted)
-        if scope["method"] != method:
-            raise RefusedError(405, "wrong_method", f"{scope['method']} is not supported here; use {method}")
+        if exchange.method != method:
+            raise RefusedError(405, "wrong_method", f"{exchange.method} is not supported here; use {method}")
         if call == "waited":  # which is asked for the agent, beside its requests
             return await exchange.reply({"seconds": session.waited_s})
         with session.open():
@@ -221,7 +215,7 @@ class Endpoint:
                 ids = {"first_id": _MODEL["id"], "last_id": _MODEL["id"]}
                 listed = {"object": "list", "data": [_MODEL], "has_more": False, **ids}
                 return await exchange.reply(_MODEL if model else listed)
-            body = await exchange.body(headers, session.max_body_bytes)
+            body = await exchange.body(session.max_body_bytes)
             if call == "reward":
                 session.set_reward(parse_json(body))
                 return await exchange.reply({"accepted": True})
@@ -235,22 +229,24 @@ class Endpoint:
 
 @dataclass
 class _Exchange:
-    """The response of one request, and whether the client is still there."""
+    """One request and its response, and whether the client is still there."""
 
-    receive: Callable[[], Awaitable[Event]]
-    send: Callable[[Event], Awaitable[None]]
+    method: str
+    headers: Mapping[str, str]
+    receive: Receive
+    send: Send
     keep_alive_s: float
     has_begun: bool = False
     has_turn: bool = False
     is_over: bool = False
 
-    async def body(self, headers: Mapping[str, str], max_bytes: int) -> bytes:
+    async def body(self, max_bytes: int) -> bytes:
         """Return the body. Of a larger one some is read and thrown away, as most clients read no error before that."""
-        if encoding := headers.get("content-encoding"):
+        if encoding := self.headers.get("content-encoding"):
             problem = f"content-encoding={encoding[:50]!r} is not supported; send plain JSON"
             raise RefusedError(415, "encoded_body", problem)
         body, most = bytearray(), _NUM_BODIES_READ * max_bytes
-        has_more = int(headers.get("content-length", 0)) <= most
+        has_more = int(self.headers.get("content-length", 0)) <= most
         size = 0 if has_more else most
         while has_more and size <= most:
             event = await self.receive()
