@@ -141,10 +141,7 @@ def _state(is_running: bool, step: int, total_steps: int, checkpoint_step: int) 
 
 def _last(rows: list[dict[str, Any]], name: str) -> float | None:
     values = [row[name] for row in rows if isinstance(row.get(name), int | float)]
-    try:
-        return float(values[-1]) if values else None
-    except OverflowError:
-        return float("inf") if values[-1] > 0 else float("-inf")
+    return float(values[-1]) if values else None
 
 
 def _total_steps(start: Mapping[str, Any]) -> int:
