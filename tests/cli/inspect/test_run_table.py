@@ -129,12 +129,6 @@ def test_the_last_values_of_a_run_are_found(run, rows, expected):
     assert (row.step, row.value, row.val_value, row.problem) == (*expected, "")
 
 
-def test_values_of_a_start_that_are_not_as_written_are_not_shown(run):
-    set_start(run, total_steps="x", started_at="0001-01-01T00:00:00", command=5, config=[], kind=None)
-    row = run_row(run)
-    assert (row.total_steps, row.started, row.recipe, row.kind, row.problem) == (0, 0.0, "", "", "")
-
-
 @pytest.mark.parametrize(
     ("file", "text", "problem"),
     [

@@ -114,16 +114,12 @@ def _segments_of(event: TraceEvent, start: float, end: float) -> list[Segment]:
     return [part for part in parts if part.start < part.end]
 
 
-MAX_LENGTH = 2**53
-"""Tokens of a response; what is above, or not a number, is ignored."""
-
-
 def longest_share(lengths: Sequence[float | None]) -> float | None:
     """Return the share of the decoding steps of a batch in which only the longest 1% of its responses still ran.
 
     `lengths`: tokens of each response. None if that is unknown: for fewer than two, or only empty ones.
     """
-    lengths = [length for length in lengths if length is not None and abs(length) < MAX_LENGTH]
+    lengths = [length for length in lengths if length is not None]
     if len(lengths) < 2 or max(lengths) <= 0:
         return None
     return (max(lengths) - quantiles(lengths, n=100, method="inclusive")[-1]) / max(lengths)

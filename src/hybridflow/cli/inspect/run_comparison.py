@@ -152,10 +152,7 @@ def _is_same(x: Any, y: Any) -> bool:
 def _distance(x: Any, y: Any) -> float:
     if not isinstance(x, int | float) or not isinstance(y, int | float):
         return math.inf
-    try:
-        distance = float(abs(x - y))
-    except OverflowError:
-        return math.inf
+    distance = float(abs(x - y))
     return math.inf if math.isnan(distance) else distance
 
 

@@ -107,14 +107,14 @@ def _row(path: Path) -> RunRow:
         raise DataError(f"{metrics}: the last row has no integer step; remove the line or the file.")
     figure, val_figure = next((pair for pair in FIGURES.items() if any({*pair} & row.keys() for row in rows)), ("", ""))
     val_rows = read_last_rows(metrics, 1, f'"{val_figure}"') if val_figure else []
-    total_steps = _total_steps(start)
+    total_steps = start.get("total_steps", 0)
     checkpoints = _checkpoint_bytes(path / "checkpoints")
     checkpoint_step = max(checkpoints, default=0)
-    kind, recipes = _kind(start), [found for each in reversed(starts) if (found := _recipe(each))]
+    recipes = [found for each in reversed(starts) if (found := _recipe(each))]
     recipe = next((each for each in recipes if each != OWN_RECIPE), recipes[0] if recipes else "")
     return RunRow(
         path,
-        kind=kind,
+        kind=start.get("kind", ""),
         recipe=recipe,
         step=step,
         total_steps=total_steps,
@@ -141,33 +141,14 @@ def _state(is_running: bool, step: int, total_steps: int, checkpoint_step: int) 
 
 def _last(rows: list[dict[str, Any]], name: str) -> float | None:
     values = [row[name] for row in rows if isinstance(row.get(name), int | float)]
-    try:
-        return float(values[-1]) if values else None
-    except OverflowError:
-        return float("inf") if values[-1] > 0 else float("-inf")
-
-
-def _total_steps(start: Mapping[str, Any]) -> int:
-    """Return all steps; starts of older versions have them only if the configuration sets them."""
-    config = start.get("config")
-    total_steps = start.get("total_steps", config.get("trainer.total_steps") if isinstance(config, dict) else 0)
-    return total_steps if isinstance(total_steps, int) else 0
-
-
-def _kind(start: Mapping[str, Any]) -> str:
-    return str(start.get("kind") or next((each for each in _arguments(start)[:1] if each in KINDS), ""))
-
-
-def _arguments(start: Mapping[str, Any]) -> list[str]:
-    command = start.get("command")
-    return [str(each) for each in command[1:]] if isinstance(command, list) else []
+    return float(values[-1]) if values else None
 
 
 def _recipe(start: Mapping[str, Any]) -> str:
     """Return the names of a start's recipes; "" if they are not known."""
     if "recipe" in start:  # of a Python program
-        return str(start["recipe"])
-    kind, *arguments = _arguments(start) or [""]
+        return start["recipe"]
+    kind, *arguments = start.get("command", [])[1:] or [""]
     if kind not in KINDS:
         return ""
     given = [each for each in arguments if "=" not in each and (each.endswith(".toml") or packaged_recipe(each))]
@@ -177,7 +158,7 @@ def _recipe(start: Mapping[str, Any]) -> str:
 def _seconds(text: Any) -> float:
     try:
         return datetime.fromisoformat(text).timestamp()
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError):
         return 0.0
 
 

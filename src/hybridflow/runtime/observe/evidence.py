@@ -15,9 +15,6 @@ from hybridflow.runtime.observe.run_files import RunFiles
 
 Row = Mapping[str, Any]
 
-MAX_NUMBER = 2**53
-"""Integers above are not exact as floats."""
-
 
 @dataclass(frozen=True)
 class Evidence:
@@ -66,7 +63,7 @@ def evidence_of(run: RunFiles) -> Evidence:
 
     Raises DataError if a recorded value of the configuration is invalid.
     """
-    rows = [_without_unknown(row) for row in run.metrics if row["step"] > 0]
+    rows = [{name: value for name, value in row.items() if value is not None} for row in run.metrics if row["step"] > 0]
     return Evidence(_recorded_config(run), rows, run.samples)
 
 
@@ -86,12 +83,3 @@ def _recorded_config(run: RunFiles) -> dict[str, Any]:
         raise DataError(
             f"'{run.path / 'run.json'}': {key}={first['input']!r:.100} is invalid: {first['msg']}; restore the file."
         ) from error
-
-
-def _without_unknown(row: Row) -> Row:
-    """Return a row without the metrics that are missing (None), or too large for a float."""
-    return {
-        name: value
-        for name, value in row.items()
-        if value is not None and not (isinstance(value, int) and abs(value) > MAX_NUMBER)
-    }

@@ -27,11 +27,6 @@ ROLLOUT_TEXTS = ("prompt_id", "data_source", "finish_reason", "failed")
 
 
 TOO_LARGE = "it does not fit into memory"
-MAX_STEP = 2**53
-"""Integers above are not exact as floats."""
-
-MAX_DEPTH = 100
-"""Lists and objects inside each other in run.json."""
 
 
 def read_starts(directory: Path) -> list[dict[str, Any]]:
@@ -42,8 +37,6 @@ def read_starts(directory: Path) -> list[dict[str, Any]]:
         starts = json.loads(file.read_text(encoding="utf-8"))["starts"] if file.exists() else []
         if not isinstance(starts, list):
             raise TypeError(f"starts is a {type(starts).__name__}, not a list")
-        if _depth(starts) > MAX_DEPTH:
-            raise ValueError(f"values are nested more than {MAX_DEPTH} times")
         return starts
     except (OSError, MemoryError) as error:
         raise DataError(f"'{file}' cannot be read: {str(error) or TOO_LARGE}.") from error
@@ -141,20 +134,11 @@ class RunFiles:
             raise DataError(f"'{file}' cannot be read: {str(error) or TOO_LARGE}.") from error
         for i, row in enumerate(rows, start=1):
             step = row.get("step")
-            if name != RECOVERIES and not (isinstance(step, int) and abs(step) <= MAX_STEP):
+            if name != RECOVERIES and not isinstance(step, int):
                 raise DataError(f"{file}, line {i}: the row has no integer step; remove the line or the file.")
             if is_valid and not is_valid(row):
                 raise DataError(f"{file}, line {i}: expected {expected}; remove the line or the file.")
         return rows
-
-
-def _depth(value: Any) -> int:
-    """Return how many lists and objects are inside each other, at most MAX_DEPTH + 1."""
-    level, depth = [value], 0
-    while (level := [each for each in level if isinstance(each, list | dict)]) and depth <= MAX_DEPTH:
-        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
-        depth += 1
-    return depth
 
 
 def _are_numbers(row: Mapping[str, Any]) -> bool:

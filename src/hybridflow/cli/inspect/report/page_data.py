@@ -29,9 +29,6 @@ MAX_SAMPLES = 2000
 MAX_CHARS = 2_000_000
 """Characters of a text in the page; a longer one is cut there, and says so."""
 
-MAX_DEPTH = 50
-"""Lists and objects inside each other in the page."""
-
 NUMBERS = ("score", "length", "staleness")
 
 
@@ -116,14 +113,12 @@ def _kept(samples: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [samples[row] for row in sorted(list(dict.fromkeys(order))[:MAX_SAMPLES])]
 
 
-def _plain(value: Any, depth: int = 0) -> Any:
+def _plain(value: Any) -> Any:
     """Return a value of a file without numbers that JSON lacks, and with texts cut to MAX_CHARS."""
-    if isinstance(value, dict | list) and depth == MAX_DEPTH:
-        return f"cut: nested more than {MAX_DEPTH} times"
     if isinstance(value, dict):
-        return {str(name): _plain(inner, depth + 1) for name, inner in value.items()}
+        return {str(name): _plain(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_plain(inner, depth + 1) for inner in value]
+        return [_plain(inner) for inner in value]
     if isinstance(value, str):
         return _text(value)
     return str(value) if _is_not_finite(value) else value
