@@ -14,7 +14,7 @@ from types import CodeType, FunctionType, ModuleType
 
 from code_names import MAIN, SCALARS, TOOLS, StandIn, TestModule, TestNames, bases_of, guard_of, load
 from code_tools import count_in
-from code_values import FAILED, IDLE, PASSED, decode, encode
+from code_values import FAILED, IDLE, PASSED, described, encode, is_opaque, value_of
 
 TYPE_CHECKING = False  # importing `typing` would take longer than all else here
 if TYPE_CHECKING:
@@ -48,7 +48,10 @@ class _Ended(BaseException):
 class Judge:
     """The names, modules and checks of one test; made before the program runs."""
 
-    def __init__(self, program: ModuleType, imports: Iterable[tuple[str, Iterable[str]]]) -> None:
+    def __init__(
+        self, program: ModuleType, imports: Iterable[tuple[str, Iterable[str]]], send: Callable[[bytes], None]
+    ) -> None:
+        self._send_message = send
         self.results: list[Any] = []
         self.reads_program = False  # whether a test looks for checks in the program's docstrings
         self._num_checks = 0
@@ -60,25 +63,21 @@ class Judge:
         tools = {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] in TOOLS}
         self._tools = [vars(module) for module in tools.values()]
         self.modules = {name: StandIn(sys.modules[name]) for name in loaded - tools.keys()} | tools
-        own = (self.count, self.failed, self.raised, self.caught, self._check, self._compare)
+        own = (self.count, self.failed, self.raised, self.caught, self._check, self._compare, self._send)
         functions = {function.__name__.strip("_"): function for function in (*own, self._distance, self._difference)}
         names = {f"__{name}__": function for name, function in functions.items()}
         self.names = TestNames(vars(program), {**names, "__ended__": _Ended, "__import__": self._import})
         count_in(tools, self)
         sys.addaudithook(guard_of(vars(shown)))
 
-    def value(self, code: CodeType) -> Any:
-        """Return the value of an expression; None for statements."""
-        self.names.use(code)
-        return eval(code, self.names)
-
     def verdict(self, code: CodeType) -> bytes:
         """Run a test and return its verdict; raise what it raises."""
         self.names["__name__"] = MAIN
         self.modules[MAIN] = TestModule(self.names)
         vars(self.modules["sys"])["modules"] = sys.modules | {MAIN: self.modules[MAIN]}
+        self.names.use(code)
         try:
-            self.value(code)
+            exec(code, self.names)
         except _Ended as end:
             if end.status:
                 return FAILED
@@ -113,6 +112,12 @@ class Judge:
         """Forget a failed check, whose error the test itself has caught."""
         error = error or _exc_info()[1]
         self._failures = [failure for failure in self._failures if failure is not error]
+
+    def _send(self, value: Any, is_iterated: bool) -> None:
+        """Send a value, or its elements if it is not plain data, to be checked by the scorer."""
+        self.count()
+        parts = tuple(value) if is_iterated and _is_strange(value) else value
+        self._send_message(encode(parts))
 
     def _check(self, value: Any) -> bool:
         self.count()
@@ -210,13 +215,13 @@ class Judge:
 
 
 def _plain(value: Any) -> Any:
-    return decode(encode(value), sys.maxsize)
+    return value_of(described(value), sys.maxsize)
 
 
 def _is_strange(value: Any) -> bool:
     """Return whether a value is not plain data."""
     try:
-        return encode(value).startswith(b"O")
+        return is_opaque(described(value))
     except Exception:
         return True
 

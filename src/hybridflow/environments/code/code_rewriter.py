@@ -35,7 +35,7 @@ _RESULTS = ("attempted", "errors", "failed", "failures", "testsRun", "wasSuccess
 
 def rewritten(module: ast.Module) -> ast.Module:
     """Rewrite a module that compiles; raise RecursionError if it is nested too deeply."""
-    return ast.fix_missing_locations(_Rewriter(module).visit(module))
+    return _Rewriter(module).visit(module)
 
 
 def is_check(node: ast.AST) -> bool:
@@ -104,16 +104,16 @@ class _Rewriter(ast.NodeTransformer):
 
     def _count_in(self, block: list[ast.stmt]) -> None:
         if not self._is_swallowed and any(map(self._can_fail, block)):
-            block.insert(_num_first(block), ast.Expr(_call("count")))
+            block.insert(_num_first(block), ast.Expr(call("count")))
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
         self.generic_visit(node)
-        condition, raising = node.test, ast.Raise(_call("failed", *filter(None, [node.msg])))
+        condition, raising = node.test, ast.Raise(call("failed", *filter(None, [node.msg])))
         if isinstance(condition, ast.Constant) and not condition.value:
             return raising
         _mark_conditions(condition)
         if not (self._is_swallowed or self._is_no_check(condition)):
-            condition = _call("check", condition)
+            condition = call("check", condition)
         return _Assertion(ast.UnaryOp(ast.Not(), condition), [raising], [])
 
     def visit_Compare(self, node: ast.Compare) -> ast.expr:
@@ -121,27 +121,27 @@ class _Rewriter(ast.NodeTransformer):
         if self._is_fixed(node):
             return node
         signs = ast.Tuple([ast.Constant(_SIGNS[type(each)]) for each in node.ops], ast.Load())
-        return _call("compare", signs, ast.Constant(False), node.left, *node.comparators)
+        return call("compare", signs, ast.Constant(False), node.left, *node.comparators)
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         self.generic_visit(node)
-        return _call("difference", node.left, node.right) if isinstance(node.op, ast.Sub) else node
+        return call("difference", node.left, node.right) if isinstance(node.op, ast.Sub) else node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         match node:
             case ast.Call(func=ast.Name(id="abs"), args=[ast.BinOp(left=left, op=ast.Sub(), right=right)], keywords=[]):
-                return _call("distance", node.func, self.visit(left), self.visit(right))
+                return call("distance", node.func, self.visit(left), self.visit(right))
         return self.generic_visit(node)
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
         value = node.value
         if isinstance(value, ast.Call) and ast.unparse(value.func) in _EXITS:
-            return ast.Raise(_call("ended", *map(self.visit, value.args)))
+            return ast.Raise(call("ended", *map(self.visit, value.args)))
         return self.generic_visit(node)
 
     def visit_Raise(self, node: ast.Raise) -> ast.stmt:
         self.generic_visit(node)
-        node.exc = node.exc and _call("raised", node.exc)
+        node.exc = node.exc and call("raised", node.exc)
         return node
 
     def visit_Try(self, node: Any) -> ast.stmt:
@@ -156,7 +156,7 @@ class _Rewriter(ast.NodeTransformer):
             self._count_in(block)
         for handler in node.handlers:
             self.generic_visit(handler)
-            handler.body.insert(0, ast.Expr(_call("caught")))
+            handler.body.insert(0, ast.Expr(call("caught")))
         return node
 
     visit_TryStar = visit_Try
@@ -201,7 +201,8 @@ class _Rewriter(ast.NodeTransformer):
         return False
 
 
-def _call(name: str, *args: ast.expr) -> ast.Call:
+def call(name: str, *args: ast.expr) -> ast.Call:
+    """Return a call of a function of the judge."""
     return ast.Call(ast.Name(f"__{name}__", ast.Load()), list(args), [])
 
 

@@ -1,7 +1,7 @@
 """Runs a program against one test in separate restricted processes and removes its files and processes.
 
 program ──file──> process ──stdout──> compared by the caller
-program ──file──> process <──expressions── steps of the test ──values──> compared by the steps
+program ──file──> process <──code of the test; its values and its verdict──> checks
 creation of a file or a thread ──notification──> allowed up to a number of them
 """
 
@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from hybridflow.environments.code.code_checks import Step, Steps
-from hybridflow.environments.code.code_process import ELEMENTS, EXPRESSION, IMPORT, PROGRAM, TEST
+from hybridflow.environments.code.code_checks import Steps
+from hybridflow.environments.code.code_process import PROGRAM
 from hybridflow.environments.code.code_quota import CodeQuota
 from hybridflow.environments.code.code_values import IDLE, PASSED
 from hybridflow.environments.code.syscall_filter import OWN_ID, Filters, filters_of
@@ -31,11 +31,10 @@ from hybridflow.errors import RewardError
 
 _SCRIPT = Path(__file__).with_name("code_process.py")
 _START_TIMEOUT_S = 60.0
-_MAX_LINE_BYTES = 4096
 _SECRET_BYTES = 32
 _MAX_CHUNK_BYTES = 2**16
 MAX_MESSAGE_BYTES = 2**24
-"""Size of the encoded value of an expression of a test."""
+"""Size of a message, such as the value of an expression of a test."""
 
 _LATE_SHARE = 0.9
 """Share of `timeout_s`, since the limit of CPU time includes the start of the interpreter and wall-clock time not."""
@@ -80,22 +79,22 @@ def run_program(program: bytes, limits: CodeLimits, *, stdin: bytes = b"", test:
     filters = _filters()
     directory = _make_directory(program)
     try:
-        try:
-            with _memory_file(stdin) as given, _memory_file(b"") as output, ExitStack() as stack:
-                running = _Test(limits, filters, stack, given.fileno(), output.fileno(), directory, test)
-                try:
-                    compiled, finished = running.run()
-                    is_late = not finished and running.seconds >= _LATE_SHARE * limits.timeout_s
-                finally:
-                    running.kill()
-                output.seek(0)
-                return CodeRun(compiled, finished, output.read(limits.max_output_bytes), is_late, running.is_idle)
-        except OSError as error:
-            raise RewardError(
-                f"code_reward cannot start the process of a program: {error}; free memory, processes or open files."
-            ) from error
+        with _memory_file(stdin) as given, _memory_file(b"") as output, ExitStack() as stack:
+            running = _Test(limits, filters, stack, given.fileno(), output.fileno(), directory, test)
+            compiled, finished = running.run()
+            is_late = not finished and time.monotonic() - running.started >= _LATE_SHARE * limits.timeout_s
+            running.kill()
+            output.seek(0)
+            return CodeRun(compiled, finished, output.read(limits.max_output_bytes), is_late, running.is_idle)
+    except OSError as error:
+        raise RewardError(
+            f"code_reward cannot start the process of a program: {error}; free memory, processes or open files."
+        ) from error
     finally:
-        _remove(directory)
+        try:
+            remove_tree(directory)
+        except OSError as error:
+            raise _directory_error(error) from error
 
 
 def _make_directory(program: bytes) -> str:
@@ -142,7 +141,7 @@ def _cannot_restrict(problem: str) -> RewardError:
 
 
 class _Test:
-    """A process with one program, and the exchange with it until a deadline; code_process.py documents the lines."""
+    """A process with one program, and its messages until a deadline; code_process.py documents them."""
 
     def __init__(
         self,
@@ -159,8 +158,8 @@ class _Test:
         self.is_idle = False
         self._quota: CodeQuota | None = None
         self._received = bytearray()
-        self._started = time.monotonic()
-        self._deadline = self._started + _START_TIMEOUT_S
+        self.started = time.monotonic()
+        self._deadline = self.started + _START_TIMEOUT_S
         self._line, theirs = socket.socketpair()
         stack.enter_context(self._line)
         settings = {
@@ -188,58 +187,39 @@ class _Test:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        try:
-            self._exit = self._adopt(os.pidfd_open(self._process.pid))
-        except OSError:
-            self.kill()
-            raise
-
-    @property
-    def seconds(self) -> float:
-        """Wall-clock time since the program was started."""
-        return time.monotonic() - self._started
+        stack.callback(self.kill)
+        self._exit = self._adopt(os.pidfd_open(self._process.pid))
 
     def run(self) -> tuple[bool, bool]:
         """Return (compiled, finished)."""
         for state in (b"ready", b"restricted"):
-            line = self._receive_line()
-            if line != state:
-                no_line = f"its process did not start with memory_bytes={self._limits.memory_bytes}"
-                raise _cannot_restrict(line.decode(errors="replace") or no_line)
+            message = self._receive_message()
+            if message != state:
+                no_message = f"its process did not start with memory_bytes={self._limits.memory_bytes}"
+                raise _cannot_restrict(message.decode(errors="replace") or no_message)
         if self._quota is None:
             raise OSError(errno.EMFILE, "no descriptor left for the process")
-        self._started = time.monotonic()
-        self._deadline = min(self._started + 2 * self._limits.timeout_s, self._limits.deadline)
-        if self._receive_line() != b"compiled":
+        self.started = time.monotonic()
+        self._deadline = min(self.started + 2 * self._limits.timeout_s, self._limits.deadline)
+        if self._receive_message() != b"compiled":
             return False, False
         if self._test is None:
-            if not self._wait_for(self._exit):
-                return True, False
-            return True, self._process.wait() == 0
-        is_loaded = self._receive_bytes(_SECRET_BYTES) == self._secret
-        return True, is_loaded and all(map(self._holds, self._test.steps))
+            return True, self._wait_for(self._exit) and self._process.wait() == 0
+        return True, self._receive_message() == self._secret and self._passes(self._test)
 
-    def _holds(self, step: Step) -> bool:
-        """Return whether the program's process has answered the step, and its check holds of the answer."""
-        if step.code:
-            kind, source = TEST, step.code
-        else:
-            kind = IMPORT if step.check is None else ELEMENTS if step.is_iterated else EXPRESSION
-            source = step.source.encode()
+    def _passes(self, test: Steps) -> bool:
+        """Have the process run the test; return whether the checks hold of its answers, and it says that all pass."""
         try:
             self._line.settimeout(max(0.001, self._deadline - time.monotonic()))
-            self._line.sendall(kind + len(source).to_bytes(4, "little") + source)
+            self._line.sendall(test.code)
+            self._line.shutdown(socket.SHUT_WR)
         except OSError:  # the process has ended, or does not read
             return False
-        header = self._receive_bytes(4)
-        length = int.from_bytes(header, "little")
-        if len(header) < 4 or length > MAX_MESSAGE_BYTES:
+        if not all(check.holds(self._receive_message()) for check in test.checks):
             return False
-        message = self._receive_bytes(length)
-        if step.code:
-            self.is_idle = message == self._secret + IDLE
-            return message == self._secret + PASSED
-        return len(message) == length and step.holds(message)
+        verdict = self._receive_message()
+        self.is_idle = verdict == self._secret + IDLE
+        return verdict == self._secret + PASSED
 
     def kill(self) -> None:
         """Kill the process and wait until it has ended."""
@@ -252,18 +232,16 @@ class _Test:
         self._stack.callback(os.close, descriptor)
         return descriptor
 
-    def _receive_line(self) -> bytes:
-        """Return the next line; b"" at the end, for a line that is too long, and after the deadline."""
-        while b"\n" not in self._received and len(self._received) <= _MAX_LINE_BYTES:
-            if not self._receive():
-                return b""
-        line, newline, self._received = self._received.partition(b"\n")
-        return bytes(line) if newline else b""
+    def _receive_message(self) -> bytes:
+        """Return the next message; b"" at the end, for a message that is too long, and after the deadline."""
+        length = int.from_bytes(self._receive_bytes(4), "little")
+        return self._receive_bytes(length) if length <= MAX_MESSAGE_BYTES else b""
 
     def _receive_bytes(self, length: int) -> bytes:
-        """Return the next bytes; fewer at the end and after the deadline."""
-        while len(self._received) < length and self._receive():
-            pass
+        """Return the next bytes; b"" at the end and after the deadline."""
+        while len(self._received) < length:
+            if not self._receive():
+                return b""
         contents, self._received = bytes(self._received[:length]), self._received[length:]
         return contents
 
@@ -294,10 +272,3 @@ class _Test:
                 else:
                     poll.unregister(ready)  # all processes have ended
         return False
-
-
-def _remove(directory: str) -> None:
-    try:
-        remove_tree(directory)
-    except OSError as error:
-        raise _directory_error(error) from error

@@ -4,6 +4,7 @@ import ast
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from hybridflow.environments.code.code_rewriter import constants_of, is_check
 from hybridflow.errors import RewardError
@@ -23,16 +24,22 @@ _RUNNING = ("main", "run", "debug", "TestResult")
 def parsed(statements: str) -> ast.Module:
     """Return the statements; raise RewardError if they do not compile."""
     try:
-        with _warnings_lock, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # such as a SyntaxWarning for an escape
-            source = statements.encode()
-            compile(source, "test.py", "exec", dont_inherit=True)
-            return ast.parse(source, "test.py")
+        compiled(statements.encode(), "exec")
+        return compiled(statements.encode(), "exec", ast.PyCF_ONLY_AST)
     except SyntaxError as error:
         line = f"line {error.lineno}, {(error.text or '').strip()!r:.200}: " if error.lineno else ""
         raise RewardError(f"the statements of a test do not compile: {line}{error.msg}; correct the test.") from None
     except (ValueError, OverflowError, RecursionError, MemoryError) as error:
         raise too_long(statements, f"{type(error).__name__} {error}") from None
+
+
+def compiled(source: bytes | ast.Module | ast.Expression, mode: str, flags: int = 0) -> Any:
+    """Return the code of statements or of an expression."""
+    if isinstance(source, ast.AST):
+        ast.fix_missing_locations(source)
+    with _warnings_lock, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # such as a SyntaxWarning for an escape
+        return compile(source, "test.py", mode, flags, dont_inherit=True, optimize=0)
 
 
 def too_long(statements: str, problem: str = "RecursionError") -> RewardError:

@@ -124,7 +124,7 @@ def _steps(test: str, number: int) -> Steps:
 
 
 def _idle(test: Steps, number: int, why: str) -> RewardError:
-    return RewardError(f"tests[{number}]: {idle_error(test.steps[0].source, why)}")
+    return RewardError(f"tests[{number}]: {idle_error(test.statements, why)}")
 
 
 @lru_cache(maxsize=128)
