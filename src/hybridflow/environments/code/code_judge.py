@@ -23,18 +23,14 @@ if TYPE_CHECKING:
 
 _COLLECTIONS = (tuple, list, set, frozenset)
 _OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-    "is": operator.is_,
-    "is not": operator.is_not,
-    "in": lambda left, right: left in right,
-    "not in": lambda left, right: left not in right,
+    **{name: getattr(operator, name.lower()) for name in ("Eq", "Lt", "Gt")},
+    **{"NotEq": operator.ne, "LtE": operator.le, "GtE": operator.ge, "Is": operator.is_, "IsNot": operator.is_not},
+    "In": lambda left, right: left in right,
+    "NotIn": lambda left, right: left not in right,
 }
-_OPPOSITES = {"!=": "==", "not in": "in"}
+"""Comparisons by their names in `ast`."""
+
+_OPPOSITES = {"NotEq": "Eq", "NotIn": "In"}
 _exc_info = sys.exc_info
 
 
@@ -141,19 +137,19 @@ class Judge:
         """
         operation = _OPERATIONS[name]
         result = operation(left, right)
-        if name in ("is", "is not") or left is right or (type(left) in SCALARS and type(right) in SCALARS):
+        if name in ("Is", "IsNot") or left is right or (type(left) in SCALARS and type(right) in SCALARS):
             return result
         if not is_condition and type(result) is not bool:
             return result
         if name in _OPPOSITES:
             return not self.compared(_OPPOSITES[name], True, left, right)
-        if name == "in" and _is_strange(right):
+        if name == "In" and _is_strange(right):
             return bool(result) and not _is_true(operation, object(), right)
         strange = self._strange(left), self._strange(right)
-        if None in strange or (name in ("==", "in") and not result):
+        if None in strange or (name in ("Eq", "In") and not result):
             return bool(result)
         if all(strange):
-            claims = operator.eq if name == "in" else operation
+            claims = operator.eq if name == "In" else operation
             return bool(result) and not any(
                 _is_true(claims, part, object()) for parts in strange for part in parts or ()
             )

@@ -12,16 +12,9 @@ if TYPE_CHECKING:
 
     from code_judge import Judge
 
-_COMPARING = {
-    **dict.fromkeys((f"assert{kind}Equal" for kind in ("", "List", "Tuple", "Set", "Dict", "Sequence")), "=="),
-    "assertMultiLineEqual": "==",
-    "assertLess": "<",
-    "assertLessEqual": "<=",
-    "assertGreater": ">",
-    "assertGreaterEqual": ">=",
-    "assertIn": "in",
-    "assertNotIn": "not in",
-}
+_EQUAL = ("", "List", "Tuple", "Set", "Dict", "Sequence", "MultiLine")
+_OTHERS = {"Less": "Lt", "LessEqual": "LtE", "Greater": "Gt", "GreaterEqual": "GtE", "In": "In", "NotIn": "NotIn"}
+_COMPARING = {f"assert{kind}Equal": "Eq" for kind in _EQUAL} | {f"assert{kind}": name for kind, name in _OTHERS.items()}
 """Methods of unittest, and the operation that must hold of their first two arguments."""
 
 
