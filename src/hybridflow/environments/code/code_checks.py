@@ -184,7 +184,9 @@ class _Names:
         self.imports_isclose = "from math import isclose" in map(ast.unparse, imports)
         used = {each.id for each in nodes if isinstance(each, ast.Name)} - self._bound
         of_python = {name for name in used if hasattr(builtins, name)}
-        imports_program = any("program" in (getattr(each, "module", ""), each.names[0].name) for each in imports)
+        imports_program = any(
+            "program" in (getattr(each, "module", ""), *(alias.name for alias in each.names)) for each in imports
+        )
         self.has_program = bool(used - of_python) or len(of_python) == 1 or imports_program
         self._tested = of_python if used == of_python and len(used) == 1 else set()  # assert sum(10, 15) == 150
 

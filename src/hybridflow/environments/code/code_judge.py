@@ -18,13 +18,18 @@ from code_values import FAILED, IDLE, PASSED, described, encode, is_opaque, valu
 
 TYPE_CHECKING = False  # importing `typing` would take longer than all else here
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
     from typing import Any
 
-_COLLECTIONS = (tuple, list, set, frozenset)
 _OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
-    **{name: getattr(operator, name.lower()) for name in ("Eq", "Lt", "Gt")},
-    **{"NotEq": operator.ne, "LtE": operator.le, "GtE": operator.ge, "Is": operator.is_, "IsNot": operator.is_not},
+    "Eq": operator.eq,
+    "NotEq": operator.ne,
+    "Lt": operator.lt,
+    "LtE": operator.le,
+    "Gt": operator.gt,
+    "GtE": operator.ge,
+    "Is": operator.is_,
+    "IsNot": operator.is_not,
     "In": lambda left, right: left in right,
     "NotIn": lambda left, right: left not in right,
 }
@@ -52,13 +57,13 @@ class Judge:
         self.reads_program = False  # whether a test looks for checks in the program's docstrings
         self._num_checks = 0
         self._failures: list[BaseException] = []
-        loaded = load([("sys", ()), *imports])
+        load(imports)
         shown = sys.modules["builtins"] = ModuleType("builtins")
         vars(shown).update(vars(builtins))
         vars(program)["__builtins__"] = shown
         tools = {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] in TOOLS}
         self._tools = [vars(module) for module in tools.values()]
-        self.modules = {name: StandIn(sys.modules[name]) for name in loaded - tools.keys()} | tools
+        self.modules = {name: StandIn(module) for name, module in sys.modules.items()} | tools
         own = (self.count, self.failed, self.raised, self.caught, self._check, self._compare, self._send)
         functions = {function.__name__.strip("_"): function for function in (*own, self._distance, self._difference)}
         names = {f"__{name}__": function for name, function in functions.items()}
@@ -167,27 +172,12 @@ class Judge:
 
     def _strange(self, value: Any) -> list[Any] | None:
         """Return the parts of a value that are not plain data; None if there are objects of the test among them."""
+        parts: list[Any] = []
         try:
-            parts = list(self._parts(value))
-        except RecursionError:
+            described(value, parts, self._is_own)
+        except Exception:
             return [value]
-        return (
-            None if any(self._is_own(type(part)) for part in parts) else [part for part in parts if _is_strange(part)]
-        )
-
-    def _parts(self, value: Any) -> Iterator[Any]:
-        kind = type(value)
-        if kind in SCALARS:
-            return
-        bases = () if self._is_own(kind) else bases_of(kind)
-        base = next((base for base in (*_COLLECTIONS, dict) if base in bases), None)
-        if base is None:
-            yield value
-            return
-        for part in base.__iter__(value):
-            yield from self._parts(part)
-            if base is dict:
-                yield from self._parts(dict.__getitem__(value, part))
+        return None if any(self._is_own(type(part)) for part in parts) else parts
 
     def _is_own(self, kind: type) -> bool:
         """Return whether the test or a module of its own says what equals objects of this type."""

@@ -118,22 +118,13 @@ class StandIn(ModuleType):
         vars(self).pop(name, None)
 
 
-def load(imports: Iterable[tuple[str, Iterable[str]]]) -> set[str]:
-    """Import what a test imports, and return the names of the modules; what is missing is missed when the test runs."""
-    modules = set()
+def load(imports: Iterable[tuple[str, Iterable[str]]]) -> None:
+    """Import what a test imports; what is missing is missed when the test runs."""
     for name, attributes in imports:
         try:
-            __import__(name)
-            for attribute in attributes:
-                if not hasattr(sys.modules[name], attribute):
-                    __import__(f"{name}.{attribute}")
+            __import__(name, fromlist=(*attributes,))
         except Exception:
-            if name not in sys.modules:
-                continue
-        while name:
-            modules.add(name)
-            name = name.rpartition(".")[0]
-    return modules
+            continue
 
 
 _WATCHED = frozenset(

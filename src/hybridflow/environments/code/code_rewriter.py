@@ -193,4 +193,6 @@ def _swallows(handler: ast.ExceptHandler) -> bool:
     """Return whether a handler catches a failed assertion and does nothing that could matter later."""
     kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
     is_general = any(kind is None or getattr(kind, "id", getattr(kind, "attr", None)) in _SWALLOWING for kind in kinds)
-    return is_general and not any(isinstance(each, ast.Raise | ast.Assert) or _is_exit(each) for each in ast.walk(handler))
+    return is_general and not any(
+        isinstance(each, ast.Raise | ast.Assert) or _is_exit(each) for each in ast.walk(handler)
+    )

@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -58,7 +59,7 @@ class CodeRun:
     """Result of a run: whether the program compiled, whether it and the statements finished, and its stdout.
 
     `is_late`: it did not finish, and was stopped by a limit of time or took nearly as long.
-    `is_idle`: the test has ended without an error, and a runner in it had nothing to run.
+    `is_idle`: the test has ended without an error, and has checked nothing.
     """
 
     compiled: bool
@@ -76,46 +77,48 @@ def run_program(program: bytes, limits: CodeLimits, *, stdin: bytes = b"", test:
     Raises `RewardError` if this system cannot restrict the process (the program has not run then), or cannot make or
     remove its directory.
     """
-    filters = _filters()
-    directory = _make_directory(program)
     try:
-        with _memory_file(stdin) as given, _memory_file(b"") as output, ExitStack() as stack:
-            running = _Test(limits, filters, stack, given.fileno(), output.fileno(), directory, test)
-            compiled, finished = running.run()
-            is_late = not finished and time.monotonic() - running.started >= _LATE_SHARE * limits.timeout_s
-            running.kill()
-            output.seek(0)
-            return CodeRun(compiled, finished, output.read(limits.max_output_bytes), is_late, running.is_idle)
+        filters = filters_of(os.uname().machine)
     except OSError as error:
-        raise RewardError(
-            f"code_reward cannot start the process of a program: {error}; free memory, processes or open files."
-        ) from error
-    finally:
+        raise _cannot_restrict(str(error)) from error
+    with _directory_with(program) as directory:
         try:
-            remove_tree(directory)
+            with ExitStack() as stack:
+                return _Run(limits, filters, stack, directory, stdin, test).result()
         except OSError as error:
-            raise _directory_error(error) from error
+            raise RewardError(
+                f"code_reward cannot start the process of a program: {error}; free memory, processes or open files."
+            ) from error
 
 
-def _make_directory(program: bytes) -> str:
-    directory = None
-    try:
+@contextmanager
+def _directory_with(program: bytes) -> Iterator[str]:
+    with _directory_errors():
         directory = tempfile.mkdtemp(prefix="hybridflow-code-")
-        (Path(directory) / PROGRAM).write_bytes(program)
-        return directory
-    except OSError as error:
-        if directory is not None:
-            (Path(directory) / PROGRAM).unlink(missing_ok=True)
+        file = Path(directory) / PROGRAM
+        try:
+            file.write_bytes(program)
+        except OSError:
+            file.unlink(missing_ok=True)  # `remove_tree` would open the directory
             os.rmdir(directory)
-        raise _directory_error(error) from error
+            raise
+    try:
+        yield directory
+    finally:
+        with _directory_errors():
+            remove_tree(directory)
 
 
-def _directory_error(error: OSError) -> RewardError:
-    place = tempfile.tempdir or os.environ.get("TMPDIR", "the temporary directory")
-    return RewardError(
-        f"code_reward cannot use {place} for the files of programs: {error}; "
-        "free space there, or set TMPDIR to a directory that is writable."
-    )
+@contextmanager
+def _directory_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        place = tempfile.tempdir or os.environ.get("TMPDIR", "the temporary directory")
+        raise RewardError(
+            f"code_reward cannot use {place} for the files of programs: {error}; "
+            "free space there, or set TMPDIR to a directory that is writable."
+        ) from error
 
 
 def _memory_file(contents: bytes) -> BinaryIO:
@@ -123,13 +126,6 @@ def _memory_file(contents: bytes) -> BinaryIO:
     file.write(contents)
     file.seek(0)
     return file
-
-
-def _filters() -> Filters:
-    try:
-        return filters_of(os.uname().machine)
-    except OSError as error:
-        raise _cannot_restrict(str(error)) from error
 
 
 def _cannot_restrict(problem: str) -> RewardError:
@@ -140,28 +136,20 @@ def _cannot_restrict(problem: str) -> RewardError:
     )
 
 
-class _Test:
+class _Run:
     """A process with one program, and its messages until a deadline; code_process.py documents them."""
 
     def __init__(
-        self,
-        limits: CodeLimits,
-        filters: Filters,
-        stack: ExitStack,
-        stdin: int,
-        stdout: int,
-        directory: str,
-        test: Steps | None,
+        self, limits: CodeLimits, filters: Filters, stack: ExitStack, directory: str, stdin: bytes, test: Steps | None
     ) -> None:
         self._limits, self._test, self._stack, self._clone = limits, test, stack, filters.clone
         self._secret = os.urandom(_SECRET_BYTES)
-        self.is_idle = False
         self._quota: CodeQuota | None = None
         self._received = bytearray()
-        self.started = time.monotonic()
-        self._deadline = self.started + _START_TIMEOUT_S
-        self._line, theirs = socket.socketpair()
-        stack.enter_context(self._line)
+        self._deadline = time.monotonic() + _START_TIMEOUT_S
+        given = stack.enter_context(_memory_file(stdin))
+        self._output = stack.enter_context(_memory_file(b""))
+        self._line, theirs = map(stack.enter_context, socket.socketpair())
         settings = {
             "line": theirs.fileno(),
             "is_script": test is None,
@@ -179,19 +167,19 @@ class _Test:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-X", "utf8", str(_SCRIPT), marshal.dumps(settings).hex()],
-                stdin=stdin,
-                stdout=stdout if test is None else subprocess.DEVNULL,
+                stdin=given,
+                stdout=self._output if test is None else subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 cwd=directory,
                 env={},
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        stack.callback(self.kill)
+        stack.callback(self._kill)
         self._exit = self._adopt(os.pidfd_open(self._process.pid))
 
-    def run(self) -> tuple[bool, bool]:
-        """Return (compiled, finished)."""
+    def result(self) -> CodeRun:
+        """Wait for the program, and for the test if there is one; kill the process, and return what came of it."""
         for state in (b"ready", b"restricted"):
             message = self._receive_message()
             if message != state:
@@ -199,29 +187,34 @@ class _Test:
                 raise _cannot_restrict(message.decode(errors="replace") or no_message)
         if self._quota is None:
             raise OSError(errno.EMFILE, "no descriptor left for the process")
-        self.started = time.monotonic()
-        self._deadline = min(self.started + 2 * self._limits.timeout_s, self._limits.deadline)
-        if self._receive_message() != b"compiled":
-            return False, False
-        if self._test is None:
-            return True, self._wait_for(self._exit) and self._process.wait() == 0
-        return True, self._receive_message() == self._secret and self._passes(self._test)
+        started = time.monotonic()
+        self._deadline = min(started + 2 * self._limits.timeout_s, self._limits.deadline)
+        compiled = self._receive_message() == b"compiled"
+        verdict = self._verdict() if compiled else b""
+        is_late = verdict != PASSED and time.monotonic() - started >= _LATE_SHARE * self._limits.timeout_s
+        self._kill()
+        self._output.seek(0)
+        output = self._output.read(self._limits.max_output_bytes)
+        return CodeRun(compiled, verdict == PASSED, output, is_late, verdict == IDLE)
 
-    def _passes(self, test: Steps) -> bool:
-        """Have the process run the test; return whether the checks hold of its answers, and it says that all pass."""
+    def _verdict(self) -> bytes:
+        """Return the verdict of the process, which is b"" if it makes none or a check does not hold of its answers."""
+        if self._test is None:
+            return PASSED if self._wait_for(self._exit) and self._process.wait() == 0 else b""
+        if self._receive_message() != self._secret:
+            return b""
         try:
             self._line.settimeout(max(0.001, self._deadline - time.monotonic()))
-            self._line.sendall(test.code)
+            self._line.sendall(self._test.code)
             self._line.shutdown(socket.SHUT_WR)
         except OSError:  # the process has ended, or does not read
-            return False
-        if not all(check.holds(self._receive_message()) for check in test.checks):
-            return False
+            return b""
+        if not all(check.holds(self._receive_message()) for check in self._test.checks):
+            return b""
         verdict = self._receive_message()
-        self.is_idle = verdict == self._secret + IDLE
-        return verdict == self._secret + PASSED
+        return verdict.removeprefix(self._secret) if verdict.startswith(self._secret) else b""
 
-    def kill(self) -> None:
+    def _kill(self) -> None:
         """Kill the process and wait until it has ended."""
         if self._process.returncode is None:
             os.killpg(self._process.pid, signal.SIGKILL)

@@ -26,7 +26,20 @@ MAX_HASHED = 10_000
 _MAX_NUMBER_BYTES = 1000
 """Size of the parts of fractions and decimals, whose arithmetic takes more than linear time."""
 
-_KINDS: dict[type, str] = {tuple: "(", list: "[", set: "{", frozenset: "{", type({}.keys()): "{", type({}.items()): "{"}
+_SAME = frozenset({type(None), bool, float, str})
+_BYTES = ("B", lambda value: [bytes(memoryview(value)).hex()])
+_SETS = (set, frozenset, type({}.keys()), type({}.items()))
+_PARTS: dict[type, tuple[str, Callable[[Any], Any]]] = {
+    tuple: ("(", tuple.__iter__),
+    list: ("[", list.__iter__),
+    dict: (":", lambda value: [part for key in dict.__iter__(value) for part in (key, dict.__getitem__(value, key))]),
+    **{kind: ("{", kind.__iter__) for kind in _SETS},
+    complex: ("C", lambda value: [value.real, value.imag]),
+    bytes: _BYTES,
+    bytearray: _BYTES,
+    type(...): (".", lambda value: []),
+    range: ("r", lambda value: [value.start, value.stop, value.step]),
+}
 _write = make_encoder(None, str, encode_basestring_ascii, None, ":", ",", False, False, True)
 
 
@@ -45,38 +58,36 @@ def encode(value: Any) -> bytes:
     return "".join(_write(described(value), 0)).encode()
 
 
-def described(value: Any, depth: int = 0) -> Any:
-    """Return what JSON says of a value."""
-    if depth > MAX_DEPTH:
-        raise RecursionError("the value is nested too deeply")
-    if value is None or value is True or value is False:
-        return value
-    if value is ...:
-        return ["."]
-    if isinstance(value, int):
-        number = int.__index__(value)
-        return number if abs(number) < 2**63 else ["I", hex(number)]
-    if isinstance(value, float):
-        return float.__pos__(value)
-    if isinstance(value, complex):
-        return ["C", value.real, value.imag]
-    if isinstance(value, str):
-        return "".join(str.__iter__(value))
-    if isinstance(value, bytes | bytearray):
-        return ["B", bytes(memoryview(value)).hex()]
-    if isinstance(value, dict):
-        parts = [part for key in dict.__iter__(value) for part in (key, dict.__getitem__(value, key))]
-        return [":", *(described(part, depth + 1) for part in parts)]
-    for kind, tag in _KINDS.items():
-        if isinstance(value, kind):
-            return [tag, *[described(part, depth + 1) for part in [*kind.__iter__(value)]]]
-    if type(value) is range:
-        return ["r", *(described(part) for part in (value.start, value.stop, value.step))]
-    if type(value) is _type_of("fractions", "Fraction"):
-        return ["/", described(value.numerator), described(value.denominator)]
-    if type(value) is _type_of("decimal", "Decimal"):
-        return ["e", str(value)]
-    return ["O", bool(value)]
+def described(value: Any, others: list[Any] | None = None, is_own: Callable[[type], bool] | None = None) -> Any:
+    """Return what JSON says of a value; collect its parts that are not plain data, or are of the test's own types."""
+
+    def describe(value: Any, depth: int) -> Any:
+        kind = type(value)
+        if kind in _SAME:
+            return value
+        if depth > MAX_DEPTH:
+            raise RecursionError("the value is nested too deeply")
+        is_of_test = is_own is not None and is_own(kind)
+        if not is_of_test:
+            if isinstance(value, int):
+                number = int.__index__(value)
+                return number if abs(number) < 2**63 else ["I", hex(number)]
+            if isinstance(value, float):
+                return float.__pos__(value)
+            if isinstance(value, str):
+                return "".join(str.__iter__(value))
+            for base, (tag, parts) in _PARTS.items():
+                if isinstance(value, base):
+                    return [tag, *[describe(part, depth + 1) for part in [*parts(value)]]]
+            if kind is _type_of("fractions", "Fraction"):
+                return ["/", describe(value.numerator, depth), describe(value.denominator, depth)]
+            if kind is _type_of("decimal", "Decimal"):
+                return ["e", str(value)]
+        if others is not None:
+            others.append(value)
+        return ["O", is_of_test or bool(value)]
+
+    return describe(value, 0)
 
 
 def is_opaque(description: Any) -> bool:
