@@ -82,7 +82,7 @@ class Judge:
         except _Ended as end:
             if end.status:
                 return FAILED
-        if self._failures:
+        if self._failures or not all(result.wasSuccessful() for result in self.results):
             return FAILED
         if any(result.testsRun <= len(result.skipped) for result in self.results):
             return IDLE
@@ -117,8 +117,7 @@ class Judge:
     def _send(self, value: Any, is_iterated: bool) -> None:
         """Send a value, or its elements if it is not plain data, to be checked by the scorer."""
         self.count()
-        parts = tuple(value) if is_iterated and _is_strange(value) else value
-        self._send_message(encode(parts))
+        self._send_message(encode(tuple(value) if is_iterated and _is_strange(value) else value))
 
     def _check(self, value: Any) -> bool:
         self.count()

@@ -63,8 +63,10 @@ def idle_error(statements: str, why: str) -> RewardError:
 
 
 def _checks(node: ast.AST, used: set[str]) -> bool:
-    """Return whether a part of a test has a check, outside of functions and classes whose names nothing uses."""
+    """Return whether a part of a test has a check, outside of `if False:` and of what is defined, but never used."""
     inner = ast.iter_child_nodes(node)
+    if isinstance(node, ast.If) and isinstance(node.test, ast.Constant):
+        inner = node.body if node.test.value else node.orelse
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         methods = [each for each in node.body if isinstance(node, ast.ClassDef) and hasattr(each, "decorator_list")]
         names = {node.name, *_FINDING}
@@ -75,7 +77,7 @@ def _checks(node: ast.AST, used: set[str]) -> bool:
         if used.isdisjoint(names) and not is_called:
             inner = [each for each in node.body if isinstance(node, ast.ClassDef) and each not in methods]
         elif methods:
-            used = used | {"main"}
+            used = used | {"main"}  # so that its methods are
     return is_check(node) or any(_checks(each, used) for each in inner)
 
 
