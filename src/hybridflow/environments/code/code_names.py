@@ -37,16 +37,16 @@ class TestNames(dict):
         self._hidden: set[str] = set()
 
     def use(self, code: CodeType) -> None:
-        """Prepare for statements or an expression.
+        """Prepare for a test.
 
-        The name of a built-in function keeps its meaning, unless it is the only name of the program that they use, and
-        not a function that could find others.
+        The name of a built-in function keeps its meaning, unless it is the only name of the program that the test uses,
+        and not a function that could find others.
         """
         used = _names(code) & {name for name in self.program if type(name) is str and not name.startswith("__")}
         shared = {name for name in used if hasattr(builtins, name)}
         self._hidden = set() if used == shared - _FINDING and len(shared) == 1 else shared
         for name in used - self._hidden:
-            if callable(self.program[name]):
+            if "__send__" not in code.co_names and callable(self.program[name]):
                 self.setdefault(name, self.program[name])  # bodies of classes find only names that the dict has
 
     def __setitem__(self, name: str, value: Any) -> None:
