@@ -17,7 +17,7 @@ from functools import lru_cache
 from types import CodeType
 from typing import Any
 
-from hybridflow.environments.code.code_rewriter import call, imports_of, rewritten
+from hybridflow.environments.code.code_rewriter import call, imports_of, is_text, rewritten
 from hybridflow.environments.code.code_statements import compiled, parsed, require_check, too_long
 from hybridflow.environments.code.code_values import MAX_HASHED, decode
 
@@ -92,7 +92,7 @@ def steps_of(statements: str) -> Steps:
         for statement in body:
             if isinstance(statement, ast.Import | ast.ImportFrom):
                 sent.append(statement)
-            elif not _is_text(statement):
+            elif not is_text(statement):
                 for subject, is_iterated, check in _checks_of(statement, names):
                     sent.append(ast.Expr(call("send", subject, ast.Constant(is_iterated))))
                     checks.append(check)
@@ -106,10 +106,6 @@ def steps_of(statements: str) -> Steps:
     if not checks:
         require_check(test, statements)
     return Steps(statements, code, tuple(checks), imports, bool(checks) or names.has_program)
-
-
-def _is_text(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def _inlined(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -145,7 +141,7 @@ def _only_asserts(function: ast.FunctionDef) -> bool:
     others = (parameters.vararg, parameters.kwarg, *parameters.posonlyargs, *parameters.kwonlyargs)
     if any(others) or parameters.defaults or function.decorator_list:
         return False
-    return all(isinstance(each, ast.Assert) or _is_text(each) for each in function.body)
+    return all(isinstance(each, ast.Assert) or is_text(each) for each in function.body)
 
 
 class _Renamed(ast.NodeTransformer):

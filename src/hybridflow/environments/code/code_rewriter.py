@@ -75,7 +75,7 @@ class _Rewriter(ast.NodeTransformer):
 
     def _count_in(self, block: list[ast.stmt]) -> None:
         if not self._is_swallowed and any(map(self._can_fail, block)):
-            is_first = (_is_text(each) or getattr(each, "module", "") == "__future__" for each in block)
+            is_first = (is_text(each) or getattr(each, "module", "") == "__future__" for each in block)
             block.insert([*is_first, False].index(False), ast.Expr(call("count")))
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
@@ -104,8 +104,9 @@ class _Rewriter(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
-        if _is_exit(node.value):
-            return ast.Raise(call("ended", *map(self.visit, node.value.args)))
+        match node.value:
+            case ast.Call(args=args) if _is_exit(node.value):
+                return ast.Raise(call("ended", *map(self.visit, args)))
         return self.generic_visit(node)
 
     def visit_Raise(self, node: ast.Raise) -> ast.stmt:
@@ -181,7 +182,8 @@ def _mark_conditions(node: ast.expr) -> None:
             args[1] = ast.Constant(True)
 
 
-def _is_text(node: ast.AST) -> bool:
+def is_text(node: ast.AST) -> bool:
+    """Return whether a statement is a constant, such as a docstring."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
