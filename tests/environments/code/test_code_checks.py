@@ -21,8 +21,8 @@ PROTECTED = {
     "assert not Solution().is_valid('(')": ["Solution().is_valid('(')"],
     "assert abs(f(2) - 1.4142) < 1e-3": ["f(2)"],
     "assert abs(1.4142 - f(2)) <= 10 ** -3": ["f(2)"],
-    "import math\nassert math.isclose(f(2), math.pi, rel_tol=1e-9)": ["import math", "f(2)"],
-    "from math import isclose\nassert isclose(f(2), 1.4)": ["from math import isclose", "f(2)"],
+    "import math\nassert math.isclose(f(2), math.pi, rel_tol=1e-9)": ["f(2)"],
+    "from math import isclose\nassert isclose(f(2), 1.4)": ["f(2)"],
     "assert set(f([1, 2])) == set([2, 1])": ["set(f([1, 2]))"],
     "assert sorted(f(2), key=lambda x: -x) == [2, 1]": ["sorted(f(2), key=lambda x: -x)"],
     "assert decode(encode('x')) == 'x'": ["decode(encode('x'))"],
@@ -30,7 +30,7 @@ PROTECTED = {
     "assert [f(x) for x in range(3)] == [0, 1, 4]": ["[f(x) for x in range(3)]"],
     "assert apply(lambda x: x > 2, [1, 3]) == [False, True]": ["apply(lambda x: x > 2, [1, 3])"],
     "assert sum(10, 15) == 150": ["sum(10, 15)"],
-    "from program import f as g\nassert g(2) == 4": ["from program import f as g", "g(2)"],
+    "from program import f as g\nassert g(2) == 4": ["g(2)"],
     "INFO = {'of': 'x'}\n\ndef check(candidate):\n    assert True\n    assert candidate(2) == 4\n\ncheck(f)": ["f(2)"],
 }
 
@@ -70,26 +70,24 @@ HOLDS = [
 def test_an_assertion_about_one_value_is_protected(statements):
     found = steps_of(statements)
     assert found.is_protected
-    assert [step.source for step in found.steps] == PROTECTED[statements]
+    assert [check.source for check in found.checks] == PROTECTED[statements]
 
 
 @pytest.mark.parametrize("statements", [*NOT_PROTECTED, *(statements for _, statements in UNPROTECTED.values())])
 def test_other_statements_run_in_the_programs_process(statements):
-    found = steps_of(statements)
-    assert not found.is_protected
-    assert [(step.source, step.check) for step in found.steps] == [(statements, None)]
+    assert not steps_of(statements).is_protected
 
 
 @pytest.mark.parametrize(("statements", "right", "wrong"), HOLDS)
 def test_values_are_compared_as_python_does(statements, right, wrong):
-    step = steps_of(statements).steps[0]
-    assert all(step.holds(encode(value)) for value in right)
-    assert not any(step.holds(encode(value)) for value in wrong)
+    check = steps_of(statements).checks[0]
+    assert all(check.holds(encode(value)) for value in right)
+    assert not any(check.holds(encode(value)) for value in wrong)
 
 
 def test_an_answer_that_is_not_a_value_does_not_hold():
     for statements in ("assert f() != 3", "assert not f()"):
-        assert not any(steps_of(statements).steps[0].holds(answer) for answer in (b"", b"x", b"NN", b"[\1\0\0\0"))
+        assert not any(steps_of(statements).checks[0].holds(answer) for answer in (b"", b"x", b"[]", b'["["', b"{}"))
 
 
 @pytest.mark.runs

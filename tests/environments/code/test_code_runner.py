@@ -93,7 +93,7 @@ SCORER = """
 import sys
 from hybridflow.environments.code.code_checks import Steps
 from hybridflow.environments.code.code_runner import CodeLimits, run_program
-run_program(sys.argv[1].encode(), CodeLimits(500.0, 2**28, 2**20), test=Steps((), True))
+run_program(sys.argv[1].encode(), CodeLimits(500.0, 2**28, 2**20), test=Steps("", b""))
 """
 
 

@@ -81,8 +81,8 @@ def test_a_value_that_is_too_large_to_compare_is_refused():
         encode([deep])
     many = encode({"x": set(range(MAX_HASHED)), "y": {1: 2}})
     too_long = (encode(range(2**22)), encode(range(10**30)))
-    for message in (many, *too_long, encode(Fraction(3**9000, 2)), encode(Decimal("1" * 2000)), b"(\xff\xff\xff\xff"):
-        with pytest.raises(ValueError, match=r"too many|limited size|too short|not valid"):
+    for message in (many, *too_long, encode(Fraction(3**9000, 2)), encode(Decimal("1" * 2000)), b"[" * 2**22):
+        with pytest.raises(ValueError, match=r"too many|limited size|not valid"):
             decode(message)
     assert len(decode(many, max_hashed=MAX_HASHED + 3)["x"]) == MAX_HASHED
 
@@ -90,13 +90,13 @@ def test_a_value_that_is_too_large_to_compare_is_refused():
 @pytest.mark.parametrize("size", [1, 13, 100])
 def test_damaged_messages_are_value_errors(size):
     generator, valid = random.Random(0), encode(VALUES)
-    tags = b"NTFOIqDCSB([{:r/e.\0\1\2"
+    parts = [*"[]{}:,09.-e", '"["', '"("', '"{"', '":"', '"I"', '"r"', '"/"', '"e"', '"O"', "null", "NaN", '"\\ud800"']
     for _ in range(300):
-        message = bytes(generator.choice(tags) for _ in range(size))
+        message = "".join(generator.choice(parts) for _ in range(size)).encode()
         damaged = bytearray(valid)
         for _ in range(size // 10 + 1):
             damaged[generator.randrange(len(damaged))] = generator.randrange(256)
-        with pytest.raises(ValueError, match="too short"):
+        with pytest.raises(ValueError, match=r"Expecting|Unterminated|Invalid"):
             decode(valid[: generator.randrange(len(valid))])
         for each in (message, bytes(damaged)):
             with suppress(ValueError):

@@ -14,27 +14,28 @@ from types import CodeType, FunctionType, ModuleType
 
 from code_names import MAIN, SCALARS, TOOLS, StandIn, TestModule, TestNames, bases_of, guard_of, load
 from code_tools import count_in
-from code_values import FAILED, IDLE, PASSED, decode, encode
+from code_values import FAILED, IDLE, PASSED, described, encode, is_opaque, value_of
 
 TYPE_CHECKING = False  # importing `typing` would take longer than all else here
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
     from typing import Any
 
-_COLLECTIONS = (tuple, list, set, frozenset)
 _OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-    "is": operator.is_,
-    "is not": operator.is_not,
-    "in": lambda left, right: left in right,
-    "not in": lambda left, right: left not in right,
+    "Eq": operator.eq,
+    "NotEq": operator.ne,
+    "Lt": operator.lt,
+    "LtE": operator.le,
+    "Gt": operator.gt,
+    "GtE": operator.ge,
+    "Is": operator.is_,
+    "IsNot": operator.is_not,
+    "In": lambda left, right: left in right,
+    "NotIn": lambda left, right: left not in right,
 }
-_OPPOSITES = {"!=": "==", "not in": "in"}
+"""Comparisons by their names in `ast`."""
+
+_OPPOSITES = {"NotEq": "Eq", "NotIn": "In"}
 _exc_info = sys.exc_info
 
 
@@ -48,41 +49,40 @@ class _Ended(BaseException):
 class Judge:
     """The names, modules and checks of one test; made before the program runs."""
 
-    def __init__(self, program: ModuleType, imports: Iterable[tuple[str, Iterable[str]]]) -> None:
+    def __init__(
+        self, program: ModuleType, imports: Iterable[tuple[str, Iterable[str]]], send: Callable[[bytes], None]
+    ) -> None:
+        self._send_message = send
         self.results: list[Any] = []
         self.reads_program = False  # whether a test looks for checks in the program's docstrings
         self._num_checks = 0
         self._failures: list[BaseException] = []
-        loaded = load([("sys", ()), *imports])
+        load(imports)
         shown = sys.modules["builtins"] = ModuleType("builtins")
         vars(shown).update(vars(builtins))
         vars(program)["__builtins__"] = shown
         tools = {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] in TOOLS}
         self._tools = [vars(module) for module in tools.values()]
-        self.modules = {name: StandIn(sys.modules[name]) for name in loaded - tools.keys()} | tools
-        own = (self.count, self.failed, self.raised, self.caught, self._check, self._compare)
+        self.modules = {name: StandIn(module) for name, module in sys.modules.items()} | tools
+        own = (self.count, self.failed, self.raised, self.caught, self._check, self._compare, self._send)
         functions = {function.__name__.strip("_"): function for function in (*own, self._distance, self._difference)}
         names = {f"__{name}__": function for name, function in functions.items()}
         self.names = TestNames(vars(program), {**names, "__ended__": _Ended, "__import__": self._import})
         count_in(tools, self)
         sys.addaudithook(guard_of(vars(shown)))
 
-    def value(self, code: CodeType) -> Any:
-        """Return the value of an expression; None for statements."""
-        self.names.use(code)
-        return eval(code, self.names)
-
     def verdict(self, code: CodeType) -> bytes:
         """Run a test and return its verdict; raise what it raises."""
         self.names["__name__"] = MAIN
         self.modules[MAIN] = TestModule(self.names)
         vars(self.modules["sys"])["modules"] = sys.modules | {MAIN: self.modules[MAIN]}
+        self.names.use(code)
         try:
-            self.value(code)
+            exec(code, self.names)
         except _Ended as end:
             if end.status:
                 return FAILED
-        if self._failures:
+        if self._failures or not all(result.wasSuccessful() for result in self.results):
             return FAILED
         if any(result.testsRun <= len(result.skipped) for result in self.results):
             return IDLE
@@ -114,6 +114,11 @@ class Judge:
         error = error or _exc_info()[1]
         self._failures = [failure for failure in self._failures if failure is not error]
 
+    def _send(self, value: Any, is_iterated: bool) -> None:
+        """Send a value, or its elements if it is not plain data, to be checked by the scorer."""
+        self.count()
+        self._send_message(encode(tuple(value) if is_iterated and _is_strange(value) else value))
+
     def _check(self, value: Any) -> bool:
         self.count()
         return bool(value)
@@ -136,19 +141,19 @@ class Judge:
         """
         operation = _OPERATIONS[name]
         result = operation(left, right)
-        if name in ("is", "is not") or left is right or (type(left) in SCALARS and type(right) in SCALARS):
+        if name in ("Is", "IsNot") or left is right or (type(left) in SCALARS and type(right) in SCALARS):
             return result
         if not is_condition and type(result) is not bool:
             return result
         if name in _OPPOSITES:
             return not self.compared(_OPPOSITES[name], True, left, right)
-        if name == "in" and _is_strange(right):
+        if name == "In" and _is_strange(right):
             return bool(result) and not _is_true(operation, object(), right)
         strange = self._strange(left), self._strange(right)
-        if None in strange or (name in ("==", "in") and not result):
+        if None in strange or (name in ("Eq", "In") and not result):
             return bool(result)
         if all(strange):
-            claims = operator.eq if name == "in" else operation
+            claims = operator.eq if name == "In" else operation
             return bool(result) and not any(
                 _is_true(claims, part, object()) for parts in strange for part in parts or ()
             )
@@ -166,27 +171,12 @@ class Judge:
 
     def _strange(self, value: Any) -> list[Any] | None:
         """Return the parts of a value that are not plain data; None if there are objects of the test among them."""
+        parts: list[Any] = []
         try:
-            parts = list(self._parts(value))
-        except RecursionError:
+            described(value, parts, self._is_own)
+        except Exception:
             return [value]
-        return (
-            None if any(self._is_own(type(part)) for part in parts) else [part for part in parts if _is_strange(part)]
-        )
-
-    def _parts(self, value: Any) -> Iterator[Any]:
-        kind = type(value)
-        if kind in SCALARS:
-            return
-        bases = () if self._is_own(kind) else bases_of(kind)
-        base = next((base for base in (*_COLLECTIONS, dict) if base in bases), None)
-        if base is None:
-            yield value
-            return
-        for part in base.__iter__(value):
-            yield from self._parts(part)
-            if base is dict:
-                yield from self._parts(dict.__getitem__(value, part))
+        return None if any(self._is_own(type(part)) for part in parts) else parts
 
     def _is_own(self, kind: type) -> bool:
         """Return whether the test or a module of its own says what equals objects of this type."""
@@ -210,13 +200,13 @@ class Judge:
 
 
 def _plain(value: Any) -> Any:
-    return decode(encode(value), sys.maxsize)
+    return value_of(described(value), sys.maxsize)
 
 
 def _is_strange(value: Any) -> bool:
     """Return whether a value is not plain data."""
     try:
-        return encode(value).startswith(b"O")
+        return is_opaque(described(value))
     except Exception:
         return True
 

@@ -37,16 +37,16 @@ class TestNames(dict):
         self._hidden: set[str] = set()
 
     def use(self, code: CodeType) -> None:
-        """Prepare for statements or an expression.
+        """Prepare for a test.
 
-        The name of a built-in function keeps its meaning, unless it is the only name of the program that they use, and
-        not a function that could find others.
+        The name of a built-in function keeps its meaning, unless it is the only name of the program that the test uses,
+        and not a function that could find others.
         """
         used = _names(code) & {name for name in self.program if type(name) is str and not name.startswith("__")}
         shared = {name for name in used if hasattr(builtins, name)}
         self._hidden = set() if used == shared - _FINDING and len(shared) == 1 else shared
         for name in used - self._hidden:
-            if callable(self.program[name]):
+            if "__send__" not in code.co_names and callable(self.program[name]):
                 self.setdefault(name, self.program[name])  # bodies of classes find only names that the dict has
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -118,22 +118,13 @@ class StandIn(ModuleType):
         vars(self).pop(name, None)
 
 
-def load(imports: Iterable[tuple[str, Iterable[str]]]) -> set[str]:
-    """Import what a test imports, and return the names of the modules; what is missing is missed when the test runs."""
-    modules = set()
+def load(imports: Iterable[tuple[str, Iterable[str]]]) -> None:
+    """Import what a test imports; what is missing is missed when the test runs."""
     for name, attributes in imports:
         try:
-            __import__(name)
-            for attribute in attributes:
-                if not hasattr(sys.modules[name], attribute):
-                    __import__(f"{name}.{attribute}")
+            __import__(name, fromlist=(*attributes,))
         except Exception:
-            if name not in sys.modules:
-                continue
-        while name:
-            modules.add(name)
-            name = name.rpartition(".")[0]
-    return modules
+            continue
 
 
 _WATCHED = frozenset(

@@ -2,8 +2,8 @@
 
 | statement or expression of the test | becomes |
 |---|---|
-| `assert a == b, text` | `if not __check__(__compare__(("==",), True, a, b)): raise __failed__(text)` |
-| `if a != b: raise X` | `__count__()` before it, `raise __raised__(X)` in it |
+| `assert a == b, text` | `if not __check__(__compare__(("Eq",), True, a, b)): raise __failed__(text)` |
+| `if a != b: raise X` | `__count__()` where its block begins, `raise __raised__(X)` in it |
 | `except E:` | `except E: __caught__()` |
 | `abs(a - b)`, other `a - b` | `__distance__(abs, a, b)`, `__difference__(a, b)` |
 | `sys.exit(status)` | `raise __ended__(status)` |
@@ -11,22 +11,8 @@
 
 import ast
 import sys
-from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
-_SIGNS: dict[type, str] = {
-    ast.Eq: "==",
-    ast.NotEq: "!=",
-    ast.Lt: "<",
-    ast.LtE: "<=",
-    ast.Gt: ">",
-    ast.GtE: ">=",
-    ast.Is: "is",
-    ast.IsNot: "is not",
-    ast.In: "in",
-    ast.NotIn: "not in",
-}
 _SWALLOWING = ("AssertionError", "Exception", "BaseException")
 _EXITS = ("sys.exit", "exit", "quit")
 _RESULTS = ("attempted", "errors", "failed", "failures", "testsRun", "wasSuccessful")
@@ -35,7 +21,7 @@ _RESULTS = ("attempted", "errors", "failed", "failures", "testsRun", "wasSuccess
 
 def rewritten(module: ast.Module) -> ast.Module:
     """Rewrite a module that compiles; raise RecursionError if it is nested too deeply."""
-    return ast.fix_missing_locations(_Rewriter(module).visit(module))
+    return _Rewriter(module).visit(module)
 
 
 def is_check(node: ast.AST) -> bool:
@@ -61,20 +47,6 @@ def imports_of(module: ast.Module) -> list[tuple[str, tuple[str, ...]]]:
     return [each for each in imports if each[0].partition(".")[0] in sys.stdlib_module_names - {"antigravity", "this"}]
 
 
-def constants_of(module: ast.Module) -> dict[str, object]:
-    """Return the names that mean the same number or text wherever a test reads them."""
-    nodes = list(ast.walk(module))
-    stored = Counter(each.id for each in nodes if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load))
-    others = {getattr(each, name, None) for each in nodes for name in ("arg", "name", "asname")}
-    found: dict[str, object] = {"__name__": "__main__", "__debug__": True}
-    for node in nodes:
-        match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=value)):
-                if stored[name] == 1 and name not in others:
-                    found[name] = value
-    return found
-
-
 class _Assertion(ast.If):
     """An assertion, rewritten."""
 
@@ -82,7 +54,6 @@ class _Assertion(ast.If):
 class _Rewriter(ast.NodeTransformer):
     def __init__(self, module: ast.Module) -> None:
         self._is_swallowed = False
-        self._constants = constants_of(module)
         has_runner = any(name in ("unittest", "doctest") for name, _ in imports_of(module))
         self._results = set(_RESULTS if has_runner else ())
         for node in ast.walk(module):
@@ -104,104 +75,98 @@ class _Rewriter(ast.NodeTransformer):
 
     def _count_in(self, block: list[ast.stmt]) -> None:
         if not self._is_swallowed and any(map(self._can_fail, block)):
-            block.insert(_num_first(block), ast.Expr(_call("count")))
+            is_first = (is_text(each) or getattr(each, "module", "") == "__future__" for each in block)
+            block.insert([*is_first, False].index(False), ast.Expr(call("count")))
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
         self.generic_visit(node)
-        condition, raising = node.test, ast.Raise(_call("failed", *filter(None, [node.msg])))
+        condition, raising = node.test, ast.Raise(call("failed", *filter(None, [node.msg])))
         if isinstance(condition, ast.Constant) and not condition.value:
             return raising
         _mark_conditions(condition)
         if not (self._is_swallowed or self._is_no_check(condition)):
-            condition = _call("check", condition)
+            condition = call("check", condition)
         return _Assertion(ast.UnaryOp(ast.Not(), condition), [raising], [])
 
     def visit_Compare(self, node: ast.Compare) -> ast.expr:
         self.generic_visit(node)
-        if self._is_fixed(node):
-            return node
-        signs = ast.Tuple([ast.Constant(_SIGNS[type(each)]) for each in node.ops], ast.Load())
-        return _call("compare", signs, ast.Constant(False), node.left, *node.comparators)
+        operations = ast.Tuple([ast.Constant(type(each).__name__) for each in node.ops], ast.Load())
+        return call("compare", operations, ast.Constant(False), node.left, *node.comparators)
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         self.generic_visit(node)
-        return _call("difference", node.left, node.right) if isinstance(node.op, ast.Sub) else node
+        return call("difference", node.left, node.right) if isinstance(node.op, ast.Sub) else node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         match node:
             case ast.Call(func=ast.Name(id="abs"), args=[ast.BinOp(left=left, op=ast.Sub(), right=right)], keywords=[]):
-                return _call("distance", node.func, self.visit(left), self.visit(right))
+                return call("distance", node.func, self.visit(left), self.visit(right))
         return self.generic_visit(node)
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
-        value = node.value
-        if isinstance(value, ast.Call) and ast.unparse(value.func) in _EXITS:
-            return ast.Raise(_call("ended", *map(self.visit, value.args)))
+        match node.value:
+            case ast.Call(args=args) if _is_exit(node.value):
+                return ast.Raise(call("ended", *map(self.visit, args)))
         return self.generic_visit(node)
 
     def visit_Raise(self, node: ast.Raise) -> ast.stmt:
         self.generic_visit(node)
-        node.exc = node.exc and _call("raised", node.exc)
+        node.exc = node.exc and call("raised", node.exc)
         return node
 
     def visit_Try(self, node: Any) -> ast.stmt:
         """Rewrite a statement; what fails in its body and is caught there without consequence is not a check."""
         was_swallowed = self._is_swallowed
         self._is_swallowed |= any(map(_swallows, node.handlers))
-        node.body = [self.visit(each) for each in node.body]
-        self._count_in(node.body)
-        self._is_swallowed = was_swallowed
-        for block in (node.orelse, node.finalbody):
-            block[:] = [self.visit(each) for each in block]
+        for block in (node.body, node.orelse, node.finalbody):
+            block[:] = list(map(self.visit, block))
             self._count_in(block)
+            self._is_swallowed = was_swallowed
         for handler in node.handlers:
             self.generic_visit(handler)
-            handler.body.insert(0, ast.Expr(_call("caught")))
+            handler.body.insert(0, ast.Expr(call("caught")))
         return node
 
     visit_TryStar = visit_Try
 
     def _is_no_check(self, condition: ast.expr) -> bool:
-        return self._is_of_runner(condition) or self._is_fixed(condition)
-
-    def _is_of_runner(self, condition: ast.expr) -> bool:
-        """Return whether a condition is the result of a runner, whose checks count where they run."""
-        names = {getattr(each, "attr", getattr(each, "id", None)) for each in ast.walk(condition)}
-        return not self._results.isdisjoint(names)
-
-    def _is_fixed(self, condition: ast.expr) -> bool:
-        """Return whether a condition has the same value for every program."""
+        """Return whether a condition is the result of a runner, whose checks count where they run, or always holds."""
         match condition:
             case ast.Tuple(elts=[_, *_]):  # assert (f(2) == 4, "wrong")
                 return True
             case ast.BoolOp(op=ast.Or(), values=values) if any(getattr(each, "value", None) is True for each in values):
                 return True
-        parts = [each for each in ast.walk(condition) if isinstance(each, ast.Name | ast.Call | ast.Await)]
-        return all(isinstance(each, ast.Name) and each.id in self._constants for each in parts)
+        names = [each.id for each in ast.walk(condition) if isinstance(each, ast.Name)]
+        return all(name.startswith("__") for name in names) or self._is_of_runner(condition)
+
+    def _is_of_runner(self, condition: ast.expr) -> bool:
+        names = {getattr(each, "attr", getattr(each, "id", None)) for each in ast.walk(condition)}
+        return not self._results.isdisjoint(names)
 
     def _can_fail(self, statement: ast.stmt) -> bool:
         """Return whether a statement raises, on a condition of the program, without an assertion that is counted."""
+        blocks: list[list[ast.stmt]] = []
         match statement:
+            case _Assertion() | ast.Raise(exc=None):
+                return False
             case ast.Raise(exc=ast.Call(func=ast.Name(id="__ended__"), args=[] | [ast.Constant(value=None | 0)])):
                 return False
             case ast.Raise(exc=ast.expr() as error):
                 return not self._is_of_runner(error)
             case ast.Expr(value=ast.Call(func=ast.Attribute(attr="fail"))):
                 return True
-            case _Assertion():
-                return False
-            case ast.If(test=test, body=body, orelse=orelse):
-                return not self._is_no_check(test) and any(map(self._can_fail, (*body, *orelse)))
-            case ast.Match(subject=subject, cases=cases):
-                inner = [statement for case in cases for statement in case.body]
-                return not self._is_fixed(subject) and any(map(self._can_fail, inner))
-            case ast.Try(body=body, handlers=handlers, orelse=orelse):
-                is_swallowed = any(map(_swallows, handlers))
-                return any(map(self._can_fail, orelse)) or (not is_swallowed and any(map(self._can_fail, body)))
-        return False
+            case ast.If(test=test) if not self._is_no_check(test):
+                blocks = [statement.body, statement.orelse]
+            case ast.Match():
+                blocks = [case.body for case in statement.cases]
+            case ast.Try():
+                is_swallowed = any(map(_swallows, statement.handlers))
+                blocks = [statement.orelse, [] if is_swallowed else statement.body]
+        return any(self._can_fail(each) for block in blocks for each in block)
 
 
-def _call(name: str, *args: ast.expr) -> ast.Call:
+def call(name: str, *args: ast.expr) -> ast.Call:
+    """Return a call of a function of the judge."""
     return ast.Call(ast.Name(f"__{name}__", ast.Load()), list(args), [])
 
 
@@ -217,15 +182,13 @@ def _mark_conditions(node: ast.expr) -> None:
             args[1] = ast.Constant(True)
 
 
-def _num_first(block: Sequence[ast.stmt]) -> int:
-    """Return the number of statements that must stay first: a docstring, and imports from `__future__`."""
-    number = 0
-    for statement in block:
-        is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-        if not is_text and not (isinstance(statement, ast.ImportFrom) and statement.module == "__future__"):
-            break
-        number += 1
-    return number
+def is_text(node: ast.AST) -> bool:
+    """Return whether a statement is a constant, such as a docstring."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _is_exit(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in _EXITS
 
 
 def _swallows(handler: ast.ExceptHandler) -> bool:
@@ -233,13 +196,5 @@ def _swallows(handler: ast.ExceptHandler) -> bool:
     kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
     is_general = any(kind is None or getattr(kind, "id", getattr(kind, "attr", None)) in _SWALLOWING for kind in kinds)
     return is_general and not any(
-        isinstance(each, ast.Raise | ast.Assert) or _is_bad_exit(each) for each in ast.walk(handler)
+        isinstance(each, ast.Raise | ast.Assert) or _is_exit(each) for each in ast.walk(handler)
     )
-
-
-def _is_bad_exit(node: ast.AST) -> bool:
-    match node:
-        case ast.Call(args=[status]):
-            is_good = isinstance(status, ast.Constant) and not status.value
-            return ast.unparse(node.func) in _EXITS and not is_good
-    return False

@@ -1,7 +1,7 @@
 """Runs a program against one test in separate restricted processes and removes its files and processes.
 
 program ──file──> process ──stdout──> compared by the caller
-program ──file──> process <──expressions── steps of the test ──values──> compared by the steps
+program ──file──> process <──code of the test; its values and its verdict──> checks
 creation of a file or a thread ──notification──> allowed up to a number of them
 """
 
@@ -16,13 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from hybridflow.environments.code.code_checks import Step, Steps
-from hybridflow.environments.code.code_process import ELEMENTS, EXPRESSION, IMPORT, PROGRAM, TEST
+from hybridflow.environments.code.code_checks import Steps
+from hybridflow.environments.code.code_process import PROGRAM
 from hybridflow.environments.code.code_quota import CodeQuota
 from hybridflow.environments.code.code_values import IDLE, PASSED
 from hybridflow.environments.code.syscall_filter import OWN_ID, Filters, filters_of
@@ -31,11 +32,10 @@ from hybridflow.errors import RewardError
 
 _SCRIPT = Path(__file__).with_name("code_process.py")
 _START_TIMEOUT_S = 60.0
-_MAX_LINE_BYTES = 4096
 _SECRET_BYTES = 32
 _MAX_CHUNK_BYTES = 2**16
 MAX_MESSAGE_BYTES = 2**24
-"""Size of the encoded value of an expression of a test."""
+"""Size of a message, such as the value of an expression of a test."""
 
 _LATE_SHARE = 0.9
 """Share of `timeout_s`, since the limit of CPU time includes the start of the interpreter and wall-clock time not."""
@@ -59,7 +59,7 @@ class CodeRun:
     """Result of a run: whether the program compiled, whether it and the statements finished, and its stdout.
 
     `is_late`: it did not finish, and was stopped by a limit of time or took nearly as long.
-    `is_idle`: the test has ended without an error, and a runner in it had nothing to run.
+    `is_idle`: the test has ended without an error, and has checked nothing.
     """
 
     compiled: bool
@@ -77,46 +77,48 @@ def run_program(program: bytes, limits: CodeLimits, *, stdin: bytes = b"", test:
     Raises `RewardError` if this system cannot restrict the process (the program has not run then), or cannot make or
     remove its directory.
     """
-    filters = _filters()
-    directory = _make_directory(program)
     try:
+        filters = filters_of(os.uname().machine)
+    except OSError as error:
+        raise _cannot_restrict(str(error)) from error
+    with _directory_with(program) as directory:
         try:
-            with _memory_file(stdin) as given, _memory_file(b"") as output, ExitStack() as stack:
-                running = _Test(limits, filters, stack, given.fileno(), output.fileno(), directory, test)
-                try:
-                    compiled, finished = running.run()
-                    is_late = not finished and running.seconds >= _LATE_SHARE * limits.timeout_s
-                finally:
-                    running.kill()
-                output.seek(0)
-                return CodeRun(compiled, finished, output.read(limits.max_output_bytes), is_late, running.is_idle)
+            with ExitStack() as stack:
+                return _Run(limits, filters, stack, directory, stdin, test).result()
         except OSError as error:
             raise RewardError(
                 f"code_reward cannot start the process of a program: {error}; free memory, processes or open files."
             ) from error
-    finally:
-        _remove(directory)
 
 
-def _make_directory(program: bytes) -> str:
-    directory = None
-    try:
+@contextmanager
+def _directory_with(program: bytes) -> Iterator[str]:
+    with _directory_errors():
         directory = tempfile.mkdtemp(prefix="hybridflow-code-")
-        (Path(directory) / PROGRAM).write_bytes(program)
-        return directory
-    except OSError as error:
-        if directory is not None:
-            (Path(directory) / PROGRAM).unlink(missing_ok=True)
+        file = Path(directory) / PROGRAM
+        try:
+            file.write_bytes(program)
+        except OSError:
+            file.unlink(missing_ok=True)  # `remove_tree` would open the directory
             os.rmdir(directory)
-        raise _directory_error(error) from error
+            raise
+    try:
+        yield directory
+    finally:
+        with _directory_errors():
+            remove_tree(directory)
 
 
-def _directory_error(error: OSError) -> RewardError:
-    place = tempfile.tempdir or os.environ.get("TMPDIR", "the temporary directory")
-    return RewardError(
-        f"code_reward cannot use {place} for the files of programs: {error}; "
-        "free space there, or set TMPDIR to a directory that is writable."
-    )
+@contextmanager
+def _directory_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        place = tempfile.tempdir or os.environ.get("TMPDIR", "the temporary directory")
+        raise RewardError(
+            f"code_reward cannot use {place} for the files of programs: {error}; "
+            "free space there, or set TMPDIR to a directory that is writable."
+        ) from error
 
 
 def _memory_file(contents: bytes) -> BinaryIO:
@@ -124,13 +126,6 @@ def _memory_file(contents: bytes) -> BinaryIO:
     file.write(contents)
     file.seek(0)
     return file
-
-
-def _filters() -> Filters:
-    try:
-        return filters_of(os.uname().machine)
-    except OSError as error:
-        raise _cannot_restrict(str(error)) from error
 
 
 def _cannot_restrict(problem: str) -> RewardError:
@@ -141,28 +136,20 @@ def _cannot_restrict(problem: str) -> RewardError:
     )
 
 
-class _Test:
-    """A process with one program, and the exchange with it until a deadline; code_process.py documents the lines."""
+class _Run:
+    """A process with one program, and its messages until a deadline; code_process.py documents them."""
 
     def __init__(
-        self,
-        limits: CodeLimits,
-        filters: Filters,
-        stack: ExitStack,
-        stdin: int,
-        stdout: int,
-        directory: str,
-        test: Steps | None,
+        self, limits: CodeLimits, filters: Filters, stack: ExitStack, directory: str, stdin: bytes, test: Steps | None
     ) -> None:
         self._limits, self._test, self._stack, self._clone = limits, test, stack, filters.clone
         self._secret = os.urandom(_SECRET_BYTES)
-        self.is_idle = False
         self._quota: CodeQuota | None = None
         self._received = bytearray()
-        self._started = time.monotonic()
-        self._deadline = self._started + _START_TIMEOUT_S
-        self._line, theirs = socket.socketpair()
-        stack.enter_context(self._line)
+        self._deadline = time.monotonic() + _START_TIMEOUT_S
+        given = stack.enter_context(_memory_file(stdin))
+        self._output = stack.enter_context(_memory_file(b""))
+        self._line, theirs = map(stack.enter_context, socket.socketpair())
         settings = {
             "line": theirs.fileno(),
             "is_script": test is None,
@@ -180,68 +167,54 @@ class _Test:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-X", "utf8", str(_SCRIPT), marshal.dumps(settings).hex()],
-                stdin=stdin,
-                stdout=stdout if test is None else subprocess.DEVNULL,
+                stdin=given,
+                stdout=self._output if test is None else subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 cwd=directory,
                 env={},
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        try:
-            self._exit = self._adopt(os.pidfd_open(self._process.pid))
-        except OSError:
-            self.kill()
-            raise
+        stack.callback(self._kill)
+        self._exit = self._adopt(os.pidfd_open(self._process.pid))
 
-    @property
-    def seconds(self) -> float:
-        """Wall-clock time since the program was started."""
-        return time.monotonic() - self._started
-
-    def run(self) -> tuple[bool, bool]:
-        """Return (compiled, finished)."""
+    def result(self) -> CodeRun:
+        """Wait for the program, and for the test if there is one; kill the process, and return what came of it."""
         for state in (b"ready", b"restricted"):
-            line = self._receive_line()
-            if line != state:
-                no_line = f"its process did not start with memory_bytes={self._limits.memory_bytes}"
-                raise _cannot_restrict(line.decode(errors="replace") or no_line)
+            message = self._receive_message()
+            if message != state:
+                no_message = f"its process did not start with memory_bytes={self._limits.memory_bytes}"
+                raise _cannot_restrict(message.decode(errors="replace") or no_message)
         if self._quota is None:
             raise OSError(errno.EMFILE, "no descriptor left for the process")
-        self._started = time.monotonic()
-        self._deadline = min(self._started + 2 * self._limits.timeout_s, self._limits.deadline)
-        if self._receive_line() != b"compiled":
-            return False, False
-        if self._test is None:
-            if not self._wait_for(self._exit):
-                return True, False
-            return True, self._process.wait() == 0
-        is_loaded = self._receive_bytes(_SECRET_BYTES) == self._secret
-        return True, is_loaded and all(map(self._holds, self._test.steps))
+        started = time.monotonic()
+        self._deadline = min(started + 2 * self._limits.timeout_s, self._limits.deadline)
+        compiled = self._receive_message() == b"compiled"
+        verdict = self._verdict() if compiled else b""
+        is_late = verdict != PASSED and time.monotonic() - started >= _LATE_SHARE * self._limits.timeout_s
+        self._kill()
+        self._output.seek(0)
+        output = self._output.read(self._limits.max_output_bytes)
+        return CodeRun(compiled, verdict == PASSED, output, is_late, verdict == IDLE)
 
-    def _holds(self, step: Step) -> bool:
-        """Return whether the program's process has answered the step, and its check holds of the answer."""
-        if step.code:
-            kind, source = TEST, step.code
-        else:
-            kind = IMPORT if step.check is None else ELEMENTS if step.is_iterated else EXPRESSION
-            source = step.source.encode()
+    def _verdict(self) -> bytes:
+        """Return the verdict of the process, which is b"" if it makes none or a check does not hold of its answers."""
+        if self._test is None:
+            return PASSED if self._wait_for(self._exit) and self._process.wait() == 0 else b""
+        if self._receive_message() != self._secret:
+            return b""
         try:
             self._line.settimeout(max(0.001, self._deadline - time.monotonic()))
-            self._line.sendall(kind + len(source).to_bytes(4, "little") + source)
+            self._line.sendall(self._test.code)
+            self._line.shutdown(socket.SHUT_WR)
         except OSError:  # the process has ended, or does not read
-            return False
-        header = self._receive_bytes(4)
-        length = int.from_bytes(header, "little")
-        if len(header) < 4 or length > MAX_MESSAGE_BYTES:
-            return False
-        message = self._receive_bytes(length)
-        if step.code:
-            self.is_idle = message == self._secret + IDLE
-            return message == self._secret + PASSED
-        return len(message) == length and step.holds(message)
+            return b""
+        if not all(check.holds(self._receive_message()) for check in self._test.checks):
+            return b""
+        verdict = self._receive_message()
+        return verdict.removeprefix(self._secret) if verdict.startswith(self._secret) else b""
 
-    def kill(self) -> None:
+    def _kill(self) -> None:
         """Kill the process and wait until it has ended."""
         if self._process.returncode is None:
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -252,18 +225,16 @@ class _Test:
         self._stack.callback(os.close, descriptor)
         return descriptor
 
-    def _receive_line(self) -> bytes:
-        """Return the next line; b"" at the end, for a line that is too long, and after the deadline."""
-        while b"\n" not in self._received and len(self._received) <= _MAX_LINE_BYTES:
-            if not self._receive():
-                return b""
-        line, newline, self._received = self._received.partition(b"\n")
-        return bytes(line) if newline else b""
+    def _receive_message(self) -> bytes:
+        """Return the next message; b"" at the end, for a message that is too long, and after the deadline."""
+        length = int.from_bytes(self._receive_bytes(4), "little")
+        return self._receive_bytes(length) if length <= MAX_MESSAGE_BYTES else b""
 
     def _receive_bytes(self, length: int) -> bytes:
-        """Return the next bytes; fewer at the end and after the deadline."""
-        while len(self._received) < length and self._receive():
-            pass
+        """Return the next bytes; b"" at the end and after the deadline."""
+        while len(self._received) < length:
+            if not self._receive():
+                return b""
         contents, self._received = bytes(self._received[:length]), self._received[length:]
         return contents
 
@@ -294,10 +265,3 @@ class _Test:
                 else:
                     poll.unregister(ready)  # all processes have ended
         return False
-
-
-def _remove(directory: str) -> None:
-    try:
-        remove_tree(directory)
-    except OSError as error:
-        raise _directory_error(error) from error

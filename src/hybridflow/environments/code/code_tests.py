@@ -46,15 +46,11 @@ def code_reward(
     `ground_truth`, or JSON of it, is {"inputs": [text, ...], "outputs": [text, ...]}: what the program reads and must
     print, ignoring spaces at the ends of lines and empty lines at the end. Or it is {"tests": [text, ...]}: statements
     that run after the program, of which a check must run and none fail. `max_tests` limits the run to the first tests;
-    0 runs all.
+    0 runs all. docs/rewards.md has the rules.
 
     Each test has `timeout_s` seconds of CPU time and twice that of wall-clock time, and all together have
     `total_timeout_s` seconds of wall-clock time, which must be less than reward.timeout_s. A test that would start
     later is not run and does not pass; nor are the tests after one that exceeded its time.
-
-    Outputs, and the values of assertions such as `assert f(2) == 4`, are compared outside of the program's process, as
-    plain data: an object that claims to equal everything does not equal a number. Other statements run in the program's
-    process, with the interpreter's own names, and count as unprotected. docs/rewards.md has the rules.
 
     Raises:
         RewardError: The ground truth has another form, statements do not compile or no check runs, a limit is out of
@@ -80,11 +76,11 @@ def code_reward(
         if isinstance(test, Steps):
             run = run_program(source, limits, test=test)
             num_passed += run.finished
-            alone = replace(limits, deadline=math.inf)
-            if run.is_idle and _run_alone(test, alone).is_idle:  # otherwise the program has skipped the tests
-                raise _idle(test, number, "runs no check")
-            if run.finished and not test.names_program and _run_alone(test, alone).finished:
-                raise _idle(test, number, "passes without a program")
+            if run.is_idle or (run.finished and not test.names_program):
+                alone = _run_alone(test, replace(limits, deadline=math.inf))
+                if alone.is_idle or alone.finished:  # otherwise the program has skipped the checks
+                    problem = idle_error(test.statements, "checks nothing without a program")
+                    raise RewardError(f"tests[{number}]: {problem}")
         else:
             given, wanted = test
             run = run_program(source, limits, stdin=given.encode())
@@ -121,10 +117,6 @@ def _steps(test: str, number: int) -> Steps:
         return steps_of(test)
     except RewardError as error:
         raise RewardError(f"tests[{number}]: {error}") from None
-
-
-def _idle(test: Steps, number: int, why: str) -> RewardError:
-    return RewardError(f"tests[{number}]: {idle_error(test.steps[0].source, why)}")
 
 
 @lru_cache(maxsize=128)

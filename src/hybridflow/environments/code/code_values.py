@@ -1,15 +1,16 @@
-"""Verdicts of tests, and the encoding of plain data from a program's process to the scorer; beside code_process.py.
+"""Verdicts of tests, and plain data on its way from a program's process to the scorer; beside code_process.py.
 
-Decoding executes nothing and makes only None, bool, int, float, complex, str, bytes, Ellipsis, tuple, list, frozenset,
-dict, range, Fraction, Decimal, and `Opaque` for every other object. A subclass arrives as its plain type.
+A value travels as JSON, whose lists begin with the letter of a type. Reading it executes nothing and makes only None,
+bool, int, float, complex, str, bytes, Ellipsis, tuple, list, frozenset, dict, range, Fraction, Decimal, and `Opaque`
+for every other object. A subclass arrives as its plain type.
 """
 
 from __future__ import annotations
 
-import struct
 import sys
+from _json import encode_basestring_ascii, make_encoder  # importing `json` would take longer than all else here
 
-TYPE_CHECKING = False  # importing `typing` would take longer than all else here
+TYPE_CHECKING = False  # so would importing `typing`
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
@@ -25,8 +26,21 @@ MAX_HASHED = 10_000
 _MAX_NUMBER_BYTES = 1000
 """Size of the parts of fractions and decimals, whose arithmetic takes more than linear time."""
 
-_COUNT, _INT, _FLOAT, _COMPLEX = struct.Struct("<I"), struct.Struct("<q"), struct.Struct("<d"), struct.Struct("<dd")
+_SAME = frozenset({type(None), bool, float, str})
+_BYTES = ("B", lambda value: [bytes(memoryview(value)).hex()])
 _SETS = (set, frozenset, type({}.keys()), type({}.items()))
+_PARTS: dict[type, tuple[str, Callable[[Any], Any]]] = {
+    tuple: ("(", tuple.__iter__),
+    list: ("[", list.__iter__),
+    dict: (":", lambda value: [part for key in dict.__iter__(value) for part in (key, dict.__getitem__(value, key))]),
+    **{kind: ("{", kind.__iter__) for kind in _SETS},
+    complex: ("C", lambda value: [value.real, value.imag]),
+    bytes: _BYTES,
+    bytearray: _BYTES,
+    type(...): (".", lambda value: []),
+    range: ("r", lambda value: [value.start, value.stop, value.step]),
+}
+_write = make_encoder(None, str, encode_basestring_ascii, None, ":", ",", False, False, True)
 
 
 class Opaque:
@@ -41,44 +55,44 @@ class Opaque:
 
 def encode(value: Any) -> bytes:
     """Return the message of a value; raise what the value's class raises, or RecursionError beyond `MAX_DEPTH`."""
-    out = bytearray()
-    _put(out, value, 0)
-    return bytes(out)
+    return "".join(_write(described(value), 0)).encode()
 
 
-def _put(out: bytearray, value: Any, depth: int) -> None:
-    if depth > MAX_DEPTH:
-        raise RecursionError("the value is nested too deeply")
-    if value is None or value is ... or value is True or value is False:
-        out += {None: b"N", ...: b".", True: b"T", False: b"F"}[value]
-    elif isinstance(value, int):
-        _put_int(out, int.__index__(value))
-    elif isinstance(value, float):
-        out += b"D" + _FLOAT.pack(float.__pos__(value))
-    elif isinstance(value, complex):
-        out += b"C" + _COMPLEX.pack(value.real, value.imag)
-    elif isinstance(value, str):
-        _put_sized(out, b"S", "".join(str.__iter__(value)).encode("utf-8", "surrogatepass"))
-    elif isinstance(value, bytes | bytearray):
-        _put_sized(out, b"B", bytes(memoryview(value)))
-    elif isinstance(value, tuple):
-        _put_items(out, b"(", [*tuple.__iter__(value)], depth)
-    elif isinstance(value, list):
-        _put_items(out, b"[", [*list.__iter__(value)], depth)
-    elif isinstance(value, _SETS):
-        kind: Any = next(each for each in _SETS if isinstance(value, each))
-        _put_items(out, b"{", [*kind.__iter__(value)], depth)
-    elif isinstance(value, dict):
-        keys = [*dict.__iter__(value)]
-        _put_items(out, b":", [part for key in keys for part in (key, dict.__getitem__(value, key))], depth)
-    elif type(value) is range:
-        _put_items(out, b"r", [value.start, value.stop, value.step], depth)
-    elif type(value) is _type_of("fractions", "Fraction"):
-        _put_items(out, b"/", [value.numerator, value.denominator], depth)
-    elif type(value) is _type_of("decimal", "Decimal"):
-        _put_items(out, b"e", [str(value)], depth)
-    else:
-        out += b"O" + (b"T" if value else b"F")
+def described(value: Any, others: list[Any] | None = None, is_own: Callable[[type], bool] | None = None) -> Any:
+    """Return what JSON says of a value; collect its parts that are not plain data, or are of the test's own types."""
+
+    def describe(value: Any, depth: int) -> Any:
+        kind = type(value)
+        if kind in _SAME:
+            return value
+        if depth > MAX_DEPTH:
+            raise RecursionError("the value is nested too deeply")
+        is_of_test = is_own is not None and is_own(kind)
+        if not is_of_test:
+            if isinstance(value, int):
+                number = int.__index__(value)
+                return number if abs(number) < 2**63 else ["I", hex(number)]
+            if isinstance(value, float):
+                return float.__pos__(value)
+            if isinstance(value, str):
+                return "".join(str.__iter__(value))
+            for base, (tag, parts) in _PARTS.items():
+                if isinstance(value, base):
+                    return [tag, *[describe(part, depth + 1) for part in [*parts(value)]]]
+            if kind is _type_of("fractions", "Fraction"):
+                return ["/", describe(value.numerator, depth), describe(value.denominator, depth)]
+            if kind is _type_of("decimal", "Decimal"):
+                return ["e", str(value)]
+        if others is not None:
+            others.append(value)
+        return ["O", is_of_test or bool(value)]
+
+    return describe(value, 0)
+
+
+def is_opaque(description: Any) -> bool:
+    """Return whether this describes an object that is not plain data."""
+    return type(description) is list and description[0] == "O"
 
 
 def _type_of(module: str, name: str) -> type | None:
@@ -86,87 +100,45 @@ def _type_of(module: str, name: str) -> type | None:
     return getattr(sys.modules.get(module), name, None)
 
 
-def _put_int(out: bytearray, value: int) -> None:
-    if -(2**63) <= value < 2**63:
-        out += b"q" + _INT.pack(value)
-    else:
-        _put_sized(out, b"I", value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
-
-
-def _put_sized(out: bytearray, tag: bytes, contents: bytes) -> None:
-    out += tag + _COUNT.pack(len(contents))
-    out += contents
-
-
-def _put_items(out: bytearray, tag: bytes, items: list[Any], depth: int) -> None:
-    out += tag + _COUNT.pack(len(items))
-    for item in items:
-        _put(out, item, depth + 1)
-
-
 def decode(message: bytes, max_hashed: int = MAX_HASHED) -> Any:
     """Return the value of a message of a program; raise ValueError if it is not one, or is too large to compare."""
+    import json
+
+    if message.count(b",") + message.count(b"[") > MAX_VALUES:
+        raise ValueError("the value has too many parts")
     try:
-        reader = _Reader(message, max_hashed)
-        value = reader.take(0)
-    except (TypeError, ArithmeticError, struct.error) as error:  # such as a list in a set
+        return value_of(json.loads(message.decode("ascii")), max_hashed)
+    except (TypeError, ArithmeticError, LookupError, RecursionError) as error:  # such as a list in a set
         raise ValueError(f"the message is not valid: {error}") from None
-    if not reader.is_at_end:
-        raise ValueError("the message is too long")
-    return value
 
 
-class _Reader:
-    def __init__(self, message: bytes, max_hashed: int) -> None:
-        self._message, self._at = message, 0
-        self._num_values, self._num_hashed, self._max_hashed = 0, 0, max_hashed
+def value_of(description: Any, max_hashed: int) -> Any:
+    """Return the value that JSON describes; raise ValueError or TypeError if there is none."""
+    num_hashed = 0
 
-    @property
-    def is_at_end(self) -> bool:
-        return self._at == len(self._message)
-
-    def take(self, depth: int) -> Any:
-        """Return the next value."""
-        self._num_values += 1
-        if depth > MAX_DEPTH or self._num_values > MAX_VALUES:
-            raise ValueError("the value is nested too deeply, or has too many parts")
-        tag = self._bytes(1)
-        if tag in _CONSTANTS:
-            return _CONSTANTS[tag]
-        if tag in _FIXED:
-            layout, make = _FIXED[tag]
-            return make(*layout.unpack(self._bytes(layout.size)))
-        if tag in _SIZED:
-            return _SIZED[tag](self._bytes(self._count()))
-        if tag in _COLLECTIONS:
-            return self._collection(tag, depth)
-        raise ValueError(f"{tag!r} does not begin a value")
-
-    def _collection(self, tag: bytes, depth: int) -> Any:
-        count = self._count()
-        if count > MAX_VALUES:
-            raise ValueError("the value has too many parts")
-        if tag in (b"{", b":"):
-            self._num_hashed += count if tag == b"{" else count // 2
-            if self._num_hashed > self._max_hashed:
+    def value(described: Any, depth: int) -> Any:
+        nonlocal num_hashed
+        if type(described) is dict or depth > MAX_DEPTH:
+            raise ValueError("the value is nested too deeply, or not in the form of one")
+        if type(described) is not list:
+            return described
+        tag, *parts = described
+        if tag in ("{", ":"):
+            num_hashed += len(parts) if tag == "{" else len(parts) // 2
+            if num_hashed > max_hashed:
                 raise ValueError("sets and dicts have too many members")
-        return _COLLECTIONS[tag]([self.take(depth + 1) for _ in range(count)])
+        if tag not in _MAKING:
+            raise ValueError(f"{tag!r} does not begin a value")
+        return _MAKING[tag]([value(part, depth + 1) for part in parts])
 
-    def _bytes(self, length: int) -> bytes:
-        start, self._at = self._at, self._at + length
-        if self._at > len(self._message):
-            raise ValueError("the message is too short")
-        return self._message[start : self._at]
-
-    def _count(self) -> int:
-        return _COUNT.unpack(self._bytes(4))[0]
+    return value(description, 0)
 
 
 def _range(parts: list[Any]) -> range:
-    value = range(*parts)
-    if len(value) > MAX_VALUES:  # `"a" in range(10**18)` would compare each number, and no signal stops it
-        raise ValueError("the range has too many numbers")
-    return value
+    numbers = range(*parts)
+    if len(numbers) > MAX_VALUES:
+        raise ValueError("the range has too many numbers")  # `"a" in range(10**18)` would compare each of them
+    return numbers
 
 
 def _fraction(parts: list[Any]) -> Any:
@@ -186,24 +158,17 @@ def _decimal(parts: list[Any]) -> Any:
     return Decimal(text)
 
 
-_CONSTANTS = {b"N": None, b".": ..., b"T": True, b"F": False}
-_FIXED: dict[bytes, tuple[struct.Struct, Callable[..., Any]]] = {
-    b"q": (_INT, int),
-    b"D": (_FLOAT, float),
-    b"C": (_COMPLEX, complex),
-    b"O": (struct.Struct("c"), lambda truth: Opaque(truth == b"T")),
-}
-_SIZED: dict[bytes, Callable[[bytes], Any]] = {
-    b"I": lambda contents: int.from_bytes(contents, "little", signed=True),
-    b"S": lambda contents: contents.decode("utf-8", "surrogatepass"),
-    b"B": bytes,
-}
-_COLLECTIONS: dict[bytes, Callable[[list[Any]], Any]] = {
-    b"(": tuple,
-    b"[": list,
-    b"{": frozenset,
-    b":": lambda parts: dict(zip(parts[::2], parts[1::2], strict=True)),
-    b"r": _range,
-    b"/": _fraction,
-    b"e": _decimal,
+_MAKING: dict[str, Callable[[list[Any]], Any]] = {
+    ".": lambda parts: ...,
+    "I": lambda parts: int(parts[0], 16),
+    "C": lambda parts: complex(*parts),
+    "B": lambda parts: bytes.fromhex(*parts),
+    "O": lambda parts: Opaque(*parts),
+    "(": tuple,
+    "[": list,
+    "{": frozenset,
+    ":": lambda parts: dict(zip(parts[::2], parts[1::2], strict=True)),
+    "r": _range,
+    "/": _fraction,
+    "e": _decimal,
 }
