@@ -72,7 +72,7 @@ class RewardWorker(Worker):
             self.journal = RewardJournal(
                 Path(config.trainer.run_dir) / "rewards",
                 self.rank,
-                [self.runner.name, self.runner.kwargs, self.runner.source],
+                [self.runner.name, self.runner.kwargs, self.runner.kind.source],
                 failures=reward.on_error == "zero",
             )
         function = closure.function() if closure and not self.runner else reward.function

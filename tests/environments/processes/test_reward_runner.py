@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from fixtures.reward_samples import samples
-from hybridflow.environments.processes.pool import UserProcess
+from hybridflow.environments.processes.supervised import UserProcess
 from hybridflow.environments.rewards import RewardRunner, RewardScorer
 from hybridflow.environments.rewards.in_rank import call_here
 from hybridflow.errors import RewardError

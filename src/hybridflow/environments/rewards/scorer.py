@@ -272,17 +272,17 @@ class RewardScorer:
         if journal and step is not None:
             journal.open(step)
         runner.start()
-        if runner.takes_names:
+        if runner.kind.takes_names:
             samples = [
                 (seed, {**sample, "prompt": prompt}) for (seed, sample), prompt in zip(samples, prompts, strict=True)
             ]
         rows = range(len(samples))
         requests: list[tuple[Sequence[int], Sample, Any]] = [([row], samples[row], prompts[row]) for row in rows]
-        if runner.takes_batches and samples:
+        if runner.kind.takes_batches and samples:
             requests = [(rows, batch_of(samples), list(prompts))]
 
         def parts(rows: Sequence[int], outcome: Outcome) -> list[Outcome]:
-            return split(outcome, len(rows)) if runner.takes_batches else [outcome]
+            return split(outcome, len(rows)) if runner.kind.takes_batches else [outcome]
 
         def is_answer(rows: Sequence[int], outcome: Outcome) -> bool:
             try:
