@@ -27,9 +27,9 @@ from hybridflow.environments import (
 from hybridflow.environments.episodes.answers import ScoreGroup
 from hybridflow.environments.episodes.episodes import LOOP_LIMIT_S, RunningEpisodes
 from hybridflow.environments.processes.closure import Closure
-from hybridflow.environments.rewards import RewardResult, RewardScorer
 from hybridflow.environments.rewards.journal import RewardJournal
 from hybridflow.environments.rewards.outcome import Outcome
+from hybridflow.environments.rewards.scores import OutcomeReader, RewardResult
 from hybridflow.errors import EnvironmentConfigError, RolloutError
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.meta_info import NOISE_KEY
@@ -82,12 +82,7 @@ class EpisodeWorker:
             rows=config.rows_per_episode,
             prompt_tokens=data.max_prompt_length,
         )
-        self._scorer = RewardScorer(
-            on_error=reward.on_error,
-            error_score=reward.error_score,
-            max_failure_rate=reward.max_failure_rate,
-            weights=reward.weights,
-        )
+        self._reader = OutcomeReader(reward.on_error, reward.error_score, reward.max_failure_rate, reward.weights)
         self._journal = None
         if config.trainer.run_dir:
             sources: list[Any] = [[name, kind.name, kind.source] for name, kind in self._pool.kinds.items()]
@@ -230,7 +225,7 @@ class EpisodeWorker:
             prompts.append(row["prompt"])
             outcomes.append(_outcome_of(each))
         names = [f"environment {self._name_of(sample['data_source'])!r}" for sample in samples]
-        result = self._scorer.of_outcomes(names, samples, prompts, outcomes, step)
+        result = self._reader.read(names, samples, prompts, outcomes, step)
         bonus = torch.tensor([each.bonus for each in played], dtype=torch.float32)
         return replace(result, scores=torch.where(result.failed, result.scores, result.scores + bonus))
 
