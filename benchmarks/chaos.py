@@ -49,7 +49,7 @@ DURING_START = 1
 MOST_STARTS = 12
 TIMEOUT_S = 900.0
 REWARD = "reward"
-"""Program of `user_process.py`."""
+"""Program of `entry_point.py`."""
 VICTIMS = ("driver", "driver", "driver", "raylet", "gcs_server", REWARD)
 """Processes to kill, in turn."""
 END_TIMEOUT_S = 60.0

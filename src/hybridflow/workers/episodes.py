@@ -4,7 +4,7 @@ import asyncio
 import math
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,21 +90,6 @@ class EpisodeWorker:
             directory = Path(config.trainer.run_dir) / JOURNAL
             self._journal = RewardJournal(directory, rank, sources, failures=reward.on_error == "zero")
 
-    def play(
-        self,
-        engine: RolloutEngine,
-        prompts: DataProto,
-        sampling: SamplingParams,
-        group_size: int,
-        step: int | None,
-    ) -> DataProto:
-        """Play `group_size` episodes of each prompt; return `rows_per_episode` rows for each, with their scores.
-
-        Answers of environments are in the journal of `step`; None: in no journal.
-        """
-        _, rows = self.start(engine, prompts, sampling, group_size, step).rest()
-        return rows
-
     def start(
         self,
         engine: RolloutEngine,
@@ -114,7 +99,11 @@ class EpisodeWorker:
         step: int | None,
         between_steps: Callable[[], None] = lambda: None,
     ) -> "PlayedBatch":
-        """Return the same batch to be read in parts; `between_steps` is called after each step of the engine."""
+        """Return a batch of `group_size` episodes of each prompt, which are played as it is read.
+
+        Answers of environments are in the journal of `step`; None: in no journal. `between_steps` is called after each
+        step of the engine.
+        """
         journal = self._opened_journal(step)
         noise = tuple(prompts.meta_info[NOISE_KEY])
         columns = {name: prompts.non_tensor_batch[name].tolist() for name in EPISODE_PROMPT_COLUMNS}
@@ -230,53 +219,49 @@ class EpisodeWorker:
         return replace(result, scores=torch.where(result.failed, result.scores, result.scores + bonus))
 
 
+@dataclass
 class PlayedBatch:
     """The episodes of a batch of prompts, which are read in parts or as a whole."""
 
-    def __init__(
-        self,
-        worker: EpisodeWorker,
-        running: RunningEpisodes,
-        starts: Sequence[EpisodeStart],
-        groups: Sequence[int],
-        group_size: int,
-        journal: RewardJournal | None,
-        step: int | None,
-    ) -> None:
-        self._worker, self._running = worker, running
-        self.starts, self.groups, self.group_size, self.journal, self.step = starts, groups, group_size, journal, step
+    worker: EpisodeWorker
+    running: RunningEpisodes
+    starts: Sequence[EpisodeStart]
+    groups: Sequence[int]
+    group_size: int
+    journal: RewardJournal | None
+    step: int | None
 
     @property
     def num_left(self) -> int:
         """The number of prompts whose episodes were not returned yet."""
-        return self._running.num_left
+        return self.running.num_left
 
     def next(self, count: int) -> tuple[list[int], DataProto]:
         """Return the numbers of those prompts whose groups end next, and the rows of their episodes."""
-        return self._rows(lambda: self._running.next(count))
+        return self._rows(lambda: self.running.next(count))
 
     def rest(self) -> tuple[list[int], DataProto]:
         """Return the same of all prompts that are left, in their order."""
-        return self._rows(lambda: sorted(self._running.next(self.num_left), key=lambda group: group[0]))
+        return self._rows(lambda: sorted(self.running.next(self.num_left), key=lambda group: group[0]))
 
     def abandon(self) -> None:
         """End all episodes."""
-        self._running.abandon()
-        self._worker.renew(all_of_them=True)
+        self.running.abandon()
+        self.worker.renew(all_of_them=True)
 
     def _rows(self, play: Callable[[], list[tuple[int, list[PlayedEpisode]]]]) -> tuple[list[int], DataProto]:
         try:
             groups = play()
             numbers = [number for number, _ in groups]
-            rows = self._worker.rows_of(self, numbers, [each for _, episodes in groups for each in episodes])
+            rows = self.worker.rows_of(self, numbers, [each for _, episodes in groups for each in episodes])
         except EnvironmentConfigError:  # something blocks the event loop, or no process can be started
-            self._running.abandon()
+            self.running.abandon()
             raise
         except BaseException:
             self.abandon()
             raise
         if not self.num_left:
-            self._worker.renew()
+            self.worker.renew()
         return numbers, rows
 
 

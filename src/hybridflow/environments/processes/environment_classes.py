@@ -9,9 +9,9 @@ from hybridflow.environments.agents.agent import environment_class
 from hybridflow.environments.episodes.environment import Environment
 from hybridflow.environments.processes.closure import by_value
 from hybridflow.environments.processes.environment_kind import EnvironmentKind
-from hybridflow.environments.processes.episode_reward import load_episode_reward
 from hybridflow.environments.processes.host import EnvironmentHost
 from hybridflow.environments.processes.limited_calls import CallLimits
+from hybridflow.environments.processes.loaded_reward import LoadedReward, require_single
 from hybridflow.runtime.user_import import load_user_function
 
 
@@ -24,7 +24,9 @@ class EnvironmentClasses:
     def __init__(self, settings: Mapping[str, Any], by_name: Callable[..., Any] = load_user_function) -> None:
         self.limits, closures = CallLimits(**settings["limits"]), settings["closures"]
         self._slots = asyncio.Semaphore(self.limits.concurrency)
-        self._scored_by = load_episode_reward(settings, by_name)
+        self._scored_by = reward = LoadedReward.load(settings, by_name) if settings["reward"][0] else None
+        if reward:
+            require_single(reward.function, reward.name, reward.kwargs)
         self._classes: dict[str, type[Environment]] = {}
         self.kinds: dict[str, EnvironmentKind] = {}
         for name, source in settings["classes"].items():

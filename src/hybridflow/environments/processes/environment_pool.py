@@ -22,7 +22,7 @@ from hybridflow.environments.processes.environment_classes import EnvironmentCla
 from hybridflow.environments.processes.environment_kind import EnvironmentKind
 from hybridflow.environments.processes.limited_calls import CallLimits
 from hybridflow.environments.processes.pool import ProcessPool, resolved
-from hybridflow.environments.processes.supervised import LostError, Reason, UserProcess
+from hybridflow.environments.processes.user_process import LostError, Reason, UserProcess
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,6 @@ from hybridflow.environments.episodes.environment import CalledTool, Done, Envir
 from hybridflow.environments.episodes.messages import AssistantTurn, Message, ToolCall
 from hybridflow.environments.episodes.tools import Tool, tool_of
 from hybridflow.environments.processes.environment_kind import scores_groups, tools_of_environment
-from hybridflow.environments.processes.episode_reward import arguments_for
 from hybridflow.environments.processes.limited_calls import (
     CallLimits,
     FailedError,
@@ -94,7 +93,9 @@ class EnvironmentHost:
     async def _made(self) -> Environment:
         environment = self._environment
         if environment is None:
-            environment = self._environment = await self._within(self._name, self._make)
+            environment = self._environment = await self._within(
+                getattr(self._make, "__name__", "the environment"), self._make
+            )
             self._tools = tools_of_environment(environment)
         return environment
 
@@ -162,7 +163,7 @@ class EnvironmentHost:
             return {"score": 0.0}  # `group_rewards` is added
         found = await self._within(
             "reward.function",
-            lambda: run_function(scored_by.function, arguments_for(scored_by, self._episode), "reward.function"),
+            lambda: run_function(scored_by.function, scored_by.arguments_for(self._episode), "reward.function"),
         )
         plain = as_message(found, inside=True)
         return _rewards_of("reward.function", plain.get("mapping", {"score": plain.get("result")}))
@@ -200,14 +201,9 @@ class EnvironmentHost:
             raise
         except EnvironmentConfigError as error:
             raise FailedError("raised", str(error)) from error
-        except MemoryError as error:
-            raise FailedError("memory", f"{what} raised MemoryError: {_shown(error)}") from error
         except BaseException as error:  # of the user's environment, also SystemExit
-            raise FailedError("raised", f"{what} raised {described(error, self._make)}") from error
-
-    @property
-    def _name(self) -> str:
-        return getattr(self._make, "__name__", "the environment")
+            failure = "memory" if isinstance(error, MemoryError) else "raised"
+            raise FailedError(failure, f"{what} raised {described(error, self._make)}") from error
 
 
 def _shown(error: BaseException) -> str:

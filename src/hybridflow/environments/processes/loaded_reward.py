@@ -1,4 +1,4 @@
-"""A reward function where it is called: loaded, called with what its parameters take, its results as plain values."""
+"""A reward function where it is called: loaded, called on samples or episodes, its results as plain values."""
 
 import asyncio
 import copy
@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hybridflow.environments.episodes.environment import Episode
 from hybridflow.environments.processes.arguments import (
     WHAT,
     arguments_of,
@@ -66,6 +67,20 @@ class LoadedReward:
         """Return the arguments of a call on a sample or a batch, copied. Raises TypeError for a name of nothing."""
         return arguments_of(self.function, copy.deepcopy(dict(sample)), self.kwargs)
 
+    def arguments_for(self, episode: Episode) -> dict[str, Any]:
+        """Return the arguments of a call on an episode, whose environment has no `reward` of its own.
+
+        `solution_str` is the text of the last turn; `extra_info` also has the `messages` of the episode.
+        """
+        row = episode.row
+        sample = {
+            "data_source": row.get("data_source"),
+            "solution_str": episode.turns[-1].content if episode.turns else "",
+            "ground_truth": row.get("ground_truth"),
+            "extra_info": {**(row.get("extra_info") or {}), "messages": episode.messages},
+        }
+        return self.arguments(sample | ({"prompt": row["prompt"]} if takes_names(self.function) else {}))
+
     def call(self, sample: Mapping[str, Any]) -> Called:
         """Call the function on a sample or a batch."""
         try:
@@ -87,3 +102,13 @@ class LoadedReward:
         """Return the message of a call that has raised: the type and text of the error, its line, and its kind."""
         kind = "memory" if isinstance(error, MemoryError) else "raised"
         return {"error": described(error, self.function), "kind": kind}
+
+
+def require_single(function: Callable[..., Any], name: str, kwargs: Mapping[str, Any]) -> None:
+    """Raise RewardConfigError unless the function takes one response at a time, as episodes are scored."""
+    check_signature(function, name, kwargs)
+    if takes_batches(function):
+        raise RewardConfigError(
+            f"reward function '{name}' takes lists of responses, but episodes are scored one by one; name its "
+            "parameters solution_str or completion, or give the environment a `group_rewards`."
+        )

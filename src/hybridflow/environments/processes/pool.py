@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import TypeAdapter
 
 from hybridflow.config.environment_sources import scheme_of
-from hybridflow.environments.processes.supervised import LostError, UserProcess
+from hybridflow.environments.processes.user_process import LostError, UserProcess
 from hybridflow.errors import ConfigError, EnvironmentConfigError, HybridFlowError
 
 START_TIMEOUT_S = 120.0

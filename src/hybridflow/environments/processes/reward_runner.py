@@ -25,7 +25,7 @@ from hybridflow.environments.processes.arguments import as_batch, num_samples_of
 from hybridflow.environments.processes.closure import Closure
 from hybridflow.environments.processes.loaded_reward import RewardKind
 from hybridflow.environments.processes.pool import ProcessPool, resolved, weakly
-from hybridflow.environments.processes.supervised import LostError, UserProcess
+from hybridflow.environments.processes.user_process import LostError, UserProcess
 from hybridflow.environments.rewards.outcome import OnOutcome, Outcome, split
 from hybridflow.errors import RewardConfigError, RewardError
 from hybridflow.runtime.progress import note_progress
