@@ -96,11 +96,11 @@ def _value(plain: Any) -> Any:
 
 def split(outcome: Outcome, num_samples: int) -> list[Outcome]:
     """Return the outcome of each sample; if the batch failed, each sample gets its failure."""
-    result = outcome.result.tolist() if hasattr(outcome.result, "tolist") else outcome.result
+    result = outcome.result
     if outcome.kind is not None:
         return [outcome] * num_samples
-    if not isinstance(result, list | tuple) or len(result) != num_samples:
-        found = f"{len(result)} results" if isinstance(result, list | tuple) else f"{result!r:.100}"
+    if not isinstance(result, list) or len(result) != num_samples:
+        found = f"{len(result)} results" if isinstance(result, list) else f"{result!r:.100}"
         problem = f"ValueError: a batch function must return a list of {num_samples} results, one for each sample"
         return [Outcome(None, "raised", f"{problem}, not {found}")] * num_samples
     return [Outcome(item) for item in result]

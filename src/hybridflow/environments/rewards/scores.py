@@ -1,12 +1,9 @@
 """From outcomes of reward functions to the scores of a batch: what a score is, and what a failure."""
 
-import math
-import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +17,7 @@ logger = get_logger(__name__)
 MAX_SHOWN = 3
 """Number of failed samples that an error shows."""
 
-_MAX_SCORE = float(np.finfo(np.float32).max)
+_MAX_SCORE = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -178,7 +175,7 @@ def _row_of(name: str, weights: Mapping[str, float], sample: Mapping[str, Any], 
     score = sum(weight * part for weight, part in zip(weights.values(), known, strict=True)) if weights else known[0]
     numbers_beside: dict[str, float] = {}
     for key, value in result.items():
-        if key in ("score", "answer") or not _is_number(value):
+        if key in ("score", "answer") or not isinstance(value, int | float):
             continue
         as_float = _as_float(value)
         if as_float is None:
@@ -190,19 +187,9 @@ def _row_of(name: str, weights: Mapping[str, float], sample: Mapping[str, Any], 
     return _Row(score, numbers_beside, known if weights else [], None if answer is None else str(answer))
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real | np.bool_)
-
-
 def _as_float(value: Any) -> float | None:
     """Return a number as a float within the range of float32; None for anything else."""
-    if not _is_number(value):
-        return None
-    try:
-        value = float(value)
-    except OverflowError:
-        return None
-    return value if math.isfinite(value) and abs(value) <= _MAX_SCORE else None
+    return float(value) if isinstance(value, int | float) and abs(value) <= _MAX_SCORE else None
 
 
 def _excerpt(value: Any) -> str:
