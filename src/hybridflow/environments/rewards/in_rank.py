@@ -36,7 +36,7 @@ def _call_each(reward: LoadedReward, calls: Samples, concurrency: int) -> list[O
 
         def outcome_of(called: Called) -> Outcome:
             message, error = called
-            if error:
+            if error is not None:
                 interrupts.raise_if_one(error)
             note_progress()
             return replace(Outcome.of_message(message), cause=error)
