@@ -5,7 +5,6 @@ started and removes its temporary directory. PROGRAM_program.py has `load(settin
 know of the code, and what answers questions until there are no more.
 """
 
-import contextlib
 import os
 import resource
 import signal
@@ -61,8 +60,6 @@ def begin() -> tuple[dict[str, Any], Replies, BinaryIO]:
     settings = first[1]
     files = [source for source in (name.rpartition(":")[0] for name in settings["sources"]) if source.endswith(".py")]
     sys.path[:1] = dict.fromkeys(os.path.dirname(os.path.abspath(file)) for file in files)
-    with contextlib.suppress(OSError):  # it was removed
-        sys.path.append(os.getcwd())
     if limit := settings["memory_bytes"]:
         # limits allocated memory; address space that is only reserved does not count
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
