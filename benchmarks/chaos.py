@@ -48,7 +48,8 @@ DURING_START = 1
 """Exit status with which Ray's client ends the driver if a service dies while it connects."""
 MOST_STARTS = 12
 TIMEOUT_S = 900.0
-REWARD = "reward_process"
+REWARD = "reward"
+"""Program of `entry_point.py`."""
 VICTIMS = ("driver", "driver", "driver", "raylet", "gcs_server", REWARD)
 """Processes to kill, in turn."""
 END_TIMEOUT_S = 60.0
@@ -243,7 +244,7 @@ def ended(process: "subprocess.Popen[bytes]") -> int:
 def name_of(process: psutil.Process) -> str:
     """Return the name of a process, `REWARD` for one that runs a reward function; "" if it has ended."""
     try:
-        return REWARD if any(f"{REWARD}.py" in word for word in process.cmdline()) else process.name()
+        return REWARD if process.cmdline()[-1:] == [REWARD] else process.name()
     except psutil.NoSuchProcess:
         return ""
 

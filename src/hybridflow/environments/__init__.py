@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from hybridflow.environments.episodes.template_check import Finding, check_template
     from hybridflow.environments.episodes.tools import Tool, tool_of, tools_of
     from hybridflow.environments.processes.client import EpisodeClient, LocalEnvironment
+    from hybridflow.environments.processes.environment_kind import EnvironmentKind
     from hybridflow.environments.processes.environment_pool import EnvironmentPool
-    from hybridflow.environments.processes.host import CallLimits, EnvironmentHost, EnvironmentKind
+    from hybridflow.environments.processes.host import EnvironmentHost
+    from hybridflow.environments.processes.limited_calls import CallLimits
 
 _NAMES = {
     "agents.agent": ("Agent", "AgentSession"),
@@ -31,7 +33,9 @@ _NAMES = {
     "episodes.episode_tokens": ("EpisodeRow",),
     "episodes.episodes": ("EpisodeStart", "play_episodes"),
     "episodes.formats": ("FORMATS", "ToolFormat", "format_of", "parse_plain"),
-    "processes.host": ("CallLimits", "EnvironmentHost", "EnvironmentKind"),
+    "processes.environment_kind": ("EnvironmentKind",),
+    "processes.host": ("EnvironmentHost",),
+    "processes.limited_calls": ("CallLimits",),
     "episodes.messages": ("AssistantTurn", "ToolCall"),
     "episodes.playing": ("EpisodeLimits", "PlayedEpisode", "Player"),
     "processes.environment_pool": ("EnvironmentPool",),

@@ -4,7 +4,7 @@ import asyncio
 import math
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,9 @@ from hybridflow.environments import (
 from hybridflow.environments.episodes.answers import ScoreGroup
 from hybridflow.environments.episodes.episodes import LOOP_LIMIT_S, RunningEpisodes
 from hybridflow.environments.processes.closure import Closure
-from hybridflow.environments.rewards import RewardResult, RewardScorer
 from hybridflow.environments.rewards.journal import RewardJournal
 from hybridflow.environments.rewards.outcome import Outcome
+from hybridflow.environments.rewards.scores import OutcomeReader, RewardResult
 from hybridflow.errors import EnvironmentConfigError, RolloutError
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.meta_info import NOISE_KEY
@@ -82,33 +82,13 @@ class EpisodeWorker:
             rows=config.rows_per_episode,
             prompt_tokens=data.max_prompt_length,
         )
-        self._scorer = RewardScorer(
-            on_error=reward.on_error,
-            error_score=reward.error_score,
-            max_failure_rate=reward.max_failure_rate,
-            weights=reward.weights,
-        )
+        self._reader = OutcomeReader(reward.on_error, reward.error_score, reward.max_failure_rate, reward.weights)
         self._journal = None
         if config.trainer.run_dir:
             sources: list[Any] = [[name, kind.name, kind.source] for name, kind in self._pool.kinds.items()]
             sources += [[reward.function, reward.kwargs]] if reward.function else []
             directory = Path(config.trainer.run_dir) / JOURNAL
             self._journal = RewardJournal(directory, rank, sources, failures=reward.on_error == "zero")
-
-    def play(
-        self,
-        engine: RolloutEngine,
-        prompts: DataProto,
-        sampling: SamplingParams,
-        group_size: int,
-        step: int | None,
-    ) -> DataProto:
-        """Play `group_size` episodes of each prompt; return `rows_per_episode` rows for each, with their scores.
-
-        Answers of environments are in the journal of `step`; None: in no journal.
-        """
-        _, rows = self.start(engine, prompts, sampling, group_size, step).rest()
-        return rows
 
     def start(
         self,
@@ -119,7 +99,11 @@ class EpisodeWorker:
         step: int | None,
         between_steps: Callable[[], None] = lambda: None,
     ) -> "PlayedBatch":
-        """Return the same batch to be read in parts; `between_steps` is called after each step of the engine."""
+        """Return a batch of `group_size` episodes of each prompt, which are played as it is read.
+
+        Answers of environments are in the journal of `step`; None: in no journal. `between_steps` is called after each
+        step of the engine.
+        """
         journal = self._opened_journal(step)
         noise = tuple(prompts.meta_info[NOISE_KEY])
         columns = {name: prompts.non_tensor_batch[name].tolist() for name in EPISODE_PROMPT_COLUMNS}
@@ -230,58 +214,54 @@ class EpisodeWorker:
             prompts.append(row["prompt"])
             outcomes.append(_outcome_of(each))
         names = [f"environment {self._name_of(sample['data_source'])!r}" for sample in samples]
-        result = self._scorer.of_outcomes(names, samples, prompts, outcomes, step)
+        result = self._reader.read(names, samples, prompts, outcomes, step)
         bonus = torch.tensor([each.bonus for each in played], dtype=torch.float32)
         return replace(result, scores=torch.where(result.failed, result.scores, result.scores + bonus))
 
 
+@dataclass
 class PlayedBatch:
     """The episodes of a batch of prompts, which are read in parts or as a whole."""
 
-    def __init__(
-        self,
-        worker: EpisodeWorker,
-        running: RunningEpisodes,
-        starts: Sequence[EpisodeStart],
-        groups: Sequence[int],
-        group_size: int,
-        journal: RewardJournal | None,
-        step: int | None,
-    ) -> None:
-        self._worker, self._running = worker, running
-        self.starts, self.groups, self.group_size, self.journal, self.step = starts, groups, group_size, journal, step
+    worker: EpisodeWorker
+    running: RunningEpisodes
+    starts: Sequence[EpisodeStart]
+    groups: Sequence[int]
+    group_size: int
+    journal: RewardJournal | None
+    step: int | None
 
     @property
     def num_left(self) -> int:
         """The number of prompts whose episodes were not returned yet."""
-        return self._running.num_left
+        return self.running.num_left
 
     def next(self, count: int) -> tuple[list[int], DataProto]:
         """Return the numbers of those prompts whose groups end next, and the rows of their episodes."""
-        return self._rows(lambda: self._running.next(count))
+        return self._rows(lambda: self.running.next(count))
 
     def rest(self) -> tuple[list[int], DataProto]:
         """Return the same of all prompts that are left, in their order."""
-        return self._rows(lambda: sorted(self._running.next(self.num_left), key=lambda group: group[0]))
+        return self._rows(lambda: sorted(self.running.next(self.num_left), key=lambda group: group[0]))
 
     def abandon(self) -> None:
         """End all episodes."""
-        self._running.abandon()
-        self._worker.renew(all_of_them=True)
+        self.running.abandon()
+        self.worker.renew(all_of_them=True)
 
     def _rows(self, play: Callable[[], list[tuple[int, list[PlayedEpisode]]]]) -> tuple[list[int], DataProto]:
         try:
             groups = play()
             numbers = [number for number, _ in groups]
-            rows = self._worker.rows_of(self, numbers, [each for _, episodes in groups for each in episodes])
+            rows = self.worker.rows_of(self, numbers, [each for _, episodes in groups for each in episodes])
         except EnvironmentConfigError:  # something blocks the event loop, or no process can be started
-            self._running.abandon()
+            self.running.abandon()
             raise
         except BaseException:
             self.abandon()
             raise
         if not self.num_left:
-            self._worker.renew()
+            self.worker.renew()
         return numbers, rows
 
 

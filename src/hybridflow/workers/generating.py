@@ -240,7 +240,8 @@ class GeneratingWorker(DeviceWorker):
     ) -> DataProto:
         if self.episodes:
             with self.ready_to_generate():
-                return self.episodes.play(self.rollout, prompts, self._sampling(settings), settings.group_size, step)
+                sampling = self._sampling(settings)
+                return self.episodes.start(self.rollout, prompts, sampling, settings.group_size, step).rest()[1]
         requests = self.requests_of(prompts, settings)
         with self.ready_to_generate():
             completions = generate(self.rollout, requests)

@@ -12,7 +12,7 @@ from hybridflow.controller import Dispatch, Worker, register
 from hybridflow.environments.processes.closure import Closure
 from hybridflow.environments.rewards import RewardResult, RewardRunner, RewardScorer
 from hybridflow.environments.rewards.journal import RewardJournal
-from hybridflow.environments.rewards.table import QUICK
+from hybridflow.environments.rewards.table import QUICK, TABLE
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.meta_info import NOISE_KEY
 from hybridflow.runtime.alike import require_alike
@@ -44,7 +44,7 @@ def build_runner(config: Config, closure: Closure | None = None) -> RewardRunner
     if not reward.processes or is_quick:
         return None
     return RewardRunner(
-        reward.function or "hybridflow.environments.rewards.table:table_reward",
+        reward.function or TABLE,
         num_processes=reward.processes,
         timeout_s=reward.timeout_s,
         memory_bytes=reward.memory_bytes,
@@ -72,7 +72,7 @@ class RewardWorker(Worker):
             self.journal = RewardJournal(
                 Path(config.trainer.run_dir) / "rewards",
                 self.rank,
-                [self.runner.name, self.runner.kwargs, self.runner.source],
+                [self.runner.name, self.runner.kwargs, self.runner.kind.source],
                 failures=reward.on_error == "zero",
             )
         function = closure.function() if closure and not self.runner else reward.function
@@ -85,8 +85,7 @@ class RewardWorker(Worker):
             weights=reward.weights,
             kwargs=reward.kwargs,
             concurrency=reward.concurrency,
-            runner=self.runner if reward.function else None,
-            table_runner=None if reward.function else self.runner,
+            runner=self.runner,
             journal=self.journal,
             rows_of_step=num_rows / self.world_size if config.trainer.stream else 0.0,
         )

@@ -446,8 +446,8 @@ def test_the_directory_path_is_short_enough_for_sockets(monkeypatch, tmp_path):
 
 
 @pytest.mark.runs
-def test_the_reaper_removes_directories_of_reward_processes(tmp_path, session_process):
-    directories = [tmp_path / name for name in ("hybridflow-reward-ab_12", "mine")]
+def test_the_reaper_removes_directories_of_processes_of_user_code(tmp_path, session_process):
+    directories = [tmp_path / name for name in ("hybridflow-reward-ab_12", "hybridflow-environment-c", "mine")]
     for directory in directories:
         directory.mkdir()
     processes = [session_process("of this test", TMPDIR=str(directory)) for directory in directories]
@@ -459,5 +459,5 @@ def test_the_reaper_removes_directories_of_reward_processes(tmp_path, session_pr
         timeout=60,
     )
     assert ended.returncode == 0
-    assert [process.wait(10) for process in processes] == [-signal.SIGTERM] * 2
-    assert [path.exists() for path in (cluster, *directories)] == [False, False, True]
+    assert [process.wait(10) for process in processes] == [-signal.SIGTERM] * 3
+    assert [path.exists() for path in (cluster, *directories)] == [False, False, False, True]

@@ -21,7 +21,6 @@ from hybridflow.environments import (
     Tool,
     tools_of,
 )
-from hybridflow.environments.episodes.environment import METHODS
 from hybridflow.environments.episodes.playing import NextTurn
 from hybridflow.errors import ToolError
 from hybridflow.rollout import Completion
@@ -79,7 +78,7 @@ def play(
     **limits,
 ):
     """Play an episode in which the model says these texts; one without <|im_end|> was cut, or it `has_stopped`."""
-    renderer = ChatRenderer(tokenizer, [Tool.of(tool.function) for tool in tools_of(environment, METHODS).values()])
+    renderer = ChatRenderer(tokenizer, [Tool.of(tool.function) for tool in tools_of(environment).values()])
     player = Player(client_of(environment, call_seconds, seconds), renderer, [stop], EpisodeLimits(**limits))
 
     async def run():

@@ -23,7 +23,6 @@ from hybridflow.environments import (
     Player,
     tools_of,
 )
-from hybridflow.environments.episodes.environment import METHODS
 from hybridflow.errors import DataError
 from hybridflow.rollout import Completion
 
@@ -47,7 +46,7 @@ class Calculator(Environment):
         return 1.0
 
 
-TOOLS = [tool.schema() for tool in tools_of(Calculator(), METHODS).values()]
+TOOLS = [tool.schema() for tool in tools_of(Calculator()).values()]
 
 
 def call(**arguments):
@@ -118,7 +117,7 @@ def test_the_tokens_that_count_are_those_of_the_turns(family):
 def test_rows_equal_those_of_an_episode_with_the_same_turns(family):
     tokenizer = TOKENIZERS[family]
     rows = encoder_of(family)(EPISODE, TOOLS, "row 0")
-    renderer = ChatRenderer(tokenizer, list(tools_of(Calculator(), METHODS).values()))
+    renderer = ChatRenderer(tokenizer, list(tools_of(Calculator()).values()))
     client = EpisodeClient(LocalEnvironment(lambda: EnvironmentHost(Calculator, CallLimits())))
     player = Player(client, renderer, stop_ids_of(family), EpisodeLimits())
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-class Calculator:
+class Calculator(Environment):
     """Two tools, a private method, and one that is none."""
 
     def add(self, a: int, b: int = 2) -> str:
@@ -29,7 +29,7 @@ class Calculator:
 
 @pytest.fixture
 def tools():
-    return tools_of(Calculator(), besides=("reset",))
+    return tools_of(Calculator())
 
 
 def test_public_methods_are_tools_with_the_schema_of_their_types(tools):

@@ -37,7 +37,7 @@ def test_functions_and_objects_are_called_with_what_they_hold():
 
     scores, runner = of_texts(scaled, ["a", "bcd", ""])
     assert scores == [3, 9, 0]
-    assert (runner.takes_names, runner.source) == (True, "")
+    assert (runner.kind.takes_names, runner.kind.source) == (True, "")
     assert of_texts(functools.partial(lambda weight, completion: weight * len(completion), 4), ["ab"])[0] == [8]
     assert of_texts(Judge(), ["ab", "abcd"])[0] == [1, 2]
     with pytest.raises(Exception, match="'answers_of_row' names nothing"):

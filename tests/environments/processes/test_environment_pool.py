@@ -1,10 +1,6 @@
 """Environments in processes: whatever the user's code does to its process, other episodes go on."""
 
 import asyncio
-import gc
-import os
-import subprocess
-import sys
 import time
 
 import pytest
@@ -271,21 +267,6 @@ def test_methods_that_are_not_async_are_called(pool_of, processes):
 
 
 @in_processes
-def test_a_program_that_ends_with_an_open_pool_says_nothing(tmp_path):
-    (tmp_path / "mine.py").write_text(CODE)
-    program = (
-        "from hybridflow.environments import CallLimits, EnvironmentPool\n"
-        "pool = EnvironmentPool({'a': 'mine.py:Plain'}, num_processes=1, limits=CallLimits())\n"
-        "(process,) = pool._processes\n"
-        "print(process.popen.pid)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(done.stdout), 0)
-
-
-@in_processes
 def test_processes_and_directories_end_with_the_pool_and_the_rank(pool_of, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -296,12 +277,6 @@ def test_processes_and_directories_end_with_the_pool_and_the_rank(pool_of, tmp_p
     pool.close()
     assert [each.popen.poll() is None for each in processes] == [False, False]
     assert list(tmp_path.glob("hybridflow-environment-*")) == []
-    pool = EnvironmentPool({"counter": f"{tmp_path}/mine.py:Counter"}, num_processes=1, limits=CallLimits())
-    (process,), thread = pool._processes, pool._thread
-    del pool
-    gc.collect()
-    assert process.popen.poll() is not None
-    assert not thread.is_alive()
     (process,) = pool_of()._processes
     process.connection.shutdown(2)  # as by the end of the rank
     assert process.popen.wait(100) is not None

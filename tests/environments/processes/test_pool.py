@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from fixtures.reward_samples import samples
-from hybridflow.environments.processes.reward_process import HEAD, MARK, receive
+from hybridflow.environments.processes.connection import HEAD, MARK, receive
 from hybridflow.errors import RewardError
 
 pytestmark = [pytest.mark.runs, pytest.mark.own_run("grpo: its reward process writes only replies")]
@@ -91,7 +91,7 @@ def test_bytes_that_are_not_a_reply_at_import_are_an_error(runner, file, content
 
 def test_a_process_whose_rank_was_killed_exits_without_a_traceback():
     program = (
-        "import os; from hybridflow.environments.processes.reward_process import Replies; "
+        "import os; from hybridflow.environments.processes.connection import Replies; "
         "read, write = os.pipe(); os.close(read); "
         "Replies(os.fdopen(write, 'wb')).send({'number': 0}); raise SystemExit(3)"
     )

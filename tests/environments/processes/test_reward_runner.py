@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from fixtures.reward_samples import samples
-from hybridflow.environments.processes.pool import UserProcess
+from hybridflow.environments.processes.user_process import UserProcess
 from hybridflow.environments.rewards import RewardRunner, RewardScorer
 from hybridflow.environments.rewards.in_rank import call_here
 from hybridflow.errors import RewardError
@@ -124,19 +124,6 @@ def test_samples_submitted_later_run_beside_earlier_ones(runner, tmp_path, first
     submitted = [at_once.submit(of_texts(f"{tmp_path}/calls/{number}")) for number in range(2)]
     outcomes = {number: at_once.wait(submitted[number]) for number in (first_waited_for, 1 - first_waited_for)}
     assert [outcomes[number][0].result for number in range(2)] == [0.0, 1.0]
-
-
-def test_samples_submitted_while_another_thread_waits_run_at_once(runner, tmp_path):
-    directory = tmp_path / "calls"
-    directory.mkdir()
-    at_once = runner("at_once", timeout_s=None)
-    first = at_once.submit(of_texts(f"{directory}/0"))
-    with ThreadPoolExecutor(1) as pool:
-        waits = pool.submit(at_once.wait, first)
-        while not (directory / "0").exists():
-            time.sleep(0.01)
-        assert at_once.call(of_texts(f"{directory}/1"))[0].result == 1.0
-        assert waits.result()[0].result == 0.0
 
 
 def test_an_error_while_waiting_leaves_the_samples_of_other_calls(runner):

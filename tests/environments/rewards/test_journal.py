@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hybridflow.environments.processes.arguments import takes_batches
+from hybridflow.environments.processes.loaded_reward import LoadedReward
 from hybridflow.environments.rewards import Outcome, RewardRunner, RewardScorer, in_rank, load_reward_function
 from hybridflow.environments.rewards.journal import RewardJournal
 from hybridflow.errors import RewardError
@@ -35,15 +35,15 @@ class _Caller:
     """A stand-in for a RewardRunner, which calls the function of a file in this process."""
 
     def __init__(self, name):
-        function = load_reward_function(name)
-        self.name, self.source, self._function = name, Path(name.rpartition(":")[0]).read_text(), function
-        self.takes_batches, self.takes_names = takes_batches(function), False
+        self.name = name
+        self._reward = LoadedReward(load_reward_function(name), {}, source=Path(name.rpartition(":")[0]).read_text())
+        self.kind = self._reward.kind
 
     def start(self):
         pass
 
     def submit(self, samples, on_outcome):
-        outcomes = in_rank._call_each(self._function, [sample for _, sample in samples], {}, 1)
+        outcomes = in_rank._call_each(self._reward, [sample for _, sample in samples], 1)
         for number, outcome in enumerate(outcomes):
             on_outcome(number, outcome)
         return outcomes
@@ -59,7 +59,7 @@ def scorer(place):
     def build(function="score", *, rank=0, **settings):
         runner = _Caller(f"{place}/mine.py:{function}")
         failures = settings.get("on_error") == "zero"
-        journal = RewardJournal(place / "rewards", rank, [runner.name, runner.source], failures=failures)
+        journal = RewardJournal(place / "rewards", rank, [runner.name, runner.kind.source], failures=failures)
         return RewardScorer(runner=runner, journal=journal, max_failure_rate=1.0, **settings)
 
     return build

@@ -12,7 +12,7 @@ from hybridflow.environments import Environment
 from hybridflow.environments.agents.agent import environment_class
 from hybridflow.environments.episodes.tools import evaluated
 from hybridflow.environments.processes.closure import ENVIRONMENT, Closure
-from hybridflow.environments.processes.host import require_environment
+from hybridflow.environments.processes.environment_kind import require_environment
 from hybridflow.errors import EnvironmentConfigError
 
 Given = type[Environment] | Callable[..., Any] | str

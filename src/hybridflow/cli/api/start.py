@@ -13,7 +13,7 @@ from hybridflow.cli.api.words import DATA_KINDS, Words
 from hybridflow.config import Config, load_config
 from hybridflow.data.row_forms import RowForm, rows_of
 from hybridflow.environments.processes.closure import ENVIRONMENT, Closure
-from hybridflow.environments.processes.host import require_rewards
+from hybridflow.environments.processes.environment_kind import require_rewards
 from hybridflow.errors import ModelConfigError, RewardConfigError
 from hybridflow.trainers.build.preconditions import require_reward_functions
 from hybridflow.trainers.run.run_directory import DATA

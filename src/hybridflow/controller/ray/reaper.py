@@ -74,10 +74,10 @@ def _end_processes(session: str) -> set[str]:
 
 
 def _temporary_directory(pid: int) -> Iterator[str]:
-    """Yield the temporary directory of a process if it is that of a reward process."""
+    """Yield the temporary directory of a process of user code, which has its own."""
     for variable in _environment(pid):
         name, _, value = os.fsdecode(variable).partition("=")
-        if name == "TMPDIR" and re.fullmatch(r"hybridflow-reward-\w+", os.path.basename(value)):
+        if name == "TMPDIR" and re.fullmatch(r"hybridflow-(reward|environment)-\w+", os.path.basename(value)):
             yield value
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from hybridflow.config.environment_sources import SCHEMES, scheme_of
-from hybridflow.environments.processes.reward_process import source_of
+from hybridflow.environments.processes.user_errors import source_of
 from hybridflow.errors import EnvironmentConfigError
 from hybridflow.runtime.user_import import load_user_function
 

@@ -13,7 +13,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 from hybridflow.config.environment_sources import scheme_of
 from hybridflow.environments.episodes.environment import Environment
-from hybridflow.environments.processes.reward_process import returns_awaitable
+from hybridflow.environments.processes.user_errors import returns_awaitable
 from hybridflow.errors import EnvironmentConfigError
 
 

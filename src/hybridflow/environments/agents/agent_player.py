@@ -20,7 +20,7 @@ from hybridflow.environments.episodes.answers import Answer, Finish, RunAgent
 from hybridflow.environments.episodes.environment import CalledTool, Episode, Turn
 from hybridflow.environments.episodes.playing import NextTurn, PlayedEpisode
 from hybridflow.environments.processes.environment_pool import AskAgent, failure_of
-from hybridflow.environments.processes.pool import LostError
+from hybridflow.environments.processes.user_process import LostError
 from hybridflow.environments.rewards.journal import RewardJournal
 from hybridflow.environments.rewards.outcome import Outcome
 from hybridflow.errors import RewardError

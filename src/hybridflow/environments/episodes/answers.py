@@ -3,10 +3,12 @@
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from hybridflow.environments.episodes.environment import CalledTool, EndReason, Episode
-from hybridflow.environments.episodes.messages import AssistantTurn, Message, ToolCall
+from hybridflow.environments.episodes.messages import AssistantTurn, Message
 
 Failure = Literal["raised", "timeout", "memory", "died"]
 """How an environment has failed; the words are those of reward functions."""
@@ -66,6 +68,8 @@ class Answer:
     `ScoreGroup`. `is_late`: the episode has taken longer than it may. `output`: what a command has printed.
     """
 
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
     messages: tuple[Message, ...] = ()
     called: tuple[CalledTool, ...] = ()
     is_done: bool = False
@@ -85,24 +89,13 @@ class Answer:
     def of_message(cls, message: Mapping[str, Any]) -> "Answer":
         """Return the answer that `to_message` has written. Raises ValueError for another message."""
         try:
-            called = [
-                CalledTool(ToolCall(**each["call"]), str(each["result"]), bool(each["is_error"]))
-                for each in message["called"]
-            ]
-            return cls(
-                messages=tuple(dict(each) for each in message["messages"]),
-                called=tuple(called),
-                is_done=bool(message["is_done"]),
-                reward=float(message["reward"]),
-                rewards=None if message["rewards"] is None else dict(message["rewards"]),
-                group=tuple(map(float, message["group"])),
-                is_late=bool(message["is_late"]),
-                failure=message["failure"],
-                error=str(message["error"]),
-                output=str(message.get("output", "")),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{str(message)[:200]} is not an answer of an environment: {error}") from error
+            return _ANSWER.validate_python(message)
+        except ValidationError as error:
+            problem = "; ".join(f"{each['loc']}: {each['msg']}" for each in error.errors()[:3])
+            raise ValueError(f"{str(message)[:200]} is not an answer of an environment: {problem}") from error
+
+
+_ANSWER = TypeAdapter(Answer)
 
 
 MOST_REWARD = 1e300

@@ -5,7 +5,7 @@ A method with the attribute `json_schema` has this schema of its parameters, and
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -119,12 +119,12 @@ def evaluated(function: Callable[..., Any], annotation: str) -> Any:
     return eval(annotation, {**plain.__globals__, **held})
 
 
-def tools_of(instance: object, besides: Sequence[str] = ()) -> dict[str, Tool]:
+def tools_of(instance: object) -> dict[str, Tool]:
     """Return the public methods of an object as tools by name, in the order of their definition.
 
-    `besides`: names of methods that are not tools, as those are that every environment has.
+    Those that every environment has are not tools.
     """
-    besides = (*besides, *METHODS) if isinstance(instance, Environment) else besides
+    besides = METHODS if isinstance(instance, Environment) else ()
     names: dict[str, None] = {}
     for each in reversed(type(instance).__mro__[:-1]):
         names |= dict.fromkeys(name for name, value in vars(each).items() if inspect.isfunction(value))

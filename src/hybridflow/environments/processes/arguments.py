@@ -1,17 +1,15 @@
-"""The keyword arguments with which a reward function is called: four fixed ones, or those that its parameters name.
-
-It needs only the standard library, since a reward process loads only this file and few others.
-"""
+"""The keyword arguments with which a reward function is called: four fixed ones, or those that its parameters name."""
 
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridflow.environments.processes.reward_process import WHAT
 from hybridflow.environments.rewards.table import RewardFunction
 from hybridflow.errors import RewardConfigError
 from hybridflow.runtime.user_code import did_you_mean, require_arguments
 from hybridflow.runtime.user_import import load_user_function
+
+WHAT = "reward function"
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
@@ -41,6 +39,11 @@ def takes_batches(function: Any) -> bool:
 def as_batch(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return samples as lists under the plurals of their names, such as `solution_strs`."""
     return {f"{name}s": [sample[name] for sample in samples] for name in samples[0]}
+
+
+def num_samples_of(arguments: Mapping[str, Any]) -> int:
+    """Return the number of samples in the arguments: 1, or the length of a batch's lists."""
+    return len(arguments["solution_strs"]) if "solution_strs" in arguments else 1
 
 
 def arguments_of(function: Any, sample: Mapping[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,21 +109,19 @@ def load_reward_function(name: str, kwargs: Mapping[str, Any] | None = None) -> 
     return function
 
 
-def check_signature(
-    function: RewardFunction, name: str, kwargs: Mapping[str, Any], error: type[Exception] = RewardConfigError
-) -> None:
-    """Raise `error` if the function takes neither the four arguments, their plurals nor names, with `kwargs`."""
+def check_signature(function: RewardFunction, name: str, kwargs: Mapping[str, Any]) -> None:
+    """Raise RewardConfigError if the function takes neither the four arguments, their plurals nor names."""
     parameters = parameters_of(function)
     own = [each for each, by in parameters.items() if by.kind in _BY_NAME and by.default is by.empty]
     own = [each for each in own if each not in kwargs]
     if own and not {*ARGUMENTS, *BATCH_ARGUMENTS, "completion", "completions"} & {*parameters}:
         hint = did_you_mean([each for each in own if each not in _NAMES], _NAMES)
-        raise error(
+        raise RewardConfigError(
             f"{WHAT} '{name}' has the parameters {', '.join(own)}, of which none is the response{hint}; name it "
             f"completion, or completions for lists of all rows. Others may be {', '.join(_NAMES[1:])}, or columns of "
             "the rows."
         )
-    require_arguments(function, name, WHAT, checked_arguments(function, kwargs), error)
+    require_arguments(function, name, WHAT, checked_arguments(function, kwargs), RewardConfigError)
 
 
 _NAMES = ("completion", "prompt", "answer", "ground_truth", "data_source", "extra_info")

@@ -52,17 +52,16 @@ class EpisodeClient:
         key: Sequence[int] = (),
         journal: RewardJournal | None = None,
         seconds: float = math.inf,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._environment, self._key, self._journal = environment, list(key), journal
-        self._seconds, self._clock, self._started = seconds, clock, clock()
+        self._seconds, self._started = seconds, 0.0
         self._questions: list[Question] = []
         self._history = ""  # digest of the earlier questions
 
     async def __call__(self, question: Question) -> Answer:
         """Return the answer to the next question."""
         if not self._questions:
-            self._started = self._clock()
+            self._started = time.monotonic()
         self._questions.append(question)
         call = None
         if self._journal:
@@ -74,7 +73,7 @@ class EpisodeClient:
             if known and (not known.failure or self._journal.keeps_failures):
                 return known
         answer = await self._environment.ask(self._questions)
-        if self._clock() - self._started > self._seconds:
+        if time.monotonic() - self._started > self._seconds:
             answer = replace(answer, is_late=True)
         if self._journal and call:
             text = json.dumps(answer.to_message())

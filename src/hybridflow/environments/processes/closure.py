@@ -10,7 +10,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,8 +90,13 @@ class Closure:
 
     def function(self) -> Any:
         """Return the function or class, in this process."""
-        sys.path += [path for path in self.paths if path not in sys.path]
-        return cloudpickle.loads(self.contents)
+        return by_value(self.contents, self.paths)
+
+
+def by_value(contents: bytes, paths: Sequence[str]) -> Any:
+    """Return a function or class of a Python program, which looks for modules in `paths`."""
+    sys.path += [path for path in paths if path not in sys.path]
+    return cloudpickle.loads(contents)
 
 
 _offered: dict[str, Closure] = {}

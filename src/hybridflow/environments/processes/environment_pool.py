@@ -11,20 +11,18 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
+from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
-from hybridflow.config.environment_sources import scheme_of
-from hybridflow.environments.adapters import load
-from hybridflow.environments.agents.agent import environment_class
 from hybridflow.environments.episodes.answers import Answer, Question
 from hybridflow.environments.processes.client import EnvironmentHandle, LocalEnvironment
 from hybridflow.environments.processes.closure import Closure
-from hybridflow.environments.processes.episode_reward import EpisodeReward
-from hybridflow.environments.processes.host import CallLimits, EnvironmentHost, EnvironmentKind
-from hybridflow.environments.processes.pool import START_TIMEOUT_S, LostError, ProcessPool, Reason, UserProcess
-from hybridflow.errors import EnvironmentConfigError
+from hybridflow.environments.processes.environment_classes import EnvironmentClasses
+from hybridflow.environments.processes.environment_kind import EnvironmentKind
+from hybridflow.environments.processes.limited_calls import CallLimits
+from hybridflow.environments.processes.pool import ProcessPool, resolved
+from hybridflow.environments.processes.user_process import LostError, Reason, UserProcess
 
 logger = logging.getLogger(__name__)
 
@@ -88,67 +86,42 @@ class EnvironmentPool(ProcessPool[_EnvironmentProcess]):
         reward_kwargs: Mapping[str, Any] = MappingProxyType({}),
         closures: Sequence[Closure] = (),
     ) -> None:
-        self._limits, self._closures = limits, {each.name: each for each in closures}
         self._shared: list[_EnvironmentProcess | None] = [None] * num_processes
         self._starting = [asyncio.Lock() for _ in range(num_processes)]
         self._alone, self._ids = asyncio.Semaphore(ALONE), itertools.count()
-        self._scored_by: EpisodeReward | None = None
-        named = {name: self._resolved(source) for name, source in classes.items()}
-        reward_function = self._resolved(reward_function)
-        self._settings = {
+        named, reward_function = {name: resolved(each) for name, each in classes.items()}, resolved(reward_function)
+        settings = {
+            "what": "environment.classes",
             "sources": [*named.values(), reward_function],
             "classes": named,
             "reward": (reward_function, dict(reward_kwargs)),
-            "closures": {name: (each.contents, each.paths) for name, each in self._closures.items()},
+            "closures": {each.name: (each.contents, each.paths) for each in closures},
             "memory_bytes": memory_bytes,
             "timeout_s": limits.seconds,
-            "concurrency": limits.concurrency,
-            "agent_timeout_s": limits.agent_seconds,
+            "limits": asdict(limits),
         }
-        self._classes: dict[str, Any] = {}
-        super().__init__("environments")
+        super().__init__("environments", settings, dict[str, EnvironmentKind])
         try:
             if num_processes:
                 self.kinds: dict[str, EnvironmentKind] = {}
                 self._run(self.shared(0))
             else:
-                self.kinds = self._load_here(classes)
+                self._here = EnvironmentClasses(settings)
+                self.kinds = self._here.kinds
         except BaseException:
             self.close()
             raise
 
-    def _load_here(self, classes: Mapping[str, str]) -> dict[str, EnvironmentKind]:
-        self._slots = asyncio.Semaphore(self._limits.concurrency)
-        kinds = dict[str, EnvironmentKind]()
-        self._scored_by = EpisodeReward.load(self._settings)
-        found: Any
-        for name, source in classes.items():
-            if closure := self._closures.get(source):
-                found, digest = closure.function(), ""
-            else:
-                found, digest = load(source, f"environment.classes.{name}")
-            self._classes[name] = environment_class(found, source)
-            kinds[name] = EnvironmentKind.of(self._classes[name], source, digest, self._scored_by)
-        return kinds
-
-    def _resolved(self, source: str) -> str:
-        """Return the name of a class with the whole path of its file."""
-        path, _, name = source.rpartition(":")
-        is_file = path.endswith(".py") and source not in self._closures and not scheme_of(source)
-        return f"{Path(path).expanduser().resolve()}:{name}" if is_file else source
-
     def environment(self, name: str, number: int) -> EnvironmentHandle:
         """Return a handle of the environment of one episode; `number` chooses its process."""
         if not self._shared:
-            return LocalEnvironment(
-                lambda: EnvironmentHost(self._classes[name], self._limits, self._slots, self._scored_by)
-            )
+            return LocalEnvironment(lambda: self._here.host(name))
         return _RemoteEnvironment(self, name, number % len(self._shared))
 
     def agent(self, name: str, number: int) -> AskAgent:
         """Return what asks the agent of one episode; `number` chooses its process."""
         if not self._shared:
-            host = EnvironmentHost(self._classes[name], self._limits, self._slots, self._scored_by)
+            host = self._here.host(name)
             return lambda question, is_alone: host.answer(question)
         agent_id = self.new_id()
 
@@ -182,21 +155,11 @@ class EnvironmentPool(ProcessPool[_EnvironmentProcess]):
             return process
 
     async def _start(self) -> _EnvironmentProcess:
-        silence_s = None if self._limits.seconds is None else self._limits.seconds + GRACE_S
-        try:
-            process, kinds = await self._started(
-                lambda: _EnvironmentProcess(silence_s), self._settings, _kinds_of, START_TIMEOUT_S
-            )
-        except LostError as lost:
-            problem = f": {_described(lost)}"
-            if lost.reason == "late":
-                problem = (
-                    f" took longer than {START_TIMEOUT_S:.0f} s; move slow work from the import of the file into the "
-                    "class"
-                )
-            raise EnvironmentConfigError(f"the import of environment.classes{problem}.") from lost
+        timeout_s = self._settings["timeout_s"]
+        process, self.kinds = await self._started(
+            lambda: _EnvironmentProcess(None if timeout_s is None else timeout_s + GRACE_S)
+        )
         process.limit_silence()
-        self.kinds = kinds
         return process
 
     async def ask_alone(self, name: str, questions: Sequence[Question]) -> Answer:
@@ -251,19 +214,8 @@ class _RemoteEnvironment:
 
 def failure_of(lost: LostError) -> Answer:
     """Return the answer to a question that two processes were lost with."""
-    return Answer(failure="timeout" if lost.reason == "late" else "died", error=_described(lost))
-
-
-def _kinds_of(message: Mapping[str, Any]) -> dict[str, EnvironmentKind] | EnvironmentConfigError:
-    """Return what a process says of the classes that it has loaded, or the error with which it could not."""
-    if "not_loaded" in message:
-        return EnvironmentConfigError(str(message["not_loaded"]))
-    return {name: EnvironmentKind.of_message(kind) for name, kind in message["kinds"].items()}
+    return Answer(failure="timeout" if lost.reason == "late" else "died", error=str(lost))
 
 
 def _answer_of(message: Mapping[str, Any]) -> Answer:
     return Answer.of_message(message["answer"])
-
-
-def _described(lost: LostError) -> str:
-    return f"its process {'ended: ' if lost.reason == 'exited' else ''}{lost}"

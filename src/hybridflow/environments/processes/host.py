@@ -2,15 +2,10 @@
 
 import asyncio
 import copy
-import inspect
 import json
 import math
 import numbers
-import threading
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hybridflow.environments.agents.agent import Agent, AgentSession, seconds_waited
@@ -26,65 +21,41 @@ from hybridflow.environments.episodes.answers import (
     as_unicode,
     rewards_of,
 )
-from hybridflow.environments.episodes.environment import METHODS, CalledTool, Done, Environment, Episode, Reply, Turn
+from hybridflow.environments.episodes.environment import CalledTool, Done, Environment, Episode, Reply, Turn
 from hybridflow.environments.episodes.messages import AssistantTurn, Message, ToolCall
-from hybridflow.environments.episodes.tools import Tool, tool_of, tools_of
-from hybridflow.environments.processes.episode_reward import EpisodeReward
-from hybridflow.environments.processes.reward_process import as_message, described, returns_awaitable
+from hybridflow.environments.episodes.tools import Tool, tool_of
+from hybridflow.environments.processes.environment_kind import scores_groups, tools_of_environment
+from hybridflow.environments.processes.limited_calls import (
+    CallLimits,
+    FailedError,
+    LimitedCalls,
+    OwnLimit,
+    run_function,
+)
+from hybridflow.environments.processes.loaded_reward import LoadedReward
+from hybridflow.environments.processes.user_errors import described, text_of
+from hybridflow.environments.rewards.outcome import as_message
 from hybridflow.errors import EnvironmentConfigError, ToolError
 
 MAX_RESULT_CHARS = 20_000
 """Longest result of a tool that a model reads; a longer one is an error that says so."""
-
-CONCURRENT_CALLS = 32
-
-CANCEL_S = 0.1
-"""Seconds in which a call that took too long may clean up."""
-
-
-@dataclass(frozen=True)
-class CallLimits:
-    """Seconds of each call of the user's code (None: no limit), and how many run at a time.
-
-    `agent_seconds`: those of a whole episode of an agent.
-    """
-
-    seconds: float | None = 60.0
-    concurrency: int = CONCURRENT_CALLS
-    agent_seconds: float | None = 600.0
-
-
-_OwnLimit = tuple[float | None, Callable[[], Awaitable[float]]]
-"""The seconds of a call, and what says how many it has waited."""
-
-
-class _FailedError(Exception):
-    """A method of the environment has failed."""
-
-    def __init__(self, failure: Failure, error: str) -> None:
-        super().__init__(error)
-        self.failure: Failure = failure
 
 
 class EnvironmentHost:
     """An object of the user's class, made by `make`; errors of its methods are answers with `failure`.
 
     `slots` bounds the calls of all hosts that share it. `scored_by` scores the episodes of a class without `reward`.
-    `num_stuck` counts the calls in threads, of all hosts of the process, that were given up but still run. Raises
-    EnvironmentConfigError for a tool without a schema.
+    Raises EnvironmentConfigError for a tool without a schema.
     """
-
-    num_stuck = 0
 
     def __init__(
         self,
         make: Callable[[], Environment],
         limits: CallLimits,
         slots: asyncio.Semaphore | None = None,
-        scored_by: EpisodeReward | None = None,
+        scored_by: LoadedReward | None = None,
     ) -> None:
-        self._make, self._limits, self._scored_by = make, limits, scored_by
-        self._slots = slots or asyncio.Semaphore(limits.concurrency)
+        self._make, self._calls, self._scored_by = make, LimitedCalls(limits, slots), scored_by
         self._environment: Environment | None = None
         self._tools: dict[str, Tool] = {}
         self._episode = Episode({})
@@ -101,7 +72,7 @@ class EnvironmentHost:
             if isinstance(question, RunAgent):
                 return await self._run_agent(question)
             return await self._finish(question)
-        except _FailedError as failed:
+        except FailedError as failed:
             failure, error = failed.failure, as_unicode(str(failed))
         except asyncio.CancelledError:
             raise
@@ -115,15 +86,17 @@ class EnvironmentHost:
         environment = await self._made()
         messages = _messages_of("reset", await self._within("reset", lambda: environment.reset(self._episode.row)))
         if not messages:
-            raise _FailedError("raised", "reset returned no messages; expected at least one")
+            raise FailedError("raised", "reset returned no messages; expected at least one")
         self._episode.messages += messages
         return messages
 
     async def _made(self) -> Environment:
         environment = self._environment
         if environment is None:
-            environment = self._environment = await self._within(self._name, self._make)
-            self._tools = _tools_of(environment)
+            environment = self._environment = await self._within(
+                getattr(self._make, "__name__", "the environment"), self._make
+            )
+            self._tools = tools_of_environment(environment)
         return environment
 
     async def _run_agent(self, question: RunAgent) -> Answer:
@@ -133,10 +106,10 @@ class EnvironmentHost:
         failure: Failure | None = None
         error, rewards = "", None
         try:
-            own = self._limits.agent_seconds, lambda: _run(seconds_waited, {"session": session}, "waited")
+            own = self._calls.limits.agent_seconds, lambda: run_function(seconds_waited, {"session": session}, "waited")
             found = await self._within("the agent", lambda: agent.run(session, row), own)
             rewards = None if found is None else _rewards_of("the agent", found)
-        except _FailedError as failed:
+        except FailedError as failed:
             failure, error = failed.failure, as_unicode(str(failed))
         if failure or rewards is not None:  # otherwise `Finish` follows
             await self._within("close", agent.close)
@@ -186,10 +159,11 @@ class EnvironmentHost:
                 printed = str(getattr(environment, "output", ""))[-200:]
                 found = f" (its output ends with {printed!r})" if printed else ""
                 how = "return a number, print it as the last line of a command, or set reward.function"
-                raise _FailedError("raised", f"the agent gave no reward{found}; {how}")
+                raise FailedError("raised", f"the agent gave no reward{found}; {how}")
             return {"score": 0.0}  # `group_rewards` is added
         found = await self._within(
-            "reward.function", lambda: _run(scored_by.function, scored_by.arguments(self._episode), "reward.function")
+            "reward.function",
+            lambda: run_function(scored_by.function, scored_by.arguments_for(self._episode), "reward.function"),
         )
         plain = as_message(found, inside=True)
         return _rewards_of("reward.function", plain.get("mapping", {"score": plain.get("result")}))
@@ -200,7 +174,7 @@ class EnvironmentHost:
             found = await self._within("group_rewards", lambda: environment.group_rewards(episodes))
             if not isinstance(found, Sequence) or len(found) != len(episodes):
                 shown = repr(found)[:200]
-                raise _FailedError("raised", f"group_rewards returned {shown}; expected {len(episodes)} numbers")
+                raise FailedError("raised", f"group_rewards returned {shown}; expected {len(episodes)} numbers")
             return Answer(group=tuple(_number_of("group_rewards", value) for value in found))
         finally:
             await self._within("close", environment.close)
@@ -210,195 +184,30 @@ class EnvironmentHost:
         try:
             tool = tool_of(self._tools, call)
             arguments = tool.arguments(call)
-            result = await self._limited(call.name, lambda: _run(tool.function, arguments, tool.name))
+            result = await self._calls.run(call.name, lambda: run_function(tool.function, arguments, tool.name))
             return CalledTool(call, _text_of(result, tool.name))
-        except (ToolError, _FailedError) as error:
+        except (ToolError, FailedError) as error:
             return CalledTool(call, as_unicode(f"error: {error}"), is_error=True)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # of the user's tool, also SystemExit
             return CalledTool(call, f"error: {type(error).__name__}: {_shown(error)}", is_error=True)
 
-    async def _within(self, what: str, call: Callable[[], Any], own: _OwnLimit | None = None) -> Any:
-        """Return what a method of the environment returns. Raises _FailedError if it raises or takes too long."""
+    async def _within(self, what: str, call: Callable[[], Any], own: OwnLimit | None = None) -> Any:
+        """Return what a method of the environment returns. Raises FailedError if it raises or takes too long."""
         try:
-            return await self._limited(what, call, own)
-        except (_FailedError, asyncio.CancelledError):
+            return await self._calls.run(what, call, own)
+        except (FailedError, asyncio.CancelledError):
             raise
         except EnvironmentConfigError as error:
-            raise _FailedError("raised", str(error)) from error
-        except MemoryError as error:
-            raise _FailedError("memory", f"{what} raised MemoryError: {_shown(error)}") from error
+            raise FailedError("raised", str(error)) from error
         except BaseException as error:  # of the user's environment, also SystemExit
-            raise _FailedError("raised", f"{what} raised {described(error, self._make)}") from error
-
-    async def _limited(self, what: str, call: Callable[[], Any], own: _OwnLimit | None = None) -> Any:
-        """Return what a call returns, `async` or not, in a task of its own, which may ignore that it is cancelled.
-
-        A call with a limit of its own takes no slot, and may wait for others: those seconds do not count.
-        """
-        limit, waited = own or (self._limits.seconds, None)
-        async with nullcontext() if own else self._slots:
-            task, began = asyncio.ensure_future(_outcome(call)), time.monotonic()
-            try:
-                await asyncio.wait({task}, timeout=limit)
-                while waited and limit and not task.done():
-                    left = limit + await waited() - (time.monotonic() - began)
-                    if left <= 0:
-                        break
-                    await asyncio.wait({task}, timeout=left)
-            finally:
-                is_late = not task.done()
-                task.cancel()
-            if is_late:
-                await asyncio.wait({task}, timeout=CANCEL_S)
-                if not task.done():
-                    EnvironmentHost.num_stuck += 1
-                    task.add_done_callback(_one_less_is_stuck)
-                limited = f"agent.timeout_s={limit:g}" if own else f"{limit:g} s"
-                raise _FailedError("timeout", f"{what} took longer than {limited}")
-            value, error = task.result()
-            if isinstance(error, asyncio.CancelledError):  # by the user's code
-                raise _FailedError("raised", f"{what} was cancelled: asyncio.CancelledError") from error
-            if error is not None:
-                raise error
-            return value
-
-    @property
-    def _name(self) -> str:
-        return getattr(self._make, "__name__", "the environment")
-
-
-def require_environment(environment: type[Environment], name: str) -> None:
-    """Raise EnvironmentConfigError unless this is a class of environments."""
-    if not isinstance(environment, type) or not issubclass(environment, Environment):
-        raise EnvironmentConfigError(
-            f"'{name}' does not name a subclass of hybridflow.environments.Environment; derive the class from it."
-        )
-
-
-def require_rewards(environment: type[Environment], reward_function: str) -> None:
-    """Raise EnvironmentConfigError unless either the class or reward.function says what an episode is worth.
-
-    An agent may also say it itself.
-    """
-    name, has_reward = environment.__name__, environment.reward is not Environment.reward
-    if has_reward and reward_function:
-        raise EnvironmentConfigError(
-            f"{name} has a method `reward`, and reward.function={reward_function!r} is set: both give the rewards; "
-            "remove one of them (a `reward` may call the function)."
-        )
-    if not (has_reward or reward_function or scores_groups(environment) or issubclass(environment, Agent)):
-        raise EnvironmentConfigError(
-            f"{name} has no method `reward`, so no episode of it has a score; write one, or set reward.function."
-        )
-
-
-def scores_groups(environment: type[Environment]) -> bool:
-    """Return whether the class compares the episodes of a prompt."""
-    return environment.group_rewards is not Environment.group_rewards
-
-
-@dataclass(frozen=True)
-class EnvironmentKind:
-    """A class of environments: the schemas of its tools, whether it compares the episodes of a prompt, and its source.
-
-    `source` is a digest of the files that define the class and its reward function; empty if there is none.
-    """
-
-    name: str
-    schemas: tuple[Mapping[str, Any], ...]
-    scores_groups: bool
-    source: str
-    is_agent: bool = False
-
-    @classmethod
-    def of(
-        cls, environment: type[Environment], name: str, source: str = "", scored_by: EpisodeReward | None = None
-    ) -> "EnvironmentKind":
-        """Return the kind of a class, whose episodes `scored_by` scores if it has no `reward`.
-
-        Raises EnvironmentConfigError if there is no reward, or there are two, or a tool has no schema.
-        """
-        require_environment(environment, name)
-        require_rewards(environment, scored_by.name if scored_by else "")
-        tools = _tools_of(object.__new__(environment))  # types and docstrings do not depend on the object
-        schemas = tuple(tool.schema() for tool in tools.values())
-        source += scored_by.source if scored_by else ""
-        return cls(name, schemas, scores_groups(environment), source, issubclass(environment, Agent))
-
-    def to_message(self) -> dict[str, Any]:
-        """Return the kind as values of JSON."""
-        return asdict(self)
-
-    @classmethod
-    def of_message(cls, message: Mapping[str, Any]) -> "EnvironmentKind":
-        """Return the kind that `to_message` has written."""
-        return cls(
-            str(message["name"]),
-            tuple(message["schemas"]),
-            bool(message["scores_groups"]),
-            str(message["source"]),
-            bool(message["is_agent"]),
-        )
-
-
-def _tools_of(environment: Environment) -> dict[str, Tool]:
-    return {} if isinstance(environment, Agent) else tools_of(environment, METHODS)
-
-
-async def _outcome(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """Return what a call returns or raises: SystemExit raised in a task would end the event loop."""
-    try:
-        value = call()
-        return (await value if inspect.isawaitable(value) else value), None
-    except BaseException as error:  # of the user's code
-        return None, error
-
-
-def _one_less_is_stuck(_: object) -> None:
-    EnvironmentHost.num_stuck -= 1
-
-
-async def _run(function: Callable[..., Any], arguments: dict[str, Any], name: str) -> Any:
-    """Return what a function returns; one that is not `async` has a thread, so that others go on if it never ends."""
-    if returns_awaitable(function):
-        found = function(**arguments)
-        return await found if inspect.isawaitable(found) else found
-    loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
-
-    def run() -> None:
-        try:
-            value, error = function(**arguments), None
-        except BaseException as raised:  # of the user's function
-            value, error = None, raised
-        with suppress(RuntimeError):  # the loop is closed: the run has ended
-            loop.call_soon_threadsafe(_settle, outcome, value, error)
-
-    threading.Thread(target=run, daemon=True, name=name).start()
-    try:
-        value, error = await outcome
-    except asyncio.CancelledError:  # it took too long
-        EnvironmentHost.num_stuck += 1
-        raise
-    if error is not None:
-        raise error
-    return value
-
-
-def _settle(outcome: "asyncio.Future[Any]", value: Any, error: BaseException | None) -> None:
-    if outcome.done():
-        EnvironmentHost.num_stuck -= 1
-    else:
-        outcome.set_result((value, error))
+            failure = "memory" if isinstance(error, MemoryError) else "raised"
+            raise FailedError(failure, f"{what} raised {described(error, self._make)}") from error
 
 
 def _shown(error: BaseException) -> str:
-    try:
-        return as_unicode(str(error)[:500])
-    except BaseException as problem:  # a user's class may raise anything
-        return f"an exception whose text is missing: __str__ raised {type(problem).__name__}"
+    return as_unicode(text_of(error)[:500])
 
 
 def _text_of(result: object, name: str) -> str:
@@ -417,22 +226,22 @@ def _messages_of(what: str, value: object) -> tuple[Message, ...]:
     """Return messages as plain values of JSON."""
     wrong = f"{what} returned {repr(value)[:200]}; expected a list of messages, each with 'role' and 'content'"
     if isinstance(value, str | Mapping) or not isinstance(value, Sequence):
-        raise _FailedError("raised", wrong)
+        raise FailedError("raised", wrong)
     messages = []
     for each in value:
         if not isinstance(each, Mapping) or not isinstance(each.get("role"), str):
-            raise _FailedError("raised", wrong)
+            raise FailedError("raised", wrong)
         try:
             text = json.dumps(dict(each), ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
-            raise _FailedError("raised", wrong) from error
+            raise FailedError("raised", wrong) from error
         messages.append(json.loads(as_unicode(text)))
     return tuple(messages)
 
 
 def _number_of(what: str, value: object) -> float:
     if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise _FailedError("raised", f"{what} returned the reward {value!r:.100}; expected a finite number")
+        raise FailedError("raised", f"{what} returned the reward {value!r:.100}; expected a finite number")
     return float(value)
 
 
@@ -440,7 +249,7 @@ def _rewards_of(what: str, found: object) -> dict[str, Any]:
     try:
         return rewards_of(found)
     except ValueError as error:
-        raise _FailedError("raised", f"{what} returned {error}") from error
+        raise FailedError("raised", f"{what} returned {error}") from error
 
 
 def _results(called: Sequence[CalledTool], said: AssistantTurn) -> list[Message]:

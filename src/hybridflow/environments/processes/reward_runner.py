@@ -19,17 +19,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
-from hybridflow.environments.processes import pool
-from hybridflow.environments.processes.arguments import as_batch
+from hybridflow.environments.processes.arguments import as_batch, num_samples_of
 from hybridflow.environments.processes.closure import Closure
-from hybridflow.environments.processes.pool import LostError, ProcessPool, UserProcess, weakly
-from hybridflow.environments.processes.reward_process import num_samples_of
+from hybridflow.environments.processes.loaded_reward import RewardKind
+from hybridflow.environments.processes.pool import ProcessPool, resolved, weakly
+from hybridflow.environments.processes.user_process import LostError, UserProcess
 from hybridflow.environments.rewards.outcome import OnOutcome, Outcome, split
 from hybridflow.errors import RewardConfigError, RewardError
-from hybridflow.runtime import user_code
 from hybridflow.runtime.progress import note_progress
 
 IN_FLIGHT = 2
@@ -119,6 +117,8 @@ class RewardRunner(ProcessPool[_RewardProcess]):
     function itself, if a Python program holds it. Raises RewardError if the processes cannot load the function.
     """
 
+    not_loaded, failed_start = RewardConfigError, RewardError
+
     def __init__(
         self,
         name: str,
@@ -133,31 +133,27 @@ class RewardRunner(ProcessPool[_RewardProcess]):
         self.name, self.kwargs, self._num_processes = name, dict(kwargs or {}), num_processes
         self._timeout_s, self._concurrency = timeout_s, concurrency
         self._late = f"took longer than reward.timeout_s={timeout_s}"
-        self.takes_batches, self.takes_names, self._is_async = False, False, False
-        self.source = ""  # digest of the file that defines the function
-        source, _, function = name.rpartition(":")
-        if source.endswith(".py"):
-            name = f"{Path(source).expanduser().resolve()}:{function}"
-        self._settings = {
-            "sources": [name],
-            "function": name,
-            "closure": (closure.contents, closure.paths) if closure else None,
-            "loader": user_code.__file__,
+        self.kind = RewardKind()
+        self._is_known = False  # whether a process has reported the kind of the function
+        file = resolved(name)
+        settings = {
+            "what": f"reward function '{name}'",
+            "sources": [file],
+            "reward": (file, self.kwargs),
+            "closures": {file: (closure.contents, closure.paths)} if closure else {},
             "memory_bytes": memory_bytes,
             "timeout_s": timeout_s,
-            "kwargs": self.kwargs,
         }
-        self._is_known = False  # whether a process has reported the kind of the function
         self._waiting: deque[_Call] = deque()  # samples that no process has
         self._serving: list[_RewardProcess] = []  # that were ready and are not known to be lost
         self._starts: set[asyncio.Task[None]] = set()
         self._on_answer, self._on_loss = weakly(self._answered), weakly(self._lost)
-        super().__init__("rewards")
+        super().__init__("rewards", settings, RewardKind)
 
     def run(self, samples: Sequence[Sample]) -> list[Outcome]:
         """Return the outcome of each sample, in order."""
         self.start()
-        if self.takes_batches and samples:
+        if self.kind.takes_batches and samples:
             return split(self.call([batch_of(samples)])[0], len(samples))
         return self.call(samples)
 
@@ -196,14 +192,9 @@ class RewardRunner(ProcessPool[_RewardProcess]):
 
     async def _start(self) -> None:
         """Start a process and give it samples. Raises RewardError if the function cannot be loaded."""
-        timeout_s = self._start_timeout_s
-        try:
-            process, function = await self._started(_RewardProcess, self._settings, _function_of, timeout_s)
-        except LostError as lost:
-            raise self._import_error(lost) from lost
-        self._is_known, self.takes_batches, self.takes_names = True, function["takes_batches"], function["takes_names"]
-        self.source, self._is_async = function["source"], function["is_async"]
-        process.answers_in_order = not self._is_async
+        process, self.kind = await self._started(_RewardProcess)
+        self._is_known = True
+        process.answers_in_order = not self.kind.is_async
         self._serving.append(process)
         process.lost.add_done_callback(partial(self._on_loss, process))
         self._feed()
@@ -229,7 +220,7 @@ class RewardRunner(ProcessPool[_RewardProcess]):
         if self.is_closed:
             self._fail_all(self._closed())
             return
-        in_flight = self._concurrency if self._is_async else IN_FLIGHT
+        in_flight = self._concurrency if self.kind.is_async else IN_FLIGHT
         while self._waiting:
             call = self._waiting[0]
             if not call.submitted.is_over:
@@ -265,16 +256,16 @@ class RewardRunner(ProcessPool[_RewardProcess]):
             call.submitted.fail(error)
             return
         process.calls.append(call)
-        if self._is_async or len(process.calls) == 1:
+        if self.kind.is_async or len(process.calls) == 1:
             self._limit_time(process)
 
     def _limit_time(self, process: _RewardProcess) -> None:
         """Begin the time of the current sample; an async function has all samples at a time."""
         if not self._timeout_s:
             return
-        calls = islice(process.calls, None if self._is_async else 1)
+        calls = islice(process.calls, None if self.kind.is_async else 1)
         num_samples = max((num_samples_of(call.sample[1]) for call in calls), default=0)
-        seconds = self._timeout_s * num_samples + (GRACE_S if self._is_async else 0.0)
+        seconds = self._timeout_s * num_samples + (GRACE_S if self.kind.is_async else 0.0)
         process.set_time_limit(seconds if num_samples else None, self._late)
 
     def _answered(self, process: _RewardProcess, call: _Call, outcome: Outcome) -> None:
@@ -297,42 +288,18 @@ class RewardRunner(ProcessPool[_RewardProcess]):
             pass
         elif process.has_repeated and process.last:
             process.last.record(Outcome(None, "died", str(error)))
-        elif self._is_async and len(calls) > 1:  # it was working on all of them
+        elif self.kind.is_async and len(calls) > 1:  # it was working on all of them
             for call in calls:
                 call.is_suspect = True
         elif error.reason == "exited" and not calls[0].is_suspect:
             calls[0].is_suspect = True
         else:
-            problem = f"ended its process: {error}" if error.reason == "exited" else str(error)
-            calls.pop(0).record(Outcome(None, "timeout" if error.reason == "late" else "died", problem))
+            calls.pop(0).record(Outcome(None, "timeout" if error.reason == "late" else "died", str(error)))
         self._waiting.extendleft(reversed(calls))
         self._feed()
 
-    @property
-    def _start_timeout_s(self) -> float:
-        return max(pool.START_TIMEOUT_S, self._timeout_s or 0.0)
-
-    def _import_error(self, lost: LostError) -> RewardError:
-        problem = f"ended its process: {lost}" if lost.reason == "exited" else str(lost)
-        if lost.reason == "late":
-            problem = (
-                f"took longer than {self._start_timeout_s:.0f} s, the limit for starting a reward process; move slow "
-                "work from the import of the file into the function"
-            )
-        return RewardError(f"the import of reward function '{self.name}' {problem}.")
-
     def _closed(self) -> RewardError:
         return RewardError(f"the processes of reward function '{self.name}' were closed; make another RewardRunner.")
-
-
-def _function_of(message: Mapping[str, Any]) -> Mapping[str, Any] | RewardConfigError:
-    """Return what a process says of the function that it has loaded, or the error with which it could not."""
-    if isinstance(message.get("not_loaded"), str):
-        return RewardConfigError(message["not_loaded"])
-    kinds = {"is_async": bool, "takes_batches": bool, "takes_names": bool, "source": str}
-    if any(type(message.get(name)) is not kind for name, kind in kinds.items()):
-        raise ValueError("it does not say the kind of the function")
-    return message
 
 
 def batch_of(samples: Sequence[Sample]) -> Sample:

@@ -6,7 +6,7 @@ The supervisor is a child subreaper (prctl(2)): a process whose parent exits bec
 after a double fork. So every process of the function stays below it, and it kills only what is below it. It sleeps
 until the reward process ends, or until SIGTERM, which it also gets when the rank exits. The relay is there because Ray
 sends SIGKILL to the children of a worker that exits: then the supervisor gets SIGTERM. Only the standard library is
-imported. On a system without prctl or /proc, the supervisor kills the process group of the reward process only.
+imported.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ def supervise(clean_up: Callable[[], None]) -> None:
     process = os.fork()
     if process:
         status = _status_of(process)
-        _kill_all_below(process)
+        _kill_all_below()
         with contextlib.suppress(OSError):  # the rank tries it again, and warns
             clean_up()
         _exit_as(status)
@@ -76,15 +76,12 @@ def _status_of(process: int) -> int:
     return signal.SIGTERM
 
 
-def _kill_all_below(process: int) -> None:
-    """Kill all processes below this one, of which `process` was the first, and wait until they have exited.
+def _kill_all_below() -> None:
+    """Kill all processes below this one, and wait until they have exited.
 
     They are stopped first, from the top down: a stopped process starts no others and reaps none, so an id stays that
     of the same process until it is killed.
     """
-    if not os.path.isdir("/proc/self"):
-        with contextlib.suppress(OSError):
-            os.killpg(process, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):  # none is left
         while True:
             below: set[int] = set()
@@ -121,9 +118,9 @@ def _children_of(process: int) -> list[int]:
 
 
 def _children_by_parent(process: int) -> list[int]:
-    """Return the processes whose parent is this one; none without /proc."""
+    """Return the processes whose parent is this one."""
     children: list[int] = []
-    for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
+    for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
             if name.isdigit():
                 with open(f"/proc/{name}/stat", "rb") as file:
@@ -153,5 +150,4 @@ def _exit_as(status: int) -> NoReturn:
 
 
 def _prctl(option: int, value: int) -> None:
-    with contextlib.suppress(OSError, AttributeError):  # not Linux
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from hybridflow.environments.processes.arguments import load_reward_function
     from hybridflow.environments.processes.reward_runner import RewardRunner
     from hybridflow.environments.rewards.outcome import Outcome
-    from hybridflow.environments.rewards.scorer import RewardResult, RewardScorer
+    from hybridflow.environments.rewards.scorer import RewardScorer
+    from hybridflow.environments.rewards.scores import RewardResult
 
 __all__ = [
     "ANSWERS",
@@ -55,7 +56,7 @@ __all__ = [
 _HOMES = {
     "Outcome": "hybridflow.environments.rewards.outcome",
     "RewardRunner": "hybridflow.environments.processes.reward_runner",
-    "RewardResult": "hybridflow.environments.rewards.scorer",
+    "RewardResult": "hybridflow.environments.rewards.scores",
     "RewardScorer": "hybridflow.environments.rewards.scorer",
     "load_reward_function": "hybridflow.environments.processes.arguments",
 }

@@ -1,15 +1,14 @@
 """Calls of a reward function in this process: one sample after another, concurrently, or all as a batch."""
 
 import asyncio
-import copy
-import inspect
 import os
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
-from hybridflow.environments.processes.arguments import arguments_of, as_batch, takes_batches
-from hybridflow.environments.processes.reward_process import as_message, described, returns_awaitable
+from hybridflow.environments.processes.arguments import as_batch
+from hybridflow.environments.processes.loaded_reward import Called, LoadedReward
 from hybridflow.environments.rewards.outcome import Outcome, split
 from hybridflow.environments.rewards.table import RewardFunction
 from hybridflow.runtime.progress import note_progress
@@ -25,28 +24,40 @@ def call_here(
 
     Anything that the function raises is its failure, except the KeyboardInterrupt of a signal to this process.
     """
-    if samples and takes_batches(function):
-        return split(_call_each(function, [as_batch(samples)], kwargs, 1)[0], len(samples))
-    return _call_each(function, samples, kwargs, concurrency)
+    reward = LoadedReward(function, kwargs)
+    if samples and reward.kind.takes_batches:
+        return split(_call_each(reward, [as_batch(samples)], 1)[0], len(samples))
+    return _call_each(reward, samples, concurrency)
 
 
-def _call_each(function: RewardFunction, calls: Samples, kwargs: Mapping[str, Any], concurrency: int) -> list[Outcome]:
+def _call_each(reward: LoadedReward, calls: Samples, concurrency: int) -> list[Outcome]:
     owner = os.getpid()
     with Interrupts() as interrupts:
-        if returns_awaitable(function):
-            try:
-                return _run(_call_concurrently(function, calls, kwargs, concurrency, interrupts))
-            except (SystemExit, KeyboardInterrupt) as error:  # raised in a task that a call left behind
+
+        def outcome_of(called: Called) -> Outcome:
+            message, error = called
+            if error is not None:
                 interrupts.raise_if_one(error)
-                return [_failure(error, function)] * len(calls)  # the call is unknown
+            note_progress()
+            return replace(Outcome.of_message(message), cause=error)
+
+        async def call_concurrently() -> list[Outcome]:
+            slots = asyncio.Semaphore(concurrency)
+
+            async def call(arguments: Mapping[str, Any]) -> Outcome:
+                async with slots:
+                    return outcome_of(await reward.call_async(arguments))
+
+            return await asyncio.gather(*map(call, calls))
+
+        if reward.kind.is_async:
+            try:
+                return _run(call_concurrently())
+            except (SystemExit, KeyboardInterrupt) as error:  # raised in a task that a call left behind
+                return [outcome_of((reward.failure(error), error)) for _ in calls]  # the call is unknown
         outcomes = []
         for arguments in calls:
-            try:
-                outcomes.append(_outcome(function(**arguments_of(function, copy.deepcopy(dict(arguments)), kwargs))))
-            except BaseException as error:  # a user's function may raise anything
-                interrupts.raise_if_one(error)
-                outcomes.append(_failure(error, function))
-            note_progress()
+            outcomes.append(outcome_of(reward.call(arguments)))
             if os.getpid() != owner:  # a child that the function has forked must not go on as this rank
                 os._exit(0)
     return outcomes
@@ -60,31 +71,3 @@ def _run(coroutine: Coroutine[Any, Any, list[Outcome]]) -> list[Outcome]:
         return asyncio.run(coroutine)
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, coroutine).result()
-
-
-async def _call_concurrently(
-    function: Any, calls: Samples, kwargs: Mapping[str, Any], concurrency: int, interrupts: Interrupts
-) -> list[Outcome]:
-    slots = asyncio.Semaphore(concurrency)
-
-    async def call(arguments: Mapping[str, Any]) -> Outcome:
-        async with slots:
-            try:
-                result = function(**arguments_of(function, copy.deepcopy(dict(arguments)), kwargs))
-                return _outcome(await result if inspect.isawaitable(result) else result)
-            except BaseException as error:
-                interrupts.raise_if_one(error)
-                return _failure(error, function)
-            finally:
-                note_progress()
-
-    return await asyncio.gather(*(call(arguments) for arguments in calls))
-
-
-def _outcome(result: Any) -> Outcome:
-    """Return the result as a reward process would send it: plain values, on which no method of the user is called."""
-    return Outcome.of_message(as_message(result))
-
-
-def _failure(error: BaseException, function: RewardFunction) -> Outcome:
-    return Outcome(None, "raised", described(error, function), error)

@@ -1,10 +1,10 @@
 """Outcome of calling a reward function on a sample, and its JSON form."""
 
+import numbers
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
-
-from hybridflow.environments.processes.reward_process import as_message
 
 FailureKind = Literal["raised", "timeout", "memory", "died"]
 
@@ -50,6 +50,29 @@ class _Representation:
         return self._text
 
 
+def as_message(result: Any, *, inside: bool = False) -> dict[str, Any]:
+    """Convert a function's result to JSON-compatible form: a number, a text, a mapping of them, or a list."""
+    if isinstance(result, Mapping):
+        return {"mapping": {str(name): _as_plain(value) for name, value in result.items()}}
+    is_array = type(result).__name__ in ("ndarray", "Tensor") and getattr(result, "ndim", 0) == 1
+    if not inside and (isinstance(result, list | tuple) or is_array):
+        return {"list": [as_message(item, inside=True) for item in result]}
+    return {"result": _as_plain(result)}
+
+
+def _as_plain(value: Any) -> Any:
+    """Return numbers and texts unchanged, other values as their representation: {"shown": "<object ...>"}."""
+    if isinstance(value, str | bool) or value is None:
+        return value
+    if isinstance(value, numbers.Integral) and abs(int(value)) < 10**300:
+        return int(value)
+    is_tensor = type(value).__name__ == "Tensor" and getattr(value, "ndim", 1) == 0
+    if isinstance(value, numbers.Real) or type(value).__name__ in ("bool_", "bool") or is_tensor:
+        with suppress(OverflowError):
+            return float(value)
+    return {"shown": repr(value)[:400]}
+
+
 def _result(message: Any) -> Any:
     if not isinstance(message, dict):
         raise ValueError(f"{message!r:.100} is not a result")
@@ -73,11 +96,11 @@ def _value(plain: Any) -> Any:
 
 def split(outcome: Outcome, num_samples: int) -> list[Outcome]:
     """Return the outcome of each sample; if the batch failed, each sample gets its failure."""
-    result = outcome.result.tolist() if hasattr(outcome.result, "tolist") else outcome.result
+    result = outcome.result
     if outcome.kind is not None:
         return [outcome] * num_samples
-    if not isinstance(result, list | tuple) or len(result) != num_samples:
-        found = f"{len(result)} results" if isinstance(result, list | tuple) else f"{result!r:.100}"
+    if not isinstance(result, list) or len(result) != num_samples:
+        found = f"{len(result)} results" if isinstance(result, list) else f"{result!r:.100}"
         problem = f"ValueError: a batch function must return a list of {num_samples} results, one for each sample"
         return [Outcome(None, "raised", f"{problem}, not {found}")] * num_samples
     return [Outcome(item) for item in result]

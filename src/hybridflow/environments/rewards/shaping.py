@@ -61,10 +61,7 @@ def shaped_reward(
     the built-in function in `REWARDS` for the data source. A recipe weighs them: reward.weights = {correct = 1.0,
     format = 0.2, length = 0.1}. Lengths are in characters.
     """
-    function = reward_of(data_source)
-    if function is shaped_reward:
-        raise RewardError(f"the reward of data_source {data_source!r} is shaped_reward itself; use another one.")
-    result = function(
+    result = reward_of(data_source)(
         data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info
     )
     correct = float(result["score"] if isinstance(result, Mapping) else result)

@@ -64,6 +64,10 @@ def table_reward(data_source: str, solution_str: str, ground_truth: Any, extra_i
     return reward_of(data_source)(data_source, solution_str, ground_truth, extra_info)
 
 
+TABLE = f"{__name__}:table_reward"
+"""The name of `table_reward`."""
+
+
 def _number_in_tag(text: str) -> str | None:
     answer = last_answer(text)
     number = None if answer is None else parse_number(answer)

@@ -16,7 +16,7 @@ from hybridflow.environments import Finding, check_template
 from hybridflow.environments.agents.agent import Agent, names_agent
 from hybridflow.environments.processes.arguments import check_names, check_signature
 from hybridflow.environments.processes.closure import ENVIRONMENT, closure_of
-from hybridflow.environments.processes.episode_reward import require_single
+from hybridflow.environments.processes.loaded_reward import require_single
 from hybridflow.environments.rewards.table import require_known
 from hybridflow.errors import (
     ConfigError,
