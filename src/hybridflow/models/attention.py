@@ -39,13 +39,13 @@ class AttentionPlan(Protocol):
         """
         ...
 
-    def recur(self, layer: int, hidden: Tensor, compute: Recurrence) -> Tensor:
-        """Compute a recurrent layer of hidden (batch, tokens, width), with the tokens of each sequence as one row."""
-        ...
-
 
 class WholePlan(AttentionPlan, Protocol):
     """The attention of whole sequences, which can be padded to a number of tokens that ranks can split evenly."""
+
+    def recur(self, layer: int, hidden: Tensor, compute: Recurrence) -> Tensor:
+        """Compute a recurrent layer of hidden (batch, tokens, width), with the tokens of each sequence as one row."""
+        ...
 
     def with_filling(self, count: int) -> "WholePlan":
         """Return a plan with `count` more padding tokens at the end of each row, whose outputs are unused."""
@@ -85,8 +85,8 @@ class PackedPlan:
             return varlen_attention(query, key, value, layout, scaling, window=form.window).unsqueeze(0)
         if not form.is_plain:
             tensors = [x.split([count * length for count, length in self.runs]) for x in (query, key, value)]
-            parts = zip(*tensors, self.runs, strict=True)
-            return torch.cat([run_attention(q, k, v, *run, form) for q, k, v, run in parts])[None]
+            parts = zip(zip(*tensors, strict=True), self.runs, strict=True)
+            return torch.cat([run_attention(q, k, v, *run, form) for (q, k, v), run in parts])[None]
         if query.device.type == "cuda" and padding_pays(self.lengths):
             attention = partial(pytorch_attention, scaling=scaling)
             return padded_attention(query, key, value, self._layout(query.device), attention).unsqueeze(0)

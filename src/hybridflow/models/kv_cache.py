@@ -207,8 +207,8 @@ class DecodePlan:
         if not form.is_plain:
             for rows, x in ((keys, key), (values, value)):
                 rows[self._rows, :, self.ends] = x[:, :, 0]
-            seen = (x[: self.num_rows, :, :used] for x in (keys, values))
-            return attention_up_to(query, *seen, self.ends[:, None], form).transpose(1, 2)
+            keys, values = (x[: self.num_rows, :, :used] for x in (keys, values))
+            return attention_up_to(query, keys, values, self.ends[:, None], form).transpose(1, 2)
         query, key, value, scaling = query[:, :, 0], key[:, :, 0], value[:, :, 0], form.scaling
         if _is_compiled(key, value):
             out = append_and_attend(query, key, value, keys, values, self.ends, self.longest, scaling)

@@ -138,7 +138,7 @@ class PagedDecodePlan:
         append_to_pages(key[:, :, 0], value[:, :, 0], keys, values, self._slots, addresses)
         form = form.within(self._tables.shape[1] * PAGE_SIZE)
         if form.is_plain:
-            arguments = (self._tables, self._counts, form.scaling, addresses)
-            return paged_attention(query[:, :, 0], keys, values, *arguments).unsqueeze(1)
-        read = (x[self._tables.long()].flatten(1, 2).transpose(1, 2) for x in (keys, values))
-        return attention_up_to(query, *read, self.ends[:, None], form).transpose(1, 2)
+            query, tables, counts = query[:, :, 0], self._tables, self._counts
+            return paged_attention(query, keys, values, tables, counts, form.scaling, addresses).unsqueeze(1)
+        keys, values = (x[self._tables.long()].flatten(1, 2).transpose(1, 2) for x in (keys, values))
+        return attention_up_to(query, keys, values, self.ends[:, None], form).transpose(1, 2)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from hybridflow.models.attention import AttentionPlan
+from hybridflow.models.attention import WholePlan
 from hybridflow.models.attention_form import AttentionForm
 from hybridflow.models.recurrence import Recurrence
 
@@ -18,7 +18,7 @@ from hybridflow.models.recurrence import Recurrence
 class UlyssesPlan:
     """The attention `plan` of whole sequences, applied to queries, keys and values of this rank's shard of tokens."""
 
-    def __init__(self, plan: AttentionPlan, group: dist.ProcessGroup) -> None:
+    def __init__(self, plan: WholePlan, group: dist.ProcessGroup) -> None:
         self.plan, self._group = plan, group
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
