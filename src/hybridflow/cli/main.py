@@ -70,6 +70,9 @@ COMMANDS = {
     "check-template": Command(
         "check whether a chat template serves episodes", "check-template models/Qwen3-0.6B --tools tools.py:Calculator"
     ),
+    "check-model": Command(
+        "check whether a family of models computes as in transformers", "check-model models/Qwen2.5-7B --ranks 2"
+    ),
     "doctor": Command("check this machine before a run", "doctor --dir runs"),
     "config": Command("show the configuration of a run, or all keys", "config recipes/countdown_grpo.toml"),
 }

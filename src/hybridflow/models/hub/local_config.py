@@ -53,10 +53,10 @@ def with_names(config: Config) -> Config:
     return _replaced(config, {key: value for key, value in changes.items() if value != values[key]})
 
 
-def local_model(key: str, path: str) -> Path:
-    """Return the directory of a model: `path`, or the copy of what it names on the hub."""
+def local_model(key: str, path: str, *, weights: bool = True) -> Path:
+    """Return the directory of a model: `path`, or the copy of what it names on the hub, which may lack its weights."""
     name = ModelName.of(path)
-    return Path(path) if name is None else download_model(key, name)
+    return Path(path) if name is None else download_model(key, name, weights=weights)
 
 
 def local_file(key: str, path: str) -> Path:

@@ -111,13 +111,11 @@ def _from_cache() -> ctypes.CDLL | None:
 
     A library stays when the compiler changes or is not found, so that results keep their bits.
     """
-    try:
-        directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hybridflow"
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except RuntimeError:  # there is no home directory
+    directory = user_cache()
+    if directory is None:
         return None
     path = directory / f"kernels-{_fingerprint()}.so"
-    if not _is_private(directory) or (path.exists() and not _is_private(path)):
+    if path.exists() and not _is_private(path):
         return None
     if not (path.exists() and _is_whole(path)):
         with tempfile.TemporaryDirectory(dir=directory) as temporary:
@@ -129,6 +127,19 @@ def _from_cache() -> ctypes.CDLL | None:
                 os.fsync(file.fileno())
             os.replace(built, path)
     return _load(path)
+
+
+def user_cache() -> Path | None:
+    """Return this user's cache directory, made if missing; None if there is none, or if other users can write it.
+
+    Raises OSError if it cannot be made.
+    """
+    try:
+        directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hybridflow"
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except RuntimeError:  # there is no home directory
+        return None
+    return directory if _is_private(directory) else None
 
 
 def _load(path: Path) -> ctypes.CDLL:
