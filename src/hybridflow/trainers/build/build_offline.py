@@ -24,7 +24,7 @@ Examples = SFTDataset | PreferenceDataset
 
 def build_sft_trainer(config: Config) -> OfflineTrainer:
     """Build the trainer of `hybridflow sft`; see `build_run`."""
-    config = with_required_files(config, "data.train_files")
+    config = with_required_files(config, "data.train_files", generates=False)
     config = settle_auto(config)
 
     def examples(files: tuple[str, ...], max_samples: int, order_by: str) -> SFTDataset:
@@ -47,7 +47,7 @@ def build_sft_trainer(config: Config) -> OfflineTrainer:
 
 def build_dpo_trainer(config: Config) -> OfflineTrainer:
     """Build the trainer of `hybridflow dpo`; the reference is reference.model_path, or the initial model."""
-    config = with_required_files(config, "data.train_files", reference=True)
+    config = with_required_files(config, "data.train_files", reference=True, generates=False)
     config = settle_auto(config)
     reference = None
     if not config.actor_is_reference:
@@ -61,7 +61,7 @@ def build_dpo_trainer(config: Config) -> OfflineTrainer:
 
 def build_reward_model_trainer(config: Config) -> OfflineTrainer:
     """Build the trainer of `hybridflow reward-model`, which puts a scalar head on model.path."""
-    config = with_required_files(config, "data.train_files")
+    config = with_required_files(config, "data.train_files", generates=False)
     config = settle_auto(config)
     REWARD_MODEL_ADAPTERS.require(config)
     pairs = _pairs(config, "reward_model")

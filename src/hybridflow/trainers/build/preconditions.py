@@ -35,6 +35,7 @@ from hybridflow.runtime.observe import get_logger
 from hybridflow.runtime.observe.run_files import read_starts
 from hybridflow.runtime.plain_files import require_model_files
 from hybridflow.trainers.build.groups import build_backend, closing_on_error
+from hybridflow.trainers.family_check.required import require_families
 
 
 def settle_auto(config: Config, *, resumes: bool = True) -> Config:
@@ -158,11 +159,12 @@ WITHOUT_TOKENIZER = ("critic.model_path", "reference.model_path")
 """Models that read the policy's tokens, so that their directories need no tokenizer."""
 
 
-def with_required_files(config: Config, *file_keys: str, reference: bool = False) -> Config:
+def with_required_files(config: Config, *file_keys: str, reference: bool = False, generates: bool = True) -> Config:
     """Return the configuration with local copies of what it names on the hub, after checks of the models.
 
     Raises ConfigError unless model.path and each of `file_keys` (of the section `data`) are set, ModelConfigError
-    unless every configured model path is a model directory, and DataError for one without the tokenizer that it needs.
+    unless every configured model path is a model directory, DataError for one without the tokenizer that it needs, and
+    ModelError for one whose family does not compute what transformers computes. `generates`: the run samples tokens.
     """
     values = {"model.path": config.model.path}
     values |= {key: getattr(config.data, key.removeprefix("data.")) for key in file_keys}
@@ -184,6 +186,7 @@ def with_required_files(config: Config, *file_keys: str, reference: bool = False
             if key not in WITHOUT_TOKENIZER:
                 require_tokenizer(path, key)
     require_known_tokens(config)
+    require_families(config, {key: path for key, path in models.items() if path}, generates=generates)
     return config
 
 

@@ -1,7 +1,7 @@
 """The check of a family: the lines of a small copy, which kind of layer fails, and a file that keeps the result.
 
-    config.json ─small config─> copy: a layer of each kind ─lines─> table
-                                copies of one kind each <─if a line fails─┘
+config.json ─small config─> copy: a layer of each kind ─lines─> table
+                            copies of one kind each <─if a line fails─┘
 """
 
 import tempfile
@@ -45,10 +45,10 @@ LINES = {
     "order": LineText("rows packed in another order = alone", UNPACKED),
     "padded": LineText("rows padded = alone", "set memory.packing = true"),
     "shared": LineText("prompts shared = rows alone", "set memory.share_prompts = false"),
-    "decoded rows": LineText("decoding = one prefill", VLLM),
-    "reused rows": LineText("decoding in used rows = one prefill", VLLM),
-    "decoded pages": LineText("decoding in pages = one prefill", VLLM),
-    "reused pages": LineText("decoding in used pages = one prefill", VLLM),
+    "decoded rows": LineText("decoding token by token = one pass", VLLM),
+    "reused rows": LineText("decoding in used rows = one pass", VLLM),
+    "decoded pages": LineText("decoding in pages = one pass", VLLM),
+    "reused pages": LineText("decoding in used pages = one pass", VLLM),
 }
 
 
