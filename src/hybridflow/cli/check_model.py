@@ -73,8 +73,8 @@ def _lines(report: "Report") -> Iterator[str]:
             sizes[1] = f"{difference.gradients:.1e}"
         rows.append([finding.title, *sizes, "ok" if finding.is_ok else "FAILED"])
     yield from aligned([*rows, ["at most", f"{LOG_PROBS:.1e}", f"{GRADIENTS:.1e}", ""]], ends_with_text=True)
-    for name in report.without_gradient:
-        yield f"{name} gets no gradient"
+    if idle := report.without_gradient:
+        yield f"{len(idle)} parameters get no gradient: {', '.join(idle[:3])}{', ...' if len(idle) > 3 else ''}"
     for finding in report.findings:
         if not finding.is_ok:
             remedy = f"; {LINES[finding.line].remedy}" if finding.line in LINES else ""

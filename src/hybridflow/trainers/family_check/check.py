@@ -102,7 +102,7 @@ def _run_check(config: PretrainedConfig) -> Report:
     def compute(small: SmallConfig, kinds: Sequence[Kind], chosen: PretrainedConfig) -> Report:
         found, idle = _differences(chosen)
         failed = [line for line, difference in found.items() if not difference.is_ok]
-        culprits = _culprits(small, kinds, lambda alone: _differences(alone, failed)[0]) if failed else {}
+        culprits = _culprits(small, kinds, lambda alone: _differences(alone, failed, SEEDS[:1])[0]) if failed else {}
         findings = tuple(Finding(line, each, "" if each.is_ok else culprits[line]) for line, each in found.items())
         return Report(config.model_type, tuple(_titles(kinds)), findings, tuple(idle))
 
@@ -154,11 +154,13 @@ def on_small_copy(
     raise AssertionError("there are candidates")
 
 
-def _differences(config: PretrainedConfig, only: Collection[str] = ()) -> tuple[dict[str, Difference], list[str]]:
+def _differences(
+    config: PretrainedConfig, only: Collection[str] = (), seeds: Sequence[int] = SEEDS
+) -> tuple[dict[str, Difference], list[str]]:
     """Return the lines of a copy, or `only` some, and the parameters that get no gradient."""
     found: dict[str, Difference] = {}
     idle: list[str] = []
-    for seed in SEEDS:
+    for seed in seeds:
         wanted = {line for line, difference in found.items() if not difference.is_ok} if found else set(only or LINES)
         if not wanted:
             break

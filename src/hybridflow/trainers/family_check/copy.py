@@ -13,10 +13,10 @@ from hybridflow.models.loading import quiet_transformers, turn_off_dropout
 from hybridflow.models.parameters import persistent_buffers
 from hybridflow.protocol import DataProto
 
-PROMPTS = (17, 11)
-"""Lengths of the prompts."""
-RESPONSES = ((24, 9, 16), (26, 5))
-"""Lengths of the responses to each prompt: rows of 16 to 41 tokens, several times a window of the copy."""
+PROMPTS = (2, 17, 3)
+"""Lengths of the prompts. A layer may forget quickly, so what a row has of another is seen after a short prompt."""
+RESPONSES = ((24, 9), (16, 21), (33, 5))
+"""Lengths of the responses to each prompt: rows of 8 to 38 tokens, most of them several times a window of the copy."""
 FIRST_TOKEN = 3
 NOISE, EMBEDDING, GAIN = 0.3, 0.3, 1.5
 """Scales of random numbers: added to vectors, of embeddings, and of matrices relative to their width."""

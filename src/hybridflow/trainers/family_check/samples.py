@@ -25,7 +25,7 @@ def prompt_of(rows: DataProto, row: int) -> list[int]:
 
 
 def decode(engine: EmbeddedRollout, prompts: Sequence[Sequence[int]]) -> Iterator[Sample]:
-    """Decode two responses to each prompt, of different lengths."""
+    """Decode two responses to each prompt; those to the last prompt end first."""
     requests = [_request(number, prompt, 9 - 4 * number, group_size=2) for number, prompt in enumerate(prompts)]
     yield from _samples(engine, requests)
 
@@ -35,7 +35,7 @@ def decode_after_others(engine: EmbeddedRollout, prompts: Sequence[Sequence[int]
 
     The sequences that go on are kept ones, of which one has two continuations.
     """
-    first, second = prompts
+    first, second = prompts  # of which the first has more than five tokens
     ended = list(
         _samples(
             engine,
@@ -43,7 +43,7 @@ def decode_after_others(engine: EmbeddedRollout, prompts: Sequence[Sequence[int]
                 _request(0, first, 4, group_size=2, keep=True),
                 _request(1, second, 10),
                 _request(2, first[3:], 5, keep=True),
-                _request(3, second[5:], 6, group_size=3),
+                _request(3, first[5:], 6, group_size=3),
             ],
         )
     )

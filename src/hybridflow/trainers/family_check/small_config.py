@@ -4,6 +4,7 @@ A kind of layer is what distinguishes layers of one model when it is built: modu
 is named here.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +35,9 @@ CAPS = {
     **dict.fromkeys(("linear_num_key_heads", "index_n_heads"), 2),
     **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_window_size", "window_size"), WINDOW),
     **dict.fromkeys(("attention_chunk_size", "local_attention", "index_topk", "keep_window_size"), WINDOW),
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size"), WINDOW),
+    **dict.fromkeys(("mamba_d_state", "hidden_size_per_layer_input"), 16),
     "attn_logit_softcapping": SOFTCAP,
-    "hidden_size_per_layer_input": 16,
 }
 """The largest value of a key in a small configuration."""
 ENDS = {"intermediate_size": 64, "ffn_dim": 64, "ffn_hidden_size": 64, "intermediate_size_mlp": 64, "lora_rank": 16}
@@ -47,6 +49,8 @@ LEFT_OUT = (
     *("label2id", "initializer_range", "chunk_size_feed_forward", "output_attentions", "output_hidden_states"),
 )
 """Keys that change no log-prob."""
+COUNTS = re.compile("idx|index|layer")
+"""Names of numbers that tell the place of a layer, or the number of layers."""
 MOST_KINDS = 8
 MOST_BEFORE = 12
 """Layers of a copy that has all layers up to the last one of a new kind, if others cannot be left out."""
@@ -162,7 +166,7 @@ def _signature(layer: nn.Module) -> Iterator[tuple[Any, ...]]:
         settings = {
             key: value
             for key, value in vars(module).items()
-            if (value is None or type(value) in (bool, int, str)) and "idx" not in key and "layer_i" not in key
+            if value is None or type(value) in (bool, str) or (type(value) is int and not COUNTS.search(key))
         }
         yield name, type(module).__name__, sorted(settings.items()), [p.shape for p in module.parameters(recurse=False)]
 
@@ -188,7 +192,7 @@ def _bound(values: dict[str, Any]) -> None:
         if key in EVERY and value:
             values[key] = EVERY[key]
         elif key.endswith("_token_id"):
-            values[key] = value if value is None else int(key == "eos_token_id")
+            values[key] = None if value is None or key.startswith("pad") else int(key == "eos_token_id")
         elif key in ("max_position_embeddings", "n_positions", "n_ctx") and value:
             values[key] = max(value, POSITIONS)
         elif most is not None and isinstance(value, int | float) and not isinstance(value, bool):
@@ -217,5 +221,7 @@ def _narrow(values: dict[str, Any], text: PretrainedConfig, most_kv_heads: int, 
     for key in (keys["hidden_size"], "word_embed_proj_dim", "lru_width"):
         if key in values:
             values[key] = width
+    if "mamba_n_heads" in values:
+        values["mamba_n_heads"] = values["mamba_expand"] * width // values["mamba_d_head"]
     if not widens:
         values["head_dim"] = head_dim
