@@ -1,7 +1,6 @@
 """The check of families: real configurations pass it, and each planted leak fails the line that is about it."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -9,21 +8,15 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from fixtures.families import small_config
 from fixtures.published_models import MODELS
-from hybridflow.cli.main import main
 from hybridflow.config import Config
 from hybridflow.errors import ModelError
 from hybridflow.models import attention, kv_cache, paged_kv_cache, shared_prompts
 from hybridflow.trainers.family_check import required
-from hybridflow.trainers.family_check.check import LINES, run_check
+from hybridflow.trainers.family_check.check import LINES, Finding, Report, run_check
+from hybridflow.trainers.family_check.lines import Difference
 from hybridflow.trainers.family_check.small_config import SmallConfig, kinds_of
 
-TRAINED = ["transformers", "packed", "order", "padded", "shared"]
 SAMPLED = ["decoded rows", "reused rows", "decoded pages", "reused pages"]
-
-
-def failures(kind):
-    """Return the kinds of layers by line that fails the check of a small model."""
-    return {each.line: each.kind for each in run_check(small_config(kind)).findings if not each.is_ok}
 
 
 @pytest.mark.parametrize("name", ["Qwen2.5-7B", "Qwen3-8B", "Llama-3.1-8B"])
@@ -86,7 +79,6 @@ def pages_written_one_token_late(monkeypatch):
     monkeypatch.setattr(paged_kv_cache.PagedDecodePlan, "__init__", late)
 
 
-
 def routes_of_sampling_changed(monkeypatch):
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
@@ -109,9 +101,54 @@ def routes_of_sampling_changed(monkeypatch):
         ("qwen3_moe", routes_of_sampling_changed, set(SAMPLED)),
     ],
 )
-def test_a_planted_leak_is_seen(monkeypatch, kind, leak, lines):
+def test_a_planted_leak_fails_the_line_about_it(monkeypatch, kind, leak, lines):
     leak(monkeypatch)
-    found = failures(kind)
-    assert lines <= found.keys()
-    if leak is not packed_without_boundaries:  # which prefills have too
-        assert found.keys() == lines
+    found = {each.line for each in run_check(small_config(kind)).findings if not each.is_ok}
+    also = set(SAMPLED) if leak is packed_without_boundaries else set()  # prompts are packed
+    assert lines <= found <= lines | also
+
+
+@pytest.fixture
+def kept(monkeypatch, tmp_path):
+    """Return the configurations that were checked, in an empty cache."""
+    checked = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def check(config):
+        checked.append(config)
+        findings = [Finding(line, Difference(0.5 * (line == "shared"), 0.0, "w"), "a kind") for line in LINES]
+        return Report(config.model_type, ("a kind",), tuple(findings))
+
+    monkeypatch.setattr(required, "run_check", check)
+    return checked
+
+
+def test_a_family_is_checked_once_for_its_sizes_and_versions(kept, monkeypatch):
+    first = required.report_of(small_config("llama"))
+    again = required.report_of(small_config("llama", vocab_size=37, hidden_size=64))  # the same small copy
+    assert (len(kept), again) == (1, first)
+    required.report_of(small_config("llama", num_key_value_heads=4))
+    assert len(kept) == 2
+    monkeypatch.setattr(required.transformers, "__version__", "0")
+    required.report_of(small_config("llama"))
+    assert len(kept) == 3
+
+
+def test_a_run_stops_only_for_lines_that_it_needs(kept, tiny_model):
+    models = {"model.path": str(tiny_model("llama"))}
+    message = "prompts shared = rows alone: log-probs differ by 0.5 .*in layers of a kind; set memory.share_prompts = f"
+    with pytest.raises(ModelError, match=f"model.path='.*llama models fail the check of their family: {message}"):
+        required.require_families(Config(), models, generates=True)
+    required.require_families(Config(memory={"share_prompts": False}), models, generates=True)
+    needed = required.lines_of_run(Config(memory={"packing": False}), generates=False)
+    assert needed == {"transformers", "padded"}
+    assert required.lines_of_run(Config(), generates=True) == set(LINES) - {"padded"}
+
+
+def test_a_line_that_cannot_be_computed_says_why(monkeypatch):
+    def refused(*_):
+        raise ModelError("no such plan")
+
+    monkeypatch.setattr(shared_prompts.SharedPromptPlan, "attend", refused)
+    (failed,) = [each for each in run_check(small_config("llama")).findings if not each.is_ok]
+    assert (failed.line, failed.difference.text) == ("shared", "ModelError: no such plan")
