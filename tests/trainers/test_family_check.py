@@ -8,7 +8,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from fixtures.families import small_config
 from fixtures.published_models import MODELS
-from hybridflow.config import Config
+from hybridflow.config import Config, MemoryConfig
 from hybridflow.errors import ModelError
 from hybridflow.models import attention, kv_cache, paged_kv_cache, shared_prompts
 from hybridflow.trainers.family_check import required
@@ -139,8 +139,8 @@ def test_a_run_stops_only_for_lines_that_it_needs(kept, tiny_model):
     message = "prompts shared = rows alone: log-probs differ by 0.5 .*in layers of a kind; set memory.share_prompts = f"
     with pytest.raises(ModelError, match=f"model.path='.*llama models fail the check of their family: {message}"):
         required.require_families(Config(), models, generates=True)
-    required.require_families(Config(memory={"share_prompts": False}), models, generates=True)
-    needed = required.lines_of_run(Config(memory={"packing": False}), generates=False)
+    required.require_families(Config(memory=MemoryConfig(share_prompts=False)), models, generates=True)
+    needed = required.lines_of_run(Config(memory=MemoryConfig(packing=False)), generates=False)
     assert needed == {"transformers", "padded"}
     assert required.lines_of_run(Config(), generates=True) == set(LINES) - {"padded"}
 

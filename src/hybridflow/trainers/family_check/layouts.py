@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed import FileStore
+from torch._C._distributed_c10d import FileStore
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
