@@ -7,12 +7,11 @@ from transformers import PreTrainedModel
 
 from hybridflow.config import LoRAConfig
 from hybridflow.engines.ranks import TENSOR, Ranks
-from hybridflow.engines.sharding import reshard, shard_model
+from hybridflow.engines.sharding import shard_model
 from hybridflow.models.forward import Forward
-from hybridflow.models.fused_forward import FusedForward, forward_of
+from hybridflow.models.fused_forward import forward_of
 from hybridflow.models.loading import build_without_weights, load_causal_lm, load_shards, load_value_model
 from hybridflow.models.lora import add_adapters
-from hybridflow.models.support import require_planned_attention
 from hybridflow.models.tensor_parallel import TensorRanks, require_tensor_parallel
 
 
@@ -46,8 +45,4 @@ def build_model(
     shard_model(model, ranks, device, compute_dtype, on_host=on_host)
     load_shards(model, path)
     tensor = TensorRanks(ranks.group(TENSOR)) if ranks.tensor > 1 else None
-    forward = forward_of(model, is_sharded=True, tensor=tensor)
-    if not isinstance(forward, FusedForward):  # all ranks run it
-        require_planned_attention(model)
-        reshard(model)
-    return model, forward
+    return model, forward_of(model, is_sharded=True, tensor=tensor)

@@ -35,7 +35,6 @@ from hybridflow.models.stored_model import ModelTensors, StoredModel
 from hybridflow.models.support import (
     USE_INSTEAD,
     require_classifier,
-    require_planned_attention,
     require_supported_config,
 )
 from hybridflow.runtime.boxes import local
@@ -78,7 +77,6 @@ def _load(path: str | Path, head: Head, dtype: torch.dtype) -> PreTrainedModel:
     model = build_without_weights(path, head, dtype)
     replace_parameters(model, lambda _, parameter: nn.Parameter(torch.empty_like(parameter, device="cpu")))
     load_shards(model, path)
-    require_planned_attention(model)
     return model
 
 

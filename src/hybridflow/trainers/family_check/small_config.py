@@ -222,6 +222,8 @@ def _narrow(values: dict[str, Any], text: PretrainedConfig, most_kv_heads: int, 
         if key in values:
             values[key] = width
     if "mamba_n_heads" in values:
-        values["mamba_n_heads"] = values["mamba_expand"] * width // values["mamba_d_head"]
+        values["mamba_n_heads"] = max(1, values["mamba_expand"] * width // values["mamba_d_head"])
+        if "mamba_d_ssm" in values:
+            values["mamba_d_ssm"] = values["mamba_n_heads"] * values["mamba_d_head"]
     if not widens:
         values["head_dim"] = head_dim
