@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from hybridflow.config import ParallelConfig
 from hybridflow.errors import ModelError
-from hybridflow.models.loading import cannot_be_loaded
 from hybridflow.models.model_files import LOADING_ERRORS
+from hybridflow.models.support import USE_INSTEAD
 from hybridflow.trainers.family_check.copy import write_copy
 from hybridflow.trainers.family_check.layouts import layout_difference, layout_title
 from hybridflow.trainers.family_check.lines import Comparison, Difference
@@ -146,11 +146,15 @@ def on_small_copy(
             kinds = kinds_of(small)
             chosen = with_kinds(small, kinds)
             if chosen is None:
-                raise ModelError(f"no small copy of {config.model_type} has its layers {', '.join(_titles(kinds))}.")
+                raise ValueError(f"none has its layers {', '.join(_titles(kinds))}")
             return compute(small, kinds, chosen)
         except LOADING_ERRORS as error:
             if options is CANDIDATES[-1]:
-                raise cannot_be_loaded("a small copy of the model", AutoModelForCausalLM, error) from error
+                reason = " ".join(str(error).split())[:300].rstrip(".")
+                raise ModelError(
+                    f"{config.model_type} models cannot be checked: transformers does not compute a small copy "
+                    f"({type(error).__name__}: {reason}); {USE_INSTEAD}"
+                ) from error
     raise AssertionError("there are candidates")
 
 

@@ -32,11 +32,11 @@ CAPS = {
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"), 2),
     **dict.fromkeys(("n_group", "num_expert_group"), 2),
     **dict.fromkeys(("topk_group", "num_nextn_predict_layers"), 1),
-    **dict.fromkeys(("linear_num_key_heads", "index_n_heads"), 2),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_heads", "mamba_num_heads", "n_groups", "index_n_heads"), 2),
     **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_window_size", "window_size"), WINDOW),
     **dict.fromkeys(("attention_chunk_size", "local_attention", "index_topk", "keep_window_size"), WINDOW),
     **dict.fromkeys(("mamba_chunk_size", "chunk_size"), WINDOW),
-    **dict.fromkeys(("mamba_d_state", "hidden_size_per_layer_input"), 16),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "hidden_size_per_layer_input"), 16),
     "attn_logit_softcapping": SOFTCAP,
 }
 """The largest value of a key in a small configuration."""
@@ -192,7 +192,7 @@ def _bound(values: dict[str, Any]) -> None:
         if key in EVERY and value:
             values[key] = EVERY[key]
         elif key.endswith("_token_id"):
-            values[key] = None if value is None or key.startswith("pad") else int(key == "eos_token_id")
+            values[key] = value if value is None else VOCABULARY - 1 if key == "pad_token_id" else 0
         elif key in ("max_position_embeddings", "n_positions", "n_ctx") and value:
             values[key] = max(value, POSITIONS)
         elif most is not None and isinstance(value, int | float) and not isinstance(value, bool):
