@@ -190,6 +190,11 @@ def test_a_family_is_checked_once_for_its_sizes_and_versions(kept, monkeypatch):
     assert len(kept) == 3
 
 
+@pytest.mark.parametrize("kind", ["mamba", "gpt2", "deepseek_v3", "gemma3", "granitemoehybrid"])
+def test_any_configuration_has_a_result_of_its_own(kept, kind):
+    assert required.report_of(CONFIG_MAPPING[kind]()).model_type == kind
+
+
 def test_a_run_stops_only_for_lines_that_it_needs(kept, tiny_model):
     models = {"model.path": str(tiny_model("llama"))}
     message = "prompts shared = rows alone: log-probs differ by 0.5 .*in layers of a kind; set memory.share_prompts = f"

@@ -1,4 +1,4 @@
-"""The check of a family: the lines of a small copy, which kind of layer fails, and a file that keeps the result.
+"""The check of a family: the lines of a small copy, and which kind of layer fails them.
 
 config.json ─small config─> copy: a layer of each kind ─lines─> table
                             copies of one kind each <─if a line fails─┘
@@ -152,7 +152,7 @@ def on_small_copy(
             if options is CANDIDATES[-1]:
                 reason = " ".join(str(error).split())[:300].rstrip(".")
                 raise ModelError(
-                    f"{config.model_type} models cannot be checked: transformers does not compute a small copy "
+                    f"{config.model_type} models are not supported: a small copy cannot be computed "
                     f"({type(error).__name__}: {reason}); {USE_INSTEAD}"
                 ) from error
     raise AssertionError("there are candidates")
@@ -165,7 +165,8 @@ def _differences(
     found: dict[str, Difference] = {}
     idle: list[str] = []
     for seed in seeds:
-        wanted = {line for line, difference in found.items() if not difference.is_ok} if found else set(only or LINES)
+        again = {line for line, difference in found.items() if not (difference.is_ok or difference.error)}
+        wanted = again if found else set(only or LINES)
         if not wanted:
             break
         with tempfile.TemporaryDirectory(prefix="hybridflow-check-") as directory:

@@ -86,7 +86,7 @@ class SmallConfig:
                 part.pop(key, None)
             _bound(part)
         self._layers_key = text.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-        self.num_layers: int = text.num_hidden_layers
+        self.num_layers: int = getattr(text, "num_hidden_layers", 0)
         if not keeps_widths:
             _narrow(self._text, text, kv_heads, widens=widens)
 
@@ -206,24 +206,20 @@ def _bound(values: dict[str, Any]) -> None:
 
 def _narrow(values: dict[str, Any], text: PretrainedConfig, most_kv_heads: int, *, widens: bool) -> None:
     """Reduce heads and hidden size, in place; the dimension of heads and the queries of each key remain."""
-    keys = {name: text.attribute_map.get(name, name) for name in ("num_attention_heads", "hidden_size")}
-    heads, hidden = text.num_attention_heads, text.hidden_size
+    heads, hidden = (getattr(text, name, None) for name in ("num_attention_heads", "hidden_size"))
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    if heads % kv_heads:
+    if not (type(heads) is type(hidden) is type(kv_heads) is int) or heads % kv_heads:
         return
     small_kv = min(kv_heads, most_kv_heads)
     small = small_kv * (heads // kv_heads)
     head_dim = getattr(text, "head_dim", None) or hidden // heads
-    values[keys["num_attention_heads"]] = small
-    if "num_key_value_heads" in values:
-        values["num_key_value_heads"] = small_kv
     width = small * head_dim if widens else max(WIDTH_OF_HEAD * small, 64)
-    for key in (keys["hidden_size"], "word_embed_proj_dim", "lru_width"):
-        if key in values:
-            values[key] = width
-    if "mamba_n_heads" in values:
-        values["mamba_n_heads"] = max(1, values["mamba_expand"] * width // values["mamba_d_head"])
-        if "mamba_d_ssm" in values:
-            values["mamba_d_ssm"] = values["mamba_n_heads"] * values["mamba_d_head"]
+    names = {"num_attention_heads": small, "num_key_value_heads": small_kv, "hidden_size": width}
+    sizes = {text.attribute_map.get(name, name): size for name, size in names.items()}
+    sizes |= {"word_embed_proj_dim": width, "lru_width": width}
+    if type(values.get("mamba_expand")) is type(values.get("mamba_d_head")) is int:
+        sizes["mamba_n_heads"] = max(1, values["mamba_expand"] * width // values["mamba_d_head"])
+        sizes["mamba_d_ssm"] = sizes["mamba_n_heads"] * values["mamba_d_head"]
+    values.update({key: size for key, size in sizes.items() if key in values})
     if not widens:
         values["head_dim"] = head_dim
