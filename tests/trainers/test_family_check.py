@@ -24,7 +24,10 @@ SAMPLED = ["decoded rows", "reused rows", "decoded pages", "reused pages"]
 @pytest.mark.parametrize("name", ["Qwen2.5-7B", "Llama-3.1-8B"])
 def test_published_models_pass_in_a_small_copy(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MODELS[name][0]))
+    before = torch.get_rng_state(), torch.get_num_threads()
     report = run_check(CONFIG_MAPPING[MODELS[name][0]["model_type"]].from_pretrained(tmp_path))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert torch.get_num_threads() == before[1]
     assert [finding.line for finding in report.findings if finding.is_ok] == list(LINES)
 
 

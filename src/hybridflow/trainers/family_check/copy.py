@@ -45,7 +45,7 @@ def write_copy(config: PretrainedConfig, directory: Path, seed: int) -> Copy:
     generator = torch.Generator().manual_seed(seed)
     model_of: Any = AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]), quiet_transformers():
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         model = model_of.from_config(config, dtype=torch.float32, attn_implementation="eager")
         model.eval()
         turn_off_dropout(model)

@@ -208,7 +208,7 @@ def _narrow(values: dict[str, Any], text: PretrainedConfig, most_kv_heads: int, 
     """Reduce heads and hidden size, in place; the dimension of heads and the queries of each key remain."""
     heads, hidden = (getattr(text, name, None) for name in ("num_attention_heads", "hidden_size"))
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    if not (type(heads) is type(hidden) is type(kv_heads) is int) or heads % kv_heads:
+    if not isinstance(heads, int) or not isinstance(hidden, int) or not isinstance(kv_heads, int) or heads % kv_heads:
         return
     small_kv = min(kv_heads, most_kv_heads)
     small = small_kv * (heads // kv_heads)
