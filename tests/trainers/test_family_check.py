@@ -9,9 +9,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from fixtures.families import small_config
 from fixtures.published_models import MODELS
-from hybridflow.config import Config, MemoryConfig
+from hybridflow.config import Config, MemoryConfig, ModelConfig
 from hybridflow.errors import ModelError
 from hybridflow.models import attention, kv_cache, paged_kv_cache, shared_prompts
+from hybridflow.trainers.build.preconditions import with_required_files
 from hybridflow.trainers.family_check import required
 from hybridflow.trainers.family_check.check import LINES, Finding, Report, run_check
 from hybridflow.trainers.family_check.lines import Difference
@@ -207,6 +208,16 @@ def test_a_run_stops_only_for_lines_that_it_needs(kept, tiny_model):
     needed = required.lines_of_run(Config(memory=MemoryConfig(packing=False)), generates=False)
     assert needed == {"transformers", "padded"}
     assert required.lines_of_run(Config(), generates=True) == set(LINES) - {"padded"}
+
+
+def test_a_run_checks_its_models_before_it_reads_weights(kept, tiny_model, tmp_path):
+    for file in tiny_model("llama").iterdir():
+        if "safetensors" not in file.name:
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = Config(model=ModelConfig(path=str(tmp_path)))
+    with pytest.raises(ModelError, match="llama models fail the check of their family: prompts shared"):
+        with_required_files(config)
+    assert len(kept) == 1
 
 
 def test_a_line_that_cannot_be_computed_says_why(monkeypatch):
