@@ -77,8 +77,9 @@ def _lines(report: "Report") -> Iterator[str]:
         yield f"{len(idle)} parameters get no gradient: {', '.join(idle[:3])}{', ...' if len(idle) > 3 else ''}"
     for finding in report.findings:
         if not finding.is_ok:
+            layers = f", in layers of {finding.kind}" if finding.kind else ""
             remedy = f"; {LINES[finding.line].remedy}" if finding.line in LINES else ""
-            yield f"{finding.title}: {finding.difference.text}, in layers of {finding.kind}{remedy}."
+            yield f"{finding.title}: {finding.difference.text.rstrip('.')}{layers}{remedy}."
 
 
 def _facts(report: "Report") -> dict[str, Any]:
