@@ -31,7 +31,7 @@ export OMP_WAIT_POLICY ?= passive
 
 .PHONY: help setup setup-vllm demo demo-control demo-tools demo-agent rlhf learn chaos soak smoke test types fast-tests test-runs test-vllm test-all test-gpu fix
 .PHONY: bench-balance bench-compiled_kernels bench-controller_scale bench-episodes bench-gpu bench-grpo_step
-.PHONY: bench-lag_learning bench-overlap bench-recovery bench-report bench-rewards bench-rollout bench-slow_reward bench-snapshot_size bench-trace_share bench-train_engine bench-uneven
+.PHONY: bench-lag_learning bench-overlap bench-recovery bench-report bench-rewards bench-rollout bench-route_replay bench-slow_reward bench-snapshot_size bench-trace_share bench-train_engine bench-uneven
 .PHONY: bench-transport bench-weight_sync
 
 help: ## show this list
@@ -148,6 +148,9 @@ bench-report: $(STAMP) ## the page of a run of 100,000 responses: open, filter, 
 
 bench-rewards: $(STAMP) ## the cost of rewards: in processes, with a journal, of programs, of math
 	$(BIN)/python benchmarks/rewards.py $(ARGS)
+
+bench-route_replay: $(STAMP) ## a mixture of experts: trainer against sampler with the sampler's routes and without; their cost
+	$(BIN)/python benchmarks/route_replay.py $(ARGS)
 
 chaos: $(STAMP) ## runs with 100 injected faults against undisturbed ones; ARGS="--help" for more
 	$(BIN)/python benchmarks/chaos.py $(ARGS)

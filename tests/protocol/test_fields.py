@@ -7,6 +7,7 @@ import torch
 import hybridflow.protocol
 from hybridflow.protocol import FIELDS, DataProto
 
+SMALL = (torch.int16,)  # dtypes that no literal has
 DOCUMENTATION = Path(__file__).parents[2] / "docs" / "data_proto.md"
 
 
@@ -24,7 +25,9 @@ def test_every_field_is_described_and_pads_if_it_has_a_length():
 def test_examples_form_one_batch_with_the_declared_dtypes_and_shapes():
     batch = DataProto.from_single_dict(
         {
-            field.name: torch.tensor(ast.literal_eval(field.example))
+            field.name: torch.tensor(
+                ast.literal_eval(field.example), dtype=field.dtype if field.dtype in SMALL else None
+            )
             if field.is_tensor
             else np.array(ast.literal_eval(field.example), dtype=object)
             for field in FIELDS.values()

@@ -27,6 +27,20 @@ def played():
     ]
 
 
+def test_routes_of_rows_begin_with_their_prompts_and_others_are_not_recorded():
+    episodes = played()
+    first, other = episodes[0].rows
+    known = torch.arange(5).view(5, 1, 1).to(torch.int16)
+    first.add_routes(known[:3])
+    first.add_routes(torch.cat([torch.full((3, 1, 1), 9), known[3:]]))  # a later turn computes earlier tokens again
+    other.add_routes(None)
+    column = episode_batch(episodes, [6, 7], 2, TOKENIZER, routes_shape=(1, 1)).batch["routes"]
+    assert column.dtype == torch.int16
+    assert column[0].flatten().tolist() == [-1, 0, 1, 2, 3, 4, -1]
+    assert (column[1:] == -1).all()
+    assert "routes" not in episode_batch(episodes, [6, 7], 2, TOKENIZER).batch
+
+
 def test_rows_hold_prompts_turns_and_answers():
     batch = episode_batch(played(), [6, 7], 2, TOKENIZER)
     columns, objects, pad = batch.batch, batch.non_tensor_batch, batch.meta_info["pad_token_id"]

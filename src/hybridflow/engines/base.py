@@ -17,6 +17,9 @@ from hybridflow.runtime.boxes import Box
 Outputs = dict[str, Tensor]
 """Columns (rows, response_len): `log_probs` and `entropies` of a policy, `values` of a critic.
 
+With `routes` in the rows, which a policy replays, `routes_changed`: the share of layers with experts in which the token
+that predicts it would have taken others.
+
 A policy also has columns (rows, response_len, k): `candidate_log_probs` of the tokens in the column `candidate_ids`, if
 the rows have it; with `top_k`, the k most likely tokens `top_ids` and their `top_log_probs` (`top_k_below` limits them
 to smaller token ids)."""
@@ -106,8 +109,8 @@ class TrainEngine(Protocol):
     ) -> Outputs:
         """Compute outputs of every row, in order, without gradients; zero where the response mask is off.
 
-        Reads input_ids, attention_mask and response_mask. A policy's outputs are those of softmax(logits /
-        temperature); temperature 0, which is greedy sampling, is treated as 1.
+        Reads input_ids, attention_mask, response_mask, and routes if there are any. A policy's outputs are those of
+        softmax(logits / temperature); temperature 0, which is greedy sampling, is treated as 1.
         """
         ...
 

@@ -12,6 +12,7 @@ from hybridflow.engines.device_copy import to_device
 from hybridflow.errors import BatchError
 from hybridflow.models.attention import PackedPlan, PaddedPlan, WholePlan
 from hybridflow.models.attention_backend import AttentionName
+from hybridflow.models.routes import NOT_RECORDED
 from hybridflow.models.shared_prompts import SharedPromptPlan, sharing_pays
 from hybridflow.protocol import DataProto
 
@@ -23,7 +24,8 @@ class ModelInput:
     `positions` indexes the flattened (batch * seq) hidden states that predict a response token, in row order;
     `labels` (num_response_tokens,) are these tokens, `candidates` (num_response_tokens, k) other tokens with requested
     log-probs; `response_mask` (rows, response_len) marks their positions in the rows, and `places`
-    (num_response_tokens,) are these positions in the flattened mask.
+    (num_response_tokens,) are these positions in the flattened mask. `routes` (*input_ids.shape, layers, top_k): those
+    that the rows were sampled with, see `models.routes`.
     """
 
     input_ids: Tensor
@@ -36,6 +38,7 @@ class ModelInput:
     num_tokens: int
     num_padding_tokens: int = 0
     candidates: Tensor | None = None
+    routes: Tensor | None = None
 
     @property
     def num_computed_tokens(self) -> int:
@@ -80,6 +83,7 @@ def pack(batch: DataProto, *, share_prompts: bool = True, attention: AttentionNa
         response_mask=response_mask,
         places=_places(response_mask),
         num_tokens=int(is_real.sum()),
+        routes=batch.batch["routes"][kept].unsqueeze(0) if "routes" in batch.batch else None,
     )
 
 
@@ -89,8 +93,13 @@ def pad(batch: DataProto) -> ModelInput:
     lengths = is_real.sum(-1)
     width = int(lengths.max())
     columns = torch.arange(width, device=ids.device)
-    input_ids = ids.new_zeros(len(ids), width)
-    input_ids[columns < lengths[:, None]] = ids[is_real]
+
+    def moved(values: Tensor, filling: int = 0) -> Tensor:
+        to = values.new_full((len(ids), width, *values.shape[2:]), filling)
+        to[columns < lengths[:, None]] = values[is_real]
+        return to
+
+    input_ids = moved(ids)
     starts = torch.arange(len(ids), device=ids.device) * width
     return ModelInput(
         input_ids=input_ids,
@@ -102,6 +111,7 @@ def pad(batch: DataProto) -> ModelInput:
         places=_places(response_mask),
         num_tokens=int(lengths.sum()),
         num_padding_tokens=input_ids.numel() - int(lengths.sum()),
+        routes=moved(batch.batch["routes"], NOT_RECORDED) if "routes" in batch.batch else None,
     )
 
 
@@ -126,7 +136,7 @@ def prompt_families(batch: DataProto, *, attention: AttentionName) -> tuple[Tens
     prompts = _prompts(batch)
     shared, is_faster = _sharing(batch, prompts, attention)
     families: dict[bytes | int, int] = {}
-    rows = zip(prompts.cpu().numpy(), is_faster.tolist(), strict=True)
+    rows = zip(_shared_values(batch, prompts).cpu().numpy(), is_faster.tolist(), strict=True)
     keys = [row.tobytes() if can_share else number for number, (row, can_share) in enumerate(rows)]
     return torch.tensor([families.setdefault(key, len(families)) for key in keys], device=prompts.device), shared
 
@@ -135,8 +145,17 @@ def _shared_with_row_before(batch: DataProto, attention: AttentionName) -> Tenso
     """Return the number of tokens each row shares with the previous row, (batch,): its prompt minus one token, or 0."""
     prompts = _prompts(batch)
     shared, is_faster = _sharing(batch, prompts, attention)
-    is_same = (prompts[1:] == prompts[:-1]).all(-1) & is_faster[1:] & is_faster[:-1]
+    keys = _shared_values(batch, prompts)
+    is_same = (keys[1:] == keys[:-1]).all(-1) & is_faster[1:] & is_faster[:-1]
     return shared * torch.cat([is_same.new_zeros(1), is_same])
+
+
+def _shared_values(batch: DataProto, prompts: Tensor) -> Tensor:
+    """Return what rows that share a prompt have in common: its tokens, and their routes except the last token's."""
+    if "routes" not in batch.batch:
+        return prompts
+    routes = batch.batch["routes"][:, : prompts.shape[1] - 1]
+    return torch.cat([prompts.view(routes.dtype), routes.flatten(1)], dim=-1)
 
 
 def _sharing(batch: DataProto, prompts: Tensor, attention: AttentionName) -> tuple[Tensor, Tensor]:

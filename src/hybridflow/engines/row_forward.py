@@ -1,6 +1,7 @@
 """The forward pass of rows: how they become micro-batches and model inputs, and what the model computes of them."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ from hybridflow.models.attention_backend import AttentionCase, AttentionName, at
 from hybridflow.models.forward import Forward
 from hybridflow.models.kernels.fused_log_probs import fused_log_probs
 from hybridflow.models.model_sizes import decoder_shape, sequence_costs
+from hybridflow.models.routes import ReplayedRoutes, Routers
 from hybridflow.models.sequence_parallel import GatherTokens, UlyssesPlan
 from hybridflow.protocol import DataProto
 
@@ -68,6 +70,7 @@ def sequence_shard_of(whole: ModelInput, group: dist.ProcessGroup) -> SequenceSh
         positions=(row * width + column - rank * width)[is_mine],
         labels=whole.labels[is_mine],
         candidates=None if whole.candidates is None else whole.candidates[is_mine],
+        routes=None if whole.routes is None else F.pad(whole.routes, (0, 0, 0, 0, 0, padding), value=-1)[:, columns],
     )
     return SequenceShard(whole, mine, is_mine.nonzero().flatten(), group)
 
@@ -124,7 +127,7 @@ class RowForward:
         return agree_on_micro_batches(plan, spread, self.ranks)
 
     def _require_known_tokens(self, rows: DataProto) -> None:
-        """Raise BatchError for token ids without an embedding in the model."""
+        """Raise BatchError for token ids without an embedding in the model, or for routes of another model."""
         embedding: Any = self._model.get_input_embeddings()
         ids, entries = rows.batch["input_ids"], embedding.weight.shape[0]
         if ids.numel() and (int(ids.max()) >= entries or int(ids.min()) < 0):
@@ -132,6 +135,8 @@ class RowForward:
                 f"'{self._path}' has a vocabulary of {entries} entries, but the rows have token ids from "
                 f"{int(ids.min())} to {int(ids.max())}; the rows were made with a different tokenizer."
             )
+        if "routes" in rows.batch:
+            Routers.of(self._model).require_valid(rows.batch["routes"])
 
     def arrange(self, rows: DataProto | None) -> ModelInput:
         """Return the model input of some rows, in host memory, where its shapes are known without waiting."""
@@ -190,7 +195,9 @@ class RowForward:
             return *of_labels(logits, labels), *more
 
         arguments = {"position_ids": mine.position_ids, "attention_plan": mine.plan}
-        results = self._model_forward.read_logits(mine.input_ids, mine.positions, read, **arguments)
+        replayed = None if mine.routes is None else ReplayedRoutes(mine.routes.flatten(0, 1))
+        with Routers.of(self._model).using(replayed) if replayed else nullcontext():
+            results = self._model_forward.read_logits(mine.input_ids, mine.positions, read, **arguments)
         names = ["values"]
         if self.head == "policy":
             computed = {
@@ -201,4 +208,7 @@ class RowForward:
                 **dict.fromkeys(("top_ids", "top_log_probs"), top_k > 0),
             }  # in the order of the results of `read`
             names = [name for name, is_computed in computed.items() if is_computed]
-        return {name: to_rows(result) for name, result in zip(names, results, strict=True)}
+        outputs = dict(zip(names, results, strict=True))
+        if replayed:
+            outputs["routes_changed"] = replayed.changed()[mine.positions]
+        return {name: to_rows(result) for name, result in outputs.items()}

@@ -37,6 +37,7 @@ from hybridflow.models.lora import (
     separate_adapters,
     without_adapters,
 )
+from hybridflow.models.routes import Routers, has_routers
 from hybridflow.protocol import DataProto
 from hybridflow.runtime.boxes import Box, local, with_local
 from hybridflow.runtime.device import can_compile_for_gpu, own_device, preferred_dtype, require_dtype
@@ -150,8 +151,9 @@ class TorchEngine:
         # The first is the newer name of the second. Without dropout there is no random state to preserve.
         names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
         enable = next(getattr(self.model, name) for name in names if hasattr(self.model, name))
+        again = {"context_fn": Routers.of(self.model).contexts_of_checkpoint} if has_routers(self.model) else {}
         try:
-            enable({"use_reentrant": False, "preserve_rng_state": False})
+            enable({"use_reentrant": False, "preserve_rng_state": False, **again})
         except ValueError as error:
             raise ModelConfigError(
                 f"model.gradient_checkpointing=true is not supported for {self.model.config.model_type} models; set it "

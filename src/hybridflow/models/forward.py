@@ -33,6 +33,10 @@ class Forward(Protocol):
 
     is_capturable: bool
     """Whether the host reads no value from a GPU in `decode` with a PagedDecodePlan: it can be a CUDA graph."""
+    routes: Tensor | None
+    """The routes of the last call, (tokens, *routes_shape), if they are recorded; see `RecordingForward`."""
+    routes_shape: tuple[int, int]
+    """The numbers of layers with experts, and of experts of a token in each; (0, 0) if they are not recorded."""
 
     @property
     def vocabulary(self) -> VocabularyRanks | None:
@@ -124,6 +128,8 @@ class OwnForward:
 
     vocabulary = None
     is_capturable = False
+    routes: Tensor | None = None
+    routes_shape: tuple[int, int] = (0, 0)
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model

@@ -33,6 +33,7 @@ from hybridflow.models.kernels.elementwise import rms_norm, rotary, silu_mul
 from hybridflow.models.kernels.library import serves
 from hybridflow.models.kv_cache import DecodePlan
 from hybridflow.models.paged_kv_cache import PagedDecodePlan
+from hybridflow.models.routes import RecordingForward
 from hybridflow.models.support import FUSED_FAMILIES, has_angles_of_length
 from hybridflow.models.tensor_parallel import TensorRanks, VocabularyRanks
 from hybridflow.models.varlen import packed_kernel
@@ -42,11 +43,18 @@ COMPILATIONS = 64
 """Largest number of compilations of a layer by torch.compile in a process; beyond it, layers run uncompiled."""
 
 
-def forward_of(model: PreTrainedModel, *, is_sharded: bool = False, tensor: TensorRanks | None = None) -> Forward:
+def forward_of(
+    model: PreTrainedModel,
+    *,
+    is_sharded: bool = False,
+    tensor: TensorRanks | None = None,
+    records_routes: bool = False,
+) -> Forward:
     """Return the fused forward pass if the model's family has one, otherwise the model's code.
 
     `is_sharded`: FSDP2 gathers the weights in hooks of the modules, so these are called as modules. `tensor`: the
-    tensor parallel ranks. Raises ModelError if `tensor` is given for a family without a fused pass.
+    tensor parallel ranks. `records_routes`: it is a mixture of experts, whose routes are recorded. Raises ModelError if
+    `tensor` is given for a family without a fused pass.
     """
     if model.device.type == "cuda":
         packed_kernel()  # an error before the first step
@@ -56,7 +64,7 @@ def forward_of(model: PreTrainedModel, *, is_sharded: bool = False, tensor: Tens
         raise ModelConfigError(
             f"parallel.tensor > 1 is not supported for this {model.config.model_type} model; use parallel.tensor = 1."
         )
-    return OwnForward(model)
+    return RecordingForward(model) if records_routes else OwnForward(model)
 
 
 class FusedForward:
@@ -66,6 +74,8 @@ class FusedForward:
     """
 
     is_capturable = True
+    routes: Tensor | None = None
+    routes_shape: tuple[int, int] = (0, 0)
 
     def __init__(self, model: PreTrainedModel, *, is_sharded: bool = False, tensor: TensorRanks | None = None) -> None:
         self.model, self.max_logits, self._tensor = model, max_logits_on(model.device), tensor

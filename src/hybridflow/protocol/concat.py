@@ -60,7 +60,7 @@ def _concat_tensors(parts: list[Tensors], pad_token_id: int) -> Tensors:
     for name in parts[0]:
         columns = [part[name] for part in parts]
         field = FIELDS.get(name)
-        is_sequence = field is not None and field.shape == SEQUENCE
+        is_sequence = field is not None and field.shape[:2] == SEQUENCE
         if len({column.shape[1:] for column in columns}) == 1 and not (is_sequence and moved):
             joined[name] = torch.cat(columns)
             continue

@@ -58,7 +58,7 @@ def _disjoint_union(first: DataProto, second: DataProto) -> DataProto:
 def _lengthened(data: DataProto, longest: int, pad_token_id: int | None) -> DataProto:
     """Return the batch with responses padded to `longest`, by concatenating it with zero rows of that length."""
     mine = response_len(data)
-    sequences = [name for name in tensors_of(data.batch) if name in FIELDS and FIELDS[name].shape == SEQUENCE]
+    sequences = [name for name in tensors_of(data.batch) if name in FIELDS and FIELDS[name].shape[:2] == SEQUENCE]
     if mine is None and sequences:
         raise BatchError(
             f"the response length of {', '.join(sequences)} is unknown, and other columns have responses of different "
@@ -72,7 +72,7 @@ def _lengthened(data: DataProto, longest: int, pad_token_id: int | None) -> Data
         shape = FIELDS[name].shape if name in FIELDS else ()
         is_wide = column.ndim > 1
         grows = is_wide and (
-            shape[:2] == RESPONSE or shape == SEQUENCE or (shape == RESPONSE_OR_ROW and column.shape[1] == mine)
+            shape[:2] == RESPONSE or shape[:2] == SEQUENCE or (shape == RESPONSE_OR_ROW and column.shape[1] == mine)
         )
         width = [column.shape[1] + more, *column.shape[2:]] if grows else list(column.shape[1:])
         empty[name] = column.new_empty([0, *width])

@@ -71,7 +71,11 @@ class Request:
 
 @dataclass
 class Completion:
-    """One response; `log_probs` are under the sampling distribution, `token_ids` includes the stop token."""
+    """One response; `log_probs` are under the sampling distribution, `token_ids` includes the stop token.
+
+    `routes` (tokens, layers, top_k), if the engine records them: the experts of the tokens of prompt and response, all
+    but the last one, in the pass from which the next token was sampled (a prompt's in the pass that computed it first).
+    """
 
     request_id: int
     index: int
@@ -79,12 +83,17 @@ class Completion:
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish_reason: FinishReason = "length"
+    routes: Tensor | None = None
 
 
 class RolloutEngine(Protocol):
-    """An engine on one rank. `version` is the version of its weights, None if it has no weights."""
+    """An engine on one rank. `version` is the version of its weights, None if it has no weights.
+
+    `routes_shape`: the last sizes of `Completion.routes`; (0, 0) if it records none.
+    """
 
     version: int | None
+    routes_shape: tuple[int, int]
 
     def submit(self, request: Request) -> None:
         """Queue a request; raise RolloutError if it can never be served, or if its id is in use."""

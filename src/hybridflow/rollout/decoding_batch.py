@@ -16,6 +16,7 @@ from hybridflow.models.attention import AttentionPlan
 from hybridflow.models.continued_prefill import ContinuedPlan
 from hybridflow.models.forward import Forward
 from hybridflow.models.kv_cache import DecodePlan, KeysValues, KVCache, PrefillPlan
+from hybridflow.models.routes import ROUTES
 from hybridflow.rollout.base import Completion, FinishReason, Request, SamplingParams
 from hybridflow.rollout.kept_sequences import KeptSequence, KeptSequences
 from hybridflow.rollout.parked_rows import ParkedRow, ParkedRows, in_places
@@ -65,6 +66,10 @@ class DecodingBatch:
             "tokens": torch.zeros(0, 1, dtype=torch.int64, device=device),
             "log_probs": torch.zeros(0, 1, dtype=torch.promote_types(dtype, torch.float32), device=device),
         }
+        if forward.routes_shape[0]:
+            no_routes = torch.zeros(0, 1, *forward.routes_shape, dtype=ROUTES, device=device)
+            self._columns["routes"] = no_routes  # of the tokens
+        self._prompt_routes: dict[int, list[Tensor]] = {}  # by request, of the tokens of its prompt
         self._versions: list[int] = []  # of each step
         self._fresh_from = 0  # rows that start at this step or later have keys and values of the present weights only
         self._starts = torch.zeros(0, dtype=torch.int64, device=device)  # the step of a row's first token
@@ -94,6 +99,11 @@ class DecodingBatch:
         Of a request in `taken`, by its id, only the tokens after the kept ones are computed: in their row, or if that
         is not in this batch or the group has several sequences, in copies of it.
         """
+        known = {number: [kept.routes] for number, kept in taken.items() if kept.routes is not None}
+        self._prompt_routes = {
+            **{request_id: self._prompt_routes[request_id] for request_id, _ in self._names},
+            **{request.request_id: known.get(request.request_id, []) for request in requests},
+        }
         own, copied, whole = list[Request](), list[Request](), list[Request]()
         rows, copies = dict[int, ParkedRow](), dict[int, KeysValues]()
         for request in requests:
@@ -130,7 +140,7 @@ class DecodingBatch:
         self._limits = torch.cat([self._limits, torch.tensor(limits, device=device)])
         width, old = int(self._limits.max()), len(self._counts)
         self._columns = {
-            name: pad(column, (0, width + 1 - column.shape[1], 0, len(limits)))
+            name: pad(column, (*[0, 0] * (column.ndim - 2), 0, width + 1 - column.shape[1], 0, len(limits)))
             for name, column in self._columns.items()
         }
         self._columns["uniforms"][old:, :width] = torch.from_numpy(_uniforms(requests, width)).to(device)
@@ -204,6 +214,7 @@ class DecodingBatch:
             source = torch.arange(len(admitted), device=self._counts.device)
             plan = ContinuedPlan(self._cache, first, source, lengths, starts)
             self._first_logits.append(self._logits_after([r.prompt_ids for r in admitted], plan, starts))
+            self._note_routes(admitted, starts)
             first += len(admitted)
         for row in rows.values():
             row.release()
@@ -224,10 +235,19 @@ class DecodingBatch:
             self._cache.append_known(known, lengths, source, capacity, room)
             logits = self._logits_after(prompts, ContinuedPlan(self._cache, first, source, lengths, starts), starts)
         else:
-            plan = PrefillPlan(lengths)
+            plan, starts = PrefillPlan(lengths), [0] * len(lengths)
             logits = self._logits_after(prompts, plan)
             self._cache.append(plan, source, capacity, room)
         self._first_logits.append(logits[source])
+        self._note_routes(requests, starts)
+
+    def _note_routes(self, requests: Sequence[Request], starts: Sequence[int]) -> None:
+        """Note the routes of the last pass, of the tokens of prompts from `starts` on."""
+        if self.forward.routes is None:
+            return
+        counts = [len(request.prompt_ids) - start for request, start in zip(requests, starts, strict=True)]
+        for request, routes in zip(requests, self.forward.routes.split(counts), strict=True):
+            self._prompt_routes[request.request_id].append(routes)
 
     def _logits_after(
         self, sequences: Sequence[Sequence[int]], plan: AttentionPlan, starts: Sequence[int] = ()
@@ -252,6 +272,8 @@ class DecodingBatch:
         last = (self._counts[:num_old] - 1)[:, None]
         tokens = self._columns["tokens"][:num_old].gather(1, last).squeeze(1)
         logits = self.forward.decode(tokens, DecodePlan(self._cache, num_old))
+        if self.forward.routes is not None:
+            self._columns["routes"][torch.arange(num_old, device=last.device), last.squeeze(1)] = self.forward.routes
         self._cache.lengths[:num_old] += self._is_running[:num_old]
         return torch.cat([logits, *first]) if first else logits
 
@@ -268,13 +290,17 @@ class DecodingBatch:
             reason: FinishReason = "abort" if aborted else "stop" if stops[i] else "length"
             tokens, log_probs = (column[i][:count] for column in columns)
             versions = self._versions[starts[i] : starts[i] + count]
-            done.append(Completion(request_id, index, tokens, log_probs, versions, reason))
+            routes = None
+            if "routes" in self._columns:
+                of_tokens = self._columns["routes"][row, : max(0, count - 1)]
+                routes = torch.cat([*self._prompt_routes[request_id], of_tokens])
+            done.append(Completion(request_id, index, tokens, log_probs, versions, reason, routes))
             request = self._requests[row]
             can_be_kept = not self._cache.states  # a row's states go on until it is removed
             if request.keep and can_be_kept and not aborted and starts[i] >= self._fresh_from:
                 computed = [*request.prompt_ids, *tokens[:-1]]
                 parked = self._parked.add(row, len(computed))
-                self._kept.add(computed, parked, parked.release)
+                self._kept.add(computed, parked, parked.release, routes)
         self._is_running[ended] = False
         self.num_running -= len(done)
         has_parked = self._parked.num_below(len(self._names)) > 0

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from hybridflow.models.forward import Forward
 from hybridflow.models.kernels.triton_support import generation_kernels
 from hybridflow.models.paged_kv_cache import PagedDecodePlan, PagedKVCache
+from hybridflow.models.routes import ROUTES
 from hybridflow.models.varlen import upload
 from hybridflow.rollout.sampling import RowRules, SamplingKinds, draw_rows
 
@@ -57,7 +58,14 @@ class DecodingState:
     the state of its `noise`; its sampling parameters, `stop_ids` (padded with NO_TOKEN) and page `tables`.
     """
 
-    def __init__(self, device: torch.device, max_rows: int, num_steps: int, log_prob_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        max_rows: int,
+        num_steps: int,
+        log_prob_dtype: torch.dtype,
+        routes_shape: tuple[int, int] = (0, 0),
+    ) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(max_rows, *shape, dtype=dtype, device=device)
 
@@ -67,11 +75,12 @@ class DecodingState:
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
         self.emitted = torch.full((num_steps, max_rows), NO_TOKEN, device=device)
         self.log_probs = torch.zeros(num_steps, max_rows, dtype=log_prob_dtype, device=device)
+        self.routes = torch.zeros(num_steps, max_rows, *routes_shape, dtype=ROUTES, device=device)
 
     @property
     def buffers(self) -> list[Tensor]:
         """All buffers that steps use."""
-        return [*self.rows.values(), self.step, self.emitted, self.log_probs]
+        return [*self.rows.values(), self.step, self.emitted, self.log_probs, self.routes]
 
     def reset(self) -> None:
         """Let no row run, and forget what was emitted."""
@@ -118,27 +127,28 @@ class DecodingState:
 
     def take(self, num_steps: int, num_rows: int) -> "Emitted":
         """Return and clear what was emitted in the last steps; the host need not wait for the device yet."""
-        taken = Emitted(self.emitted[:num_steps, :num_rows], self.log_probs[:num_steps, :num_rows])
+        taken = Emitted(*(x[:num_steps, :num_rows] for x in (self.emitted, self.log_probs, self.routes)))
         self.emitted.fill_(NO_TOKEN)
         self.step.zero_()
         return taken
 
 
 class Emitted:
-    """Tokens and log-probs (num_steps, num_rows) on their way to the host."""
+    """Tokens, log-probs (num_steps, num_rows) and routes (num_steps, num_rows, ...) on their way to the host."""
 
-    def __init__(self, tokens: Tensor, log_probs: Tensor) -> None:
-        self._copies = [x.to("cpu", non_blocking=True, copy=True) for x in (tokens, log_probs)]
+    def __init__(self, tokens: Tensor, log_probs: Tensor, routes: Tensor) -> None:
+        emitted = [tokens, log_probs, *([routes] if routes.numel() else [])]
+        self._copies = [x.to("cpu", non_blocking=True, copy=True) for x in emitted]
         self._arrived = torch.cuda.Event() if tokens.is_cuda else None
         if self._arrived:
             self._arrived.record()
 
-    def read(self) -> tuple[np.ndarray, np.ndarray]:
+    def read(self) -> tuple[np.ndarray, np.ndarray, Tensor | None]:
         """Wait until they are there, and return them."""
         if self._arrived:
             self._arrived.synchronize()
-        tokens, log_probs = (x.numpy() for x in self._copies)
-        return tokens, log_probs
+        tokens, log_probs, *routes = self._copies
+        return tokens.numpy(), log_probs.numpy(), routes[0] if routes else None
 
 
 def decode_step(forward: Forward, cache: PagedKVCache, state: DecodingState, shape: StepShape) -> None:
@@ -152,9 +162,12 @@ def decode_step(forward: Forward, cache: PagedKVCache, state: DecodingState, sha
     tokens, log_probs = draw_rows(logits, rows["noise"], rows["positions"], rules, shape.kinds)
     # Not by index_copy_, whose deterministic kernel on a GPU sorts the indices and copies the buffer twice.
     is_now = torch.arange(len(state.emitted), device=state.step.device)[:, None] == state.step
-    for buffer, new in ((state.emitted, tokens.masked_fill(~running, NO_TOKEN)), (state.log_probs, log_probs)):
+    emits = [(state.emitted, tokens.masked_fill(~running, NO_TOKEN)), (state.log_probs, log_probs)]
+    if forward.routes is not None:
+        emits.append((state.routes, forward.routes))
+    for buffer, new in emits:
         emitted = buffer[:, : shape.rows]
-        emitted.copy_(torch.where(is_now, new, emitted))
+        emitted.copy_(torch.where(is_now.view(-1, *[1] * new.ndim), new, emitted))
     state.step += 1
     rows["tokens"].copy_(torch.where(running, tokens, rows["tokens"]))
     rows["lengths"] += running

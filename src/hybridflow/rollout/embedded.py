@@ -82,7 +82,7 @@ class EmbeddedRollout:
     generates from a copy of the weights in the memory order of its matrix products, which exists while sequences run.
     `paged`: keys and values in pages, and steps of fixed shapes; None: on every device except a CPU. `kv_cache_bytes`
     is the memory of keys and values; 0: what the sequences need, with pages the share `memory_share` of the free memory
-    (1 GiB on a CPU).
+    (1 GiB on a CPU). `records_routes`: completions of a mixture of experts have routes.
     """
 
     def __init__(
@@ -96,13 +96,15 @@ class EmbeddedRollout:
         kv_cache_bytes: int = 0,
         memory_share: float = 0.5,
         paged: bool | None = None,
+        records_routes: bool = False,
     ) -> None:
         if max_running_sequences < 1:
             raise RolloutConfigError(
                 f"max_running_sequences={max_running_sequences} is invalid: it must be at least 1."
             )
         self.model = model
-        self._forward = forward_of(model)
+        self._forward = forward_of(model, records_routes=records_routes)
+        self.routes_shape = self._forward.routes_shape
         self._paged = False if has_recurrences(model) else paged  # states are rows of a batch, not pages
         self._kv_cache_bytes, self._memory_share = kv_cache_bytes, memory_share
         self._pack_weights = pack_weights

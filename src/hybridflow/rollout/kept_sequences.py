@@ -9,16 +9,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from torch import Tensor
+
 Storage = TypeVar("Storage")
 
 
 @dataclass(frozen=True, eq=False)
 class KeptSequence(Generic[Storage]):
-    """The tokens of a sequence, encoded, and where their keys and values are; `len` is the number of tokens."""
+    """The tokens of a sequence, encoded, and where their keys and values are; `len` is the number of tokens.
+
+    `routes`: their routes, if these are recorded, see `Completion`.
+    """
 
     tokens: bytes
     storage: Storage
     free: Callable[[], None]
+    routes: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.tokens) // array("i").itemsize
@@ -45,9 +51,15 @@ class KeptSequences(Generic[Storage]):
         """Where keys and values are kept."""
         return [kept.storage for kept in self._kept.values()]
 
-    def add(self, tokens: Sequence[int], storage: Storage, free: Callable[[], None] = lambda: None) -> None:
+    def add(
+        self,
+        tokens: Sequence[int],
+        storage: Storage,
+        free: Callable[[], None] = lambda: None,
+        routes: Tensor | None = None,
+    ) -> None:
         """Keep a sequence; `free` is called when it is dropped, but not when it is taken."""
-        kept = self._kept[self._num_added] = KeptSequence(_encoded(tokens), storage, free)
+        kept = self._kept[self._num_added] = KeptSequence(_encoded(tokens), storage, free, routes)
         insort(self._sorted, (kept.tokens, self._num_added))
         self._num_added += 1
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hybridflow.errors import RolloutConfigError
 from hybridflow.models.forward import Forward
@@ -138,7 +139,7 @@ class PagedDecoding:
                 tokens = [*row.request.prompt_ids, *row.tokens][:-1]
                 parts.append(Prefill(tokens, [(row, row.request.request_id in seen)]))
                 seen.add(row.request.request_id)
-        self._prefill(parts)
+        self._prefill(parts, notes_routes=False)  # they stay those of the passes that the tokens were sampled in
         self._num_stale = 0
         return done
 
@@ -166,17 +167,19 @@ class PagedDecoding:
 
     def _end_rows(self, window: "_Window") -> list[Completion]:
         """Wait until a window has ended; remove and return the rows that have ended in it."""
-        emitted, log_probs = window.emitted.read()
+        emitted, log_probs, routes = window.emitted.read()
         counts = (emitted != NO_TOKEN).sum(0)
         is_finite: np.ndarray = (np.isfinite(log_probs) | (emitted == NO_TOKEN)).all(axis=0)
         columns = zip(window.rows, *(x.tolist() for x in (emitted.T, log_probs.T, counts, is_finite)), strict=True)
         done, ended = [], []
-        for entry, tokens, values, count, finite in columns:
+        for place, (entry, tokens, values, count, finite) in enumerate(columns):
             if entry is None or entry[0].is_removed:
                 continue
             row, since = entry
             steps = slice(since, since + count)
             row.extend(tokens[steps], values[steps], window.versions[steps])
+            if routes is not None:
+                row.routes.append(routes[steps, place])
             row.in_flight -= len(window.versions) - since
             row.is_finite = row.is_finite and finite
             reason = row.end(count, self._stop_strings)
@@ -184,15 +187,15 @@ class PagedDecoding:
                 done.append(row.completion(reason))
                 ended.append(row.place)
                 if row.request.keep and row.order > self._num_stale:
-                    self._keep(row)
+                    self._keep(row, done[-1].routes)
         self._remove(ended)
         return done
 
-    def _keep(self, row: RunningRow) -> None:
+    def _keep(self, row: RunningRow, routes: Tensor | None) -> None:
         """Keep the pages of a row's tokens, all but the last one."""
         table, tokens = self._pages, [*row.request.prompt_ids, *row.tokens[:-1]]
         pages = table.share(row.pages[: pages_of(len(tokens))])
-        self._kept.add(tokens, pages, lambda: table.release(pages))
+        self._kept.add(tokens, pages, lambda: table.release(pages), routes)
 
     def _remove(self, places: list[int]) -> list[RunningRow]:
         """Free the places and the pages of rows, and return the rows."""
@@ -326,9 +329,9 @@ class PagedDecoding:
         self._shape = StepShape(self._size(len(self._rows)), pages, kinds)
         self._due = min(row.since + row.remaining - row.in_flight for row in rows)
 
-    def _prefill(self, parts: Sequence[Prefill]) -> None:
+    def _prefill(self, parts: Sequence[Prefill], *, notes_routes: bool) -> None:
         assert self._cache is not None
-        write_prompts(self._forward, self._cache, self._device, parts)
+        write_prompts(self._forward, self._cache, self._device, parts, notes_routes=notes_routes)
 
     # ------------------------------------------------------------------------------------ new rows
 
@@ -351,6 +354,8 @@ class PagedDecoding:
                 pages = [*self._pages.share(shared), *self._pages.take(num_own)]
             self._num_admitted += 1
             row = RunningRow(request, index, self._num_admitted, place, len(self._versions), pages, num_known=num_known)
+            if kept and kept.routes is not None:
+                row.routes.append(kept.routes)
             self._rows[place] = row
             reserved.append((place, row))
         if self._cache is not None and num_known > num_shared * PAGE_SIZE:  # a page that the rows do not share
@@ -368,7 +373,8 @@ class PagedDecoding:
             [
                 Prefill(request.prompt_ids[:-1], [(row, bool(row.index)) for row in group], group[0].num_known)
                 for request, group in groups.values()
-            ]
+            ],
+            notes_routes=True,
         )
         stops = [row.request.sampling.stop_token_ids for row in rows]
         longest = table_width(max(pages_of(final_length(row.request)) for row in rows))

@@ -27,13 +27,24 @@ class Prefill:
     start: int = 0
 
 
-def write_prompts(forward: Forward, cache: PagedKVCache, device: torch.device, parts: Sequence[Prefill]) -> None:
-    """Write keys and values of sequences into the pages of their rows, in passes of a bounded size."""
+def write_prompts(
+    forward: Forward, cache: PagedKVCache, device: torch.device, parts: Sequence[Prefill], *, notes_routes: bool
+) -> None:
+    """Write keys and values of sequences into the pages of their rows, in passes of a bounded size.
+
+    `notes_routes`: their routes, if recorded, are added to those of the rows.
+    """
     for is_continued in (False, True):
         group = [part for part in parts if len(part.tokens) > part.start and bool(part.start) == is_continued]
         first = 0
         for count in split_by_tokens([len(part.tokens) - part.start for part in group]):
-            _write_pass(forward, cache, device, group[first : first + count])
+            written = group[first : first + count]
+            _write_pass(forward, cache, device, written)
+            if notes_routes and forward.routes is not None:
+                lengths = [len(part.tokens) - part.start for part in written]
+                for part, routes in zip(written, forward.routes.cpu().split(lengths), strict=True):
+                    for row, _ in part.rows:
+                        row.routes.append(routes)
             first += count
 
 

@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
 from hybridflow.models.paged_kv_cache import PAGE_SIZE, pages_of
 from hybridflow.rollout.base import Completion, FinishReason, Request
 from hybridflow.rollout.requests import StopStrings
@@ -14,7 +17,8 @@ class RunningRow:
 
     `order` counts admissions, `place` is the row of the device's buffers, `since` the step of the present window at
     which the row began, `in_flight` the number of its steps in windows that have ended and were not read, `num_known`
-    the number of prompt tokens whose keys and values were kept from an earlier sequence.
+    the number of prompt tokens whose keys and values were kept from an earlier sequence. `routes`: those of its first
+    tokens, in parts, if they are recorded.
     """
 
     request: Request
@@ -30,6 +34,7 @@ class RunningRow:
     num_known: int = 0
     in_flight: int = 0
     is_removed: bool = False
+    routes: list[Tensor] = field(default_factory=list)
 
     @property
     def remaining(self) -> int:
@@ -65,7 +70,9 @@ class RunningRow:
 
     def completion(self, reason: FinishReason) -> Completion:
         """Return what the sequence has emitted."""
-        return Completion(self.request.request_id, self.index, self.tokens, self.log_probs, self.versions, reason)
+        routes = torch.cat(self.routes)[: len(self.request.prompt_ids) + len(self.tokens) - 1] if self.routes else None
+        emitted = self.tokens, self.log_probs, self.versions
+        return Completion(self.request.request_id, self.index, *emitted, reason, routes)
 
 
 def final_length(request: Request) -> int:

@@ -116,7 +116,8 @@ class DecodingSteps:
     def __init__(self, forward: Forward, model: PreTrainedModel, max_rows: int, num_steps: int) -> None:
         self.place = (model.device, model.dtype, max_rows)
         self._forward, self._model = forward, model
-        self.state = DecodingState(model.device, max_rows, num_steps, torch.promote_types(model.dtype, torch.float32))
+        log_prob_dtype = torch.promote_types(model.dtype, torch.float32)
+        self.state = DecodingState(model.device, max_rows, num_steps, log_prob_dtype, forward.routes_shape)
         self.graphs = StepGraphs(pools_of(model.device, forward))
         self._weights: list[Tensor] = []
         self._page_addresses: Tensor | None = None

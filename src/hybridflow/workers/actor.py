@@ -61,6 +61,11 @@ def log_prob_columns(config: Config) -> tuple[str, ...]:
     return (*columns, "sum_squared_probs") if reads_column(config, "sum_squared_probs") else columns
 
 
+def replayed_columns(config: Config) -> tuple[str, ...]:
+    """Return the columns that the policy reads to compute log-probs: with routes, which it replays."""
+    return (*MODEL_COLUMNS, "routes") if config.replays_routes else MODEL_COLUMNS
+
+
 class ActorWorker(SendsWeights, ModelWorker):
     """A worker that computes log-probs of responses and trains the policy on them. It does not generate."""
 
@@ -84,7 +89,7 @@ class ActorWorker(SendsWeights, ModelWorker):
 
     @register(
         TO_REPLICAS,
-        reads=MODEL_COLUMNS,
+        reads=replayed_columns,
         writes=log_prob_columns,
         parts=parts_of_replicas,
     )
@@ -97,6 +102,7 @@ class ActorWorker(SendsWeights, ModelWorker):
             temperature=self.config.rollout.temperature,
         )
         outputs["old_log_probs"] = outputs.pop("log_probs")
+        outputs.pop("routes_changed", None)
         return DataProto.from_dict(outputs)
 
     @register(
@@ -138,7 +144,7 @@ class ActorWorker(SendsWeights, ModelWorker):
 
     @register(
         TO_REPLICAS,
-        reads=lambda config: tuple(sorted({*MODEL_COLUMNS, "row_ids", *actor_columns(config)})),
+        reads=lambda config: tuple(sorted({*replayed_columns(config), "row_ids", *actor_columns(config)})),
         writes=(),
         rows="one",
         parts=parts_of_replicas,
@@ -159,7 +165,7 @@ class ActorWorker(SendsWeights, ModelWorker):
 
     @register(
         TO_REPLICAS,
-        reads=lambda config: tuple(sorted({*MODEL_COLUMNS, "row_ids", *actor_columns(config)})),
+        reads=lambda config: tuple(sorted({*replayed_columns(config), "row_ids", *actor_columns(config)})),
         writes=(),
         rows="one",
         parts=parts_of_replicas,

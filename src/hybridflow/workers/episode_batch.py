@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridflow.data.tokenizer import pad_token_id, response_texts
 from hybridflow.environments import EpisodeRow, PlayedEpisode
+from hybridflow.models.routes import NOT_RECORDED, ROUTES
 from hybridflow.protocol import DataProto
 
 EPISODE_COLUMNS = (
@@ -32,10 +33,11 @@ def episode_batch(
     tokenizer: PreTrainedTokenizerBase,
     dtype: torch.dtype = torch.float32,
     stop_ids: Sequence[int] = (),
+    routes_shape: tuple[int, int] = (0, 0),
 ) -> DataProto:
     """Return the columns of `ROLLOUT_COLUMNS` and `EPISODE_COLUMNS`, `rows_per_episode` rows for each episode.
 
-    `dtype`: dtype of the log-probs.
+    `dtype`: dtype of the log-probs. `routes_shape`: that of the engine, see `RolloutEngine`.
     """
     padding = pad_token_id(tokenizer)
     rows: list[EpisodeRow] = []
@@ -43,6 +45,9 @@ def episode_batch(
         rows += episode.rows
         rows += [EpisodeRow([padding])] * (rows_per_episode - len(episode.rows))
     tensors = row_tensors(rows, padding, dtype)
+    if any(routes_shape):
+        routes = [torch.cat(row.routes) if row.routes else None for row in rows]
+        tensors["routes"] = routes_column(routes, tensors["prompt_mask"], tensors["responses"].shape[1], routes_shape)
     turns = [each.episode.turns for each in episodes]
     wrong = [sum(len(turn.malformed) + sum(call.is_error for call in turn.called) for turn in each) for each in turns]
     of_episodes = {
@@ -99,6 +104,19 @@ def row_tensors(rows: Sequence[EpisodeRow], pad_token_id: int, dtype: torch.dtyp
         "turn_ids": right([row.turns for row in rows], -1, torch.int64),
         "turn_rewards": right([row.rewards for row in rows], 0.0, torch.float32),
     }
+
+
+def routes_column(
+    routes: Sequence[Tensor | None], prompt_mask: Tensor, response_len: int, shape: tuple[int, int]
+) -> Tensor:
+    """Return the column `routes`: those of the first tokens of each row, whose prompts are padded on the left."""
+    prompt_len = prompt_mask.shape[1]
+    column = torch.full((len(routes), prompt_len + response_len, *shape), NOT_RECORDED, dtype=ROUTES)
+    starts = prompt_len - prompt_mask.sum(-1)
+    for row, start, of_row in zip(column, starts.tolist(), routes, strict=True):
+        if of_row is not None:
+            row[start : start + len(of_row)] = of_row
+    return column
 
 
 def repeated(values: Sequence[Any], count: int) -> np.ndarray:

@@ -136,7 +136,9 @@ class EpisodeWorker:
             between_steps=between_steps,
             most_running=self._config.reward.concurrency * max(1, self._config.reward.processes) if self._agents else 0,
         )
-        return PlayedBatch(self, running, starts, groups, group_size, journal, step)
+        # Only training has a step, and replays routes.
+        routes_shape = engine.routes_shape if step is not None else (0, 0)
+        return PlayedBatch(self, running, starts, groups, group_size, journal, step, routes_shape)
 
     def rows_of(self, batch: "PlayedBatch", numbers: Sequence[int], played: Sequence[PlayedEpisode]) -> DataProto:
         """Return the rows of the prompts of these numbers, whose groups have `played`, with their scores."""
@@ -146,7 +148,7 @@ class EpisodeWorker:
         scored = self._with_group_rewards(played, sources, groups, size, batch.journal)
         ids = [group * size + index for group in groups for index in range(size)]
         dtype = torch.float64 if self._config.model.dtype == "float64" else torch.float32
-        rows = episode_batch(scored, ids, rows_per_episode, self._tokenizer, dtype, self._stop_ids)
+        rows = episode_batch(scored, ids, rows_per_episode, self._tokenizer, dtype, self._stop_ids, batch.routes_shape)
         result = self._scores(scored, batch.step)
         rows.batch["turn_rewards"][result.failed.repeat_interleave(rows_per_episode)] = 0.0
         rewards = result_columns(result).union(DataProto.from_dict({}, {"answers": repeated(result.answers, 1)}))
@@ -230,6 +232,7 @@ class PlayedBatch:
     group_size: int
     journal: RewardJournal | None
     step: int | None
+    routes_shape: tuple[int, int]
 
     @property
     def num_left(self) -> int:

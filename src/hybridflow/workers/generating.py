@@ -19,7 +19,7 @@ from hybridflow.protocol import DataProto
 from hybridflow.protocol.meta_info import NOISE_KEY
 from hybridflow.rollout import Completion, Request, RolloutEngine, SamplingParams, generate
 from hybridflow.workers.begun_batches import BegunBatches
-from hybridflow.workers.episode_batch import EPISODE_COLUMNS
+from hybridflow.workers.episode_batch import EPISODE_COLUMNS, routes_column
 from hybridflow.workers.episodes import EPISODE_PROMPT_COLUMNS, BegunEpisodes, EpisodeWorker, PlayedBatch
 from hybridflow.workers.reward import score_columns
 from hybridflow.workers.worker_process import DeviceWorker
@@ -32,13 +32,21 @@ def rollouts_of(
     tokenizer: PreTrainedTokenizerBase,
     stop_ids: Sequence[int],
     dtype: torch.dtype = torch.float32,
+    routes_shape: tuple[int, int] = (0, 0),
 ) -> DataProto:
-    """Return the columns of `ROLLOUT_COLUMNS`, `group_size` rows for each prompt; see `rollout_batch`."""
+    """Return the columns of `ROLLOUT_COLUMNS`, `group_size` rows for each prompt; see `rollout_batch`.
+
+    And the column `routes`, if `routes_shape` is that of an engine that records them.
+    """
     source = torch.arange(len(prompts)).repeat_interleave(group_size)
     padding = pad_token_id(tokenizer)
     batch = rollout_batch(
         prompts.batch["prompts"][source], prompts.batch["prompt_mask"][source], completions, padding, dtype
     )
+    if any(routes_shape):
+        routes = [completion.routes for completion in completions]
+        mask = prompts.batch["prompt_mask"][source]
+        batch["routes"] = routes_column(routes, mask, batch["responses"].shape[1], routes_shape)
     texts = np.empty(len(completions), dtype=object)
     texts[:] = response_texts(tokenizer, [c.token_ids for c in completions], stop_ids)
     reasons = np.empty(len(completions), dtype=object)
@@ -111,9 +119,14 @@ def rollout_columns(config: Config) -> tuple[str, ...]:
     return (*ROLLOUT_COLUMNS, *of_episodes)
 
 
+def trained_columns(config: Config) -> tuple[str, ...]:
+    """Return the columns that generation writes for training."""
+    return (*rollout_columns(config), "routes") if config.replays_routes else rollout_columns(config)
+
+
 def part_columns(config: Config) -> tuple[str, ...]:
     """Return the columns of a part of a batch: those of its prompts and those that generation writes."""
-    return tuple(dict.fromkeys((*rollout_columns(config), *BEGUN_COLUMNS)))
+    return tuple(dict.fromkeys((*trained_columns(config), *BEGUN_COLUMNS)))
 
 
 GREEDY = ValidationConfig(temperature=0.0, group_size=1)
@@ -144,7 +157,7 @@ class GeneratingWorker(DeviceWorker):
     @register(
         TO_ENGINES,
         reads=prompt_columns,
-        writes=rollout_columns,
+        writes=trained_columns,
         rows=lambda config: config.rollout.group_size * config.rows_per_episode,
         parts=lambda config: config.controller.parts,
     )
@@ -206,7 +219,7 @@ class GeneratingWorker(DeviceWorker):
     @register(
         TO_ENGINES,
         reads=("group_ids",),
-        writes=rollout_columns,
+        writes=trained_columns,
         rows=lambda config: config.rollout.group_size * config.rows_per_episode,
     )
     def finish_sequences(self, begun: DataProto) -> DataProto:
@@ -245,7 +258,7 @@ class GeneratingWorker(DeviceWorker):
         requests = self.requests_of(prompts, settings)
         with self.ready_to_generate():
             completions = generate(self.rollout, requests)
-        return self.rollouts_of(prompts, completions, settings.group_size)
+        return self.rollouts_of(prompts, completions, settings.group_size, trains=step is not None)
 
     def _started_episodes(self, episodes: EpisodeWorker, prompts: DataProto) -> PlayedBatch:
         settings, step = self.config.rollout, noise_key(prompts)[-1]
@@ -279,10 +292,13 @@ class GeneratingWorker(DeviceWorker):
             stop_strings=self.config.rollout.stop_strings,
         )
 
-    def rollouts_of(self, prompts: DataProto, completions: Sequence[Completion], group_size: int) -> DataProto:
-        """Return the columns of `ROLLOUT_COLUMNS`, `group_size` rows for each prompt."""
+    def rollouts_of(
+        self, prompts: DataProto, completions: Sequence[Completion], group_size: int, *, trains: bool = True
+    ) -> DataProto:
+        """Return the columns of `ROLLOUT_COLUMNS`, and routes if it `trains`, `group_size` rows for each prompt."""
         dtype = torch.float64 if self.config.model.dtype == "float64" else torch.float32
-        return rollouts_of(prompts, completions, group_size, self.tokenizer, self.stop_ids, dtype)
+        routes_shape = self.rollout.routes_shape if trains else (0, 0)
+        return rollouts_of(prompts, completions, group_size, self.tokenizer, self.stop_ids, dtype, routes_shape)
 
 
 def noise_key(prompts: DataProto) -> tuple[int, ...]:

@@ -76,6 +76,8 @@ def actor_loss(config: Config, kl_coef: float, num_tokens: int, num_sequences: i
         mismatch = log_prob_mismatch_of(log_probs.detach(), _column(rows, "rollout_log_probs"))
         metrics |= {name: share(values) for name, values in mismatch.items()}
         metrics[LARGEST] = mismatch[MEAN].where(mask, 0).max()
+        if "routes_changed" in outputs:
+            metrics["actor/routes_changed"] = share(outputs["routes_changed"].to(log_probs.dtype))
         if config.actor.entropy_coef:
             entropy = share(outputs["entropies"], config.actor.loss_aggregation)
             total = total - config.actor.entropy_coef * entropy

@@ -79,6 +79,7 @@ def build_rollout_engine(
             tokenizer=tokenizer,
             kv_cache_bytes=rollout.kv_cache_bytes,
             memory_share=rollout.gpu_memory_utilization,
+            records_routes=config.replays_routes,
         )
     from hybridflow.rollout.vllm import VLLMRollout
 

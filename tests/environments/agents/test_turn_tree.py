@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,9 +28,15 @@ def new_tree(**limits):
     return TurnTree(RENDERERS, [STOP], EpisodeLimits(**{"turns": 100, "rows": 100, "tokens": 4000, **limits}))
 
 
-def sampled(text, *, stops=True):
+def sampled(text, *, stops=True, context=()):
     ids = TOKENIZER(text, add_special_tokens=False)["input_ids"] + [STOP] * stops
-    return Completion(0, 0, ids, [-0.5] * len(ids), [3] * len(ids), "stop" if stops else "length")
+    routes = routes_of([*context, *ids]) if context else None
+    return Completion(0, 0, ids, [-0.5] * len(ids), [3] * len(ids), "stop" if stops else "length", routes)
+
+
+def routes_of(tokens):
+    """Return routes of all tokens but the last one, each of which depends on the tokens before it."""
+    return (torch.tensor(tokens[:-1]).cumsum(0) % 251).to(torch.int16)[:, None, None]
 
 
 def ask(tree, messages, text, **request):
@@ -183,7 +190,7 @@ def test_in_random_trees_each_kept_turn_is_trained_once_after_its_own_context(st
 
     def answered():
         turn = open_turns.pop(-1 if reverse else 0)
-        tree.answer(turn, sampled(f"answer {len(got) % 3}"))
+        tree.answer(turn, sampled(f"answer {len(got) % 3}", context=turn.context))
         got.append(turn)
 
     for kind, number in steps:
@@ -209,6 +216,7 @@ def test_in_random_trees_each_kept_turn_is_trained_once_after_its_own_context(st
     rows, kept = tree.rows(), [turn for turn in got if not turn.is_dropped]
     trained = Counter()
     for row in rows:
+        assert torch.equal(torch.cat(row.routes), routes_of(row.context))
         sampled_at = [place for place, own in enumerate(row.is_sampled) if own]
         for number in dict.fromkeys(row.turns[place] for place in sampled_at):
             turn = tree.kept[number]

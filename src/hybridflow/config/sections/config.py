@@ -82,6 +82,11 @@ class Config(Section):
         return self.algorithm.rollout_weights != "none" or bool(self.algorithm.rollout_reject)
 
     @property
+    def replays_routes(self) -> bool:
+        """Whether training takes the experts of the rollout engine; a run settles "auto" before it starts."""
+        return self.actor.router_replay is True
+
+    @property
     def uses_reference(self) -> bool:
         """Whether the run needs log-probs of a reference policy."""
         return self.algorithm.kl_in_reward or self.algorithm.kl_in_loss or "ref_log_probs" in self.extra_columns

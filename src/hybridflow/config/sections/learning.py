@@ -12,6 +12,7 @@ from hybridflow.config.sections.base import (
     Parameter,
     Positive,
     Section,
+    SwitchOrAuto,
     UserFunction,
     named_or_user,
 )
@@ -166,6 +167,11 @@ class ActorConfig(Section):
     loss_aggregation: AggregationName = Field(
         default="token-mean",
         description="Aggregation of token losses into one number, over the whole mini-batch of all ranks.",
+    )
+    router_replay: Annotated[bool | Literal["auto"], SwitchOrAuto] = Field(
+        default="auto",
+        description="Mixture of experts: let each token take the experts in training that it had when it was sampled "
+        "(R3, docs/rollout.md). auto: where model and rollout engine can.",
     )
     entropy_coef: Annotated[float, Field(ge=0)] = Field(
         default=0.0, description="Coefficient of the entropy bonus in the loss."

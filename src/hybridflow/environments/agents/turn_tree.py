@@ -28,6 +28,7 @@ from hybridflow.errors import HybridFlowError
 from hybridflow.rollout import Completion
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 MOST_RENDERERS = 64
@@ -72,6 +73,7 @@ class TreeTurn:
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    routes: "Tensor | None" = None  # of its tokens, and of those before it that its parent has none of
     written: Message = field(default_factory=dict)  # as the template is to write it
     reply: ChatReply | None = None
     is_dropped: bool = False
@@ -86,6 +88,13 @@ class TreeTurn:
     def starts_row(self) -> bool:
         """Whether its context is the prompt of a row, because nothing before it was sampled, or as it was sampled."""
         return self.parent is None or self.prompt.is_new_row or self.parent.is_dropped
+
+    @property
+    def num_routed(self) -> int:
+        """The number of its first tokens whose routes the turns before it have: all but the last one of its parent."""
+        if self.parent is None or self.prompt.is_new_row or self.parent.routes is None:
+            return 0
+        return len(self.parent.context) + len(self.parent.ids) - 1
 
     @property
     def is_kept(self) -> bool:
@@ -160,6 +169,8 @@ class TurnTree:
         """Give a turn its tokens and its reply."""
         request, renderer, ids = turn.request, self._renderers.of(turn.request.tools), completion.token_ids
         turn.ids, turn.log_probs, turn.versions = ids, completion.log_probs, completion.versions
+        if completion.routes is not None:
+            turn.routes = completion.routes[turn.num_routed :]
         ends_with_token = bool(ids) and ids[-1] in self._stop_ids
         begun = str(request.messages[-1].get("content") or "") if is_begun(request.messages) else ""
         text = renderer.decode(ids[:-1] if ends_with_token else ids)
@@ -269,6 +280,7 @@ class TurnTree:
             else:
                 row.add_messages(turn.prompt.ids, numbers[id(turn.parent)])
             row.add_sampled(turn.ids, turn.log_probs, turn.versions, number)
+            row.routes = _routes(turn)
             row_at[id(turn)] = row
         return rows
 
@@ -280,6 +292,15 @@ def _path(turn: TreeTurn | None) -> Iterator[TreeTurn]:
         path.append(turn)
         turn = turn.parent
     yield from reversed(path)
+
+
+def _routes(turn: TreeTurn | None) -> list["Tensor"]:
+    """Return the routes of the tokens up to a turn, in parts; none if they are not recorded."""
+    parts = []
+    while turn is not None and turn.routes is not None:
+        parts.append(turn.routes)
+        turn = turn.parent if turn.num_routed else None
+    return parts[::-1]
 
 
 def _canonical(message: Message) -> bytes:

@@ -2,6 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass
@@ -10,7 +14,7 @@ class EpisodeRow:
 
     `is_sampled` is True for the tokens that the model made; `log_probs`, `versions` and `rewards` are 0 for the others.
     `turns`: the number of the turn that a token belongs to; messages after a turn belong to it. `rewards`: the reward
-    of a turn, at its last sampled token.
+    of a turn, at its last sampled token. `routes`: those of its first tokens, in parts, if the engine records them.
     """
 
     prompt_ids: list[int]
@@ -20,6 +24,7 @@ class EpisodeRow:
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
+    routes: list["Tensor"] = field(default_factory=list)
 
     @property
     def context(self) -> list[int]:
@@ -41,6 +46,11 @@ class EpisodeRow:
         self._add(ids, True, turn)
         self.log_probs += log_probs
         self.versions += versions
+
+    def add_routes(self, routes: "Tensor | None") -> None:
+        """Add the routes of the tokens so far, of which those that are known stay as they are."""
+        if routes is not None:
+            self.routes.append(routes[sum(map(len, self.routes)) :])
 
     def add_reward(self, reward: float) -> None:
         """Add to the reward of the newest turn, whose last token is the newest one."""

@@ -142,6 +142,7 @@ class Player:
         """
         got, ids = self._delivered, self._delivered.token_ids
         self.rows[-1].add_sampled(ids, got.log_probs, got.versions, len(self.episode.turns))
+        self.rows[-1].add_routes(got.routes)
         messages = self.episode.messages
         begun = messages[-1].get("content") if is_begun(messages) else None
         said = self._renderer.parse(ids, self._stop_ids, self._prompt.text, begun or "")

@@ -71,6 +71,9 @@ class VLLMRollout:
     `options` are those of `EngineOptions`.
     """
 
+    routes_shape: tuple[int, int] = (0, 0)
+    """vLLM returns routes only from its new model runner, which its build for CPUs cannot use without Triton."""
+
     def __init__(self, path: str | Path, *, tokenizer: TokenDecoder | None = None, **options: Any) -> None:
         start = EngineOptions(str(path), **options)
         if start.dtype not in DTYPES:

@@ -15,6 +15,7 @@ from hybridflow.trainers.build.preconditions import (
     require_rollout_engine,
     require_same_tokenizer,
     settle_auto,
+    settle_routes,
     settle_rows,
     with_required_files,
 )
@@ -31,7 +32,7 @@ from hybridflow.trainers.validation import Validator
 def build_trainer(config: Config) -> PPOTrainer:
     """Build the trainer of `hybridflow train`; see `build_run`."""
     config = with_required_files(config, "data.train_files")
-    config = settle_rows(settle_auto(config))
+    config = settle_routes(settle_rows(settle_auto(config)))
     require_rollout_engine(config)
     require_same_tokenizer(config)
 

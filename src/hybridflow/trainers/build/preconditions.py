@@ -28,6 +28,7 @@ from hybridflow.errors import (
 )
 from hybridflow.models.hub import with_local_files
 from hybridflow.models.loading import vocabulary_size
+from hybridflow.models.routes import why_not_replayable
 from hybridflow.rollout.vllm import require_vllm
 from hybridflow.runtime.declared_function import declared_function
 from hybridflow.runtime.device import cpu_has_bfloat16, gpu_has_bfloat16
@@ -100,6 +101,25 @@ def _gpus_have_bfloat16(config: Config) -> bool | None:
 
 
 logger = get_logger(__name__)
+
+
+def settle_routes(config: Config) -> Config:
+    """Return the configuration with true or false in place of actor.router_replay = "auto".
+
+    Raises ModelConfigError for true if model.path or the rollout engine cannot.
+    """
+    wanted = config.actor.router_replay
+    reason = None if wanted is False else why_not_replayable(config.model.path)
+    if reason is None and wanted and config.rollout.backend == "vllm":
+        reason = "is sampled by rollout.backend='vllm', of which no routes are read"
+    if reason and wanted is True:
+        raise ModelConfigError(
+            f"actor.router_replay=true is invalid: model.path='{config.model.path}' {reason}; use 'auto' or false."
+        )
+    if reason and not reason.startswith("is not"):
+        logger.info("actor.router_replay='auto' is false: model.path='%s' %s", config.model.path, reason)
+    actor = config.actor.model_copy(update={"router_replay": bool(wanted) and reason is None})
+    return config.model_copy(update={"actor": actor})
 
 
 def settle_rows(config: Config) -> Config:

@@ -50,7 +50,8 @@ def run_on_placeholders(config: Config, classes: Mapping[Role, ClassWithInitArgs
 
 def _lengths(config: Config) -> dict[str, int]:
     """Return the lengths of the axes that the configuration sets."""
-    return {"components": len(config.reward.weights), "candidates": config.teacher.top_k}
+    own = {"components": len(config.reward.weights), "candidates": config.teacher.top_k}
+    return {**own, "expert_layers": 1, "experts_per_token": 1}
 
 
 def _check_policy_loss(config: Config) -> None:

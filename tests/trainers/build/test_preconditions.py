@@ -1,0 +1,38 @@
+"""Whether a run replays routes is settled before it starts, by its model and its rollout engine."""
+
+import pytest
+
+from fixtures.families import write_family
+from hybridflow.config import load_config
+from hybridflow.errors import ModelConfigError
+from hybridflow.trainers.build.preconditions import settle_routes
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    return write_family(tmp_path_factory.mktemp("moe"), "qwen3_moe")
+
+
+def settled(path, *changes):
+    return settle_routes(load_config(None, [f"model.path={path}", *changes])).actor.router_replay
+
+
+def test_auto_replays_routes_where_model_and_engine_can(mixture, tiny_model, tmp_path, caplog):
+    assert settled(mixture) is settled(mixture, "actor.router_replay=true") is True
+    assert settled(mixture, "actor.router_replay=false") is settled(tiny_model("llama")) is False
+    with caplog.at_level("INFO"):
+        assert settled(mixture, "rollout.backend=vllm") is False
+        assert settled(write_family(tmp_path, "phimoe")) is False
+    assert [record.message.split(": ", 1)[0] for record in caplog.records] == [
+        "actor.router_replay='auto' is false"
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("backend", "reason"),
+    [("embedded", "is not a mixture of experts"), ("vllm", "is sampled by rollout.backend='vllm', of which no routes")],
+)
+def test_true_is_refused_where_routes_cannot_be_replayed(mixture, tiny_model, backend, reason):
+    path = mixture if backend == "vllm" else tiny_model("llama")
+    with pytest.raises(ModelConfigError, match=rf"actor.router_replay=true is invalid.* {reason}.*use 'auto' or false"):
+        settled(path, "actor.router_replay=true", f"rollout.backend={backend}")
