@@ -119,8 +119,10 @@ def seeded(*values):
 
 
 def test_a_model_says_why_its_routes_are_not_replayed(tmp_path, tiny_model):
-    assert why_not_replayable(tiny_model("llama")) == "is not a mixture of experts"
-    assert "cannot be replayed (phimoe)" in str(why_not_replayable(write_family(tmp_path, "phimoe")))
+    dense = write_family(tmp_path / "dense", "granitemoehybrid", num_local_experts=0)
+    for path in (tiny_model("llama"), dense):
+        assert why_not_replayable(path) == "is not a mixture of experts"
+    assert "cannot be replayed (phimoe)" in str(why_not_replayable(write_family(tmp_path / "phimoe", "phimoe")))
 
 
 def test_routes_of_another_model_are_refused(tmp_path):

@@ -116,11 +116,13 @@ class Routers:
         """Return `context_fn` of torch's checkpoint: the second pass of a layer takes the routes of the first."""
         return nullcontext(), self.using(self._routes)
 
-    def _route(self, layer: int, num_experts: int, top_k: int, forward: Callable[..., Any], *args: Any) -> Any:
+    def _route(
+        self, layer: int, num_experts: int, top_k: int, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         if self._routes is None:
-            return forward(*args)
+            return forward(*args, **kwargs)
         with _TopK(num_experts, top_k, partial(self._routes.choose, layer)) as mode:
-            result = forward(*args)
+            result = forward(*args, **kwargs)
         if mode.num_chosen != 1:
             raise ModelError(f"router {layer} has chosen its experts by {mode.num_chosen} calls of topk; expected one.")
         return result
@@ -194,10 +196,12 @@ def why_not_replayable(path: str | Path) -> str | None:
     One router of each kind chooses for two tokens without data; what it gets besides is a bias for each expert. Raises
     ModelError as `load_causal_lm` does.
     """
-    config = model_config(path).get_text_config()
+    config, dense = model_config(path).get_text_config(), "is not a mixture of experts"
     if not any("expert" in name for name in config.to_dict()):
-        return "is not a mixture of experts"
+        return dense
     model = build_without_weights(path, "policy", torch.float32)
+    if not any(hasattr(module, "experts") for module in model.modules()):  # with 0 of them
+        return dense
     modules = {(type(module), *_sizes(module)): module for module in _routers_of(model)}
     try:
         routers = Routers.of(model)
