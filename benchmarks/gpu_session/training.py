@@ -164,11 +164,10 @@ def _backend(name: str, lengths: list[int], dim: int) -> Callable[..., torch.Ten
     else:
         plan = PackedPlan.from_lengths(lengths)
         _choose(name if name in KERNELS else "")
+    form = AttentionForm(dim**-0.5)
     if name == "sdpa":
-        return lambda q, k, v: plan._attend_by_runs(
-            *(x.squeeze(0).transpose(0, 1) for x in (q, k, v)), dim**-0.5, compiled=False
-        )
-    return lambda q, k, v: plan.attend(0, q, k, v, AttentionForm(dim**-0.5))
+        return lambda *layer: plan._attend_by_runs(*(x.squeeze(0).transpose(0, 1) for x in layer), form, compiled=False)
+    return lambda q, k, v: plan.attend(0, q, k, v, form)
 
 
 def _choose(name: str) -> None:

@@ -8,11 +8,11 @@ import hybridflow
 SOURCE = Path(hybridflow.__file__).parent
 
 
-def test_only_one_line_of_the_workers_names_the_torch_engine():
+def test_one_line_of_the_workers_and_one_of_the_family_check_name_the_torch_engine():
     naming = {
         str(file.relative_to(SOURCE)): len(re.findall(r"\bTorchEngine\(", file.read_text(encoding="utf-8")))
         for package in ("workers", "trainers", "cli", "rollout", "weight_sync")
         for file in sorted((SOURCE / package).rglob("*.py"))
         if "TorchEngine" in file.read_text(encoding="utf-8")
     }
-    assert naming == {"workers/model_worker.py": 1}
+    assert naming == {"workers/model_worker.py": 1, "trainers/family_check/layouts.py": 1}
