@@ -23,7 +23,8 @@ class ModelInput:
     `positions` indexes the flattened (batch * seq) hidden states that predict a response token, in row order;
     `labels` (num_response_tokens,) are these tokens, `candidates` (num_response_tokens, k) other tokens with requested
     log-probs; `response_mask` (rows, response_len) marks their positions in the rows, and `places`
-    (num_response_tokens,) are these positions in the flattened mask.
+    (num_response_tokens,) are these positions in the flattened mask. `is_real` (like input_ids) marks tokens that are
+    not padding; None: all.
     """
 
     input_ids: Tensor
@@ -36,6 +37,7 @@ class ModelInput:
     num_tokens: int
     num_padding_tokens: int = 0
     candidates: Tensor | None = None
+    is_real: Tensor | None = None
 
     @property
     def num_computed_tokens(self) -> int:
@@ -102,6 +104,7 @@ def pad(batch: DataProto) -> ModelInput:
         places=_places(response_mask),
         num_tokens=int(lengths.sum()),
         num_padding_tokens=input_ids.numel() - int(lengths.sum()),
+        is_real=columns < lengths[:, None],
     )
 
 
@@ -118,6 +121,7 @@ def idle_input(num_tokens: int) -> ModelInput:
         places=zeros[0, :1],
         num_tokens=0,
         num_padding_tokens=num_tokens,
+        is_real=zeros.bool(),
     )
 
 
