@@ -95,6 +95,7 @@ cannot do. Adapters are refused on a tensor axis, and critics have none."""
 
 QWEN3, TIED = ("qwen3", {}), ("llama", {"tie_word_embeddings": True})
 ODD_HEADS = ("qwen2", {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24})
+EXPERTS = ("qwen2_moe", {})
 ODD_WORDS = ("llama", {"vocab_size": 41, "tie_word_embeddings": True})
 OTHERS = {
     **{f"{name} {axis}": (2, {"family": family, axis: 2})
@@ -102,6 +103,18 @@ OTHERS = {
        for axis in AXES},
     "vocabulary of 41 tensor, few logits at once": (2, {"family": ODD_WORDS, "tensor": 2, "max_logits": 200}),
     "3 heads sequence": (2, {"family": ODD_HEADS, "sequence": 2}),
+    "experts, data 2": (2, {"family": EXPERTS, "max_tokens": 10}),
+    "experts, data 2, recomputed": (2, {"family": EXPERTS, "checkpointing": True}),
+    "experts, data 2, once, padded": (2, {"family": EXPERTS, "packing": False, "once_per_update": True}),
+    "experts, data 4": (4, {"family": EXPERTS}),
+    "expert 2": (2, {"family": EXPERTS, "expert": 2, "max_tokens": 10}),
+    "expert 2 x data 2": (4, {"family": EXPERTS, "expert": 2, "checkpointing": True}),
+    "expert 4": (4, {"family": EXPERTS, "expert": 4}),
+    "expert 2, once": (2, {"family": EXPERTS, "expert": 2, "once_per_update": True, "max_tokens": 10}),
+    "expert 2, host": (2, {"family": EXPERTS, "expert": 2, "offload": "host"}),
+    "expert 2 x sequence 2": (4, {"family": EXPERTS, "expert": 2, "sequence": 2}),
+    "experts, sequence 2": (2, {"family": EXPERTS, "sequence": 2, "packing": False}),
+    "experts, data 2, host": (2, {"family": EXPERTS, "offload": "host"}),
     "token-sum data": (2, {"aggregation": "token-sum", "max_tokens": 10}),
     "token-sum sequence": (2, {"aggregation": "token-sum", "sequence": 2}),
     "lora data": (2, {"lora": 3}),
@@ -133,9 +146,9 @@ CASES = {f"pairs {number}": (2, options) for number, options in enumerate(PAIRS)
 CASES |= {name: (ranks, options) for name, (ranks, options) in LAYOUTS.items() if name != REFERENCE}
 CASES |= {f"{name} value": (ranks, options | {"head": "value"}) for name, (ranks, options) in LAYOUTS.items()}
 CASES |= OTHERS
-IN_CI = "data 4, replicas 2"
+IN_CI = ("data 4, replicas 2", "experts, data 2")
 NAMES = [
-    name if name.startswith("pairs") or name == IN_CI else pytest.param(name, marks=pytest.mark.exhaustive)
+    name if name.startswith("pairs") or name in IN_CI else pytest.param(name, marks=pytest.mark.exhaustive)
     for name in CASES
 ]
 PLANTED = [f"pairs {n}; {BUGS['aggregation' in options or n % 2]}" for n, options in enumerate(PAIRS)]
@@ -184,6 +197,12 @@ def results(request, rollout_rows, tiny_model, tmp_path_factory, run_world):
 def test_all_layouts_give_the_same_training(results, name):
     errors = largest_errors(results[name], results[reference_of(CASES[name][1])])
     assert max(errors.values()) <= TOLERANCE, errors
+
+
+@pytest.mark.parametrize("layout", [IN_CI[1], pytest.param("experts, sequence 2", marks=pytest.mark.exhaustive)])
+def test_load_of_experts_is_that_of_all_ranks_without_padding(results, layout):
+    assert results[layout].experts == results[reference_of(OTHERS[layout][1])].experts
+    assert results[layout].experts["expert_load_max"] > 1
 
 
 @pytest.mark.parametrize("planted", PLANTED)
@@ -246,6 +265,26 @@ def test_bfloat16_adapters_and_own_code_train_on_two_ranks(run_world, rollout_ro
         errors = largest_errors(results[f"{kind} {layout}"], results[kind])
         bound = 5e-5 if kind == "qwen3_5_text" else 1e-5  # its recurrence is computed in float32
         assert max(errors.values()) <= bound, (kind, layout, errors)
+
+
+@pytest.mark.exhaustive
+def test_mixtures_of_other_families_train_on_two_ranks(run_world, rollout_rows, tmp_path):
+    rows_for_losses(rollout_rows).save_to_disk(tmp_path / "rows")
+    layouts = {"one": {}, "data": {"max_tokens": 10}, "expert": {"expert": 2, "checkpointing": True}}
+    kinds = ("gpt_oss", "deepseek_v3", "olmoe", "mixtral")
+    models = {kind: write_family(tmp_path / kind, kind) for kind in kinds}
+    common = {"rows": tmp_path / "rows", "dtype": "float32", "steps": 3}
+    jobs = [
+        (1 if name == "one" else 2, {"name": f"{kind} {name}", "model": model, **common, **options})
+        for name, options in layouts.items()
+        for kind, model in models.items()
+    ]
+    results = run_jobs(run_world, tmp_path, jobs)
+    for kind in kinds:
+        for name in ("data", "expert"):
+            errors = largest_errors(results[f"{kind} {name}"], results[f"{kind} one"])
+            assert max(errors.values()) <= 2e-5, (kind, name, errors)
+            assert results[f"{kind} {name}"].experts == results[f"{kind} one"].experts
 
 
 @pytest.mark.exhaustive

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from hybridflow.config import OptimizerConfig
 from hybridflow.engines.base import LossFunction, UpdateResult
@@ -19,9 +20,10 @@ from hybridflow.engines.gradient_reduction import GradientReduction
 from hybridflow.engines.lost_step import StepGuard
 from hybridflow.engines.optimizer import MasterParameters, build_adamw, clip_gradients, learning_rate
 from hybridflow.engines.packing import ModelInput
-from hybridflow.engines.ranks import DATA, Ranks
+from hybridflow.engines.ranks import DATA, SEQUENCE, Ranks
 from hybridflow.engines.row_forward import RowForward
 from hybridflow.errors import BatchError, NonFiniteError, OutOfMemoryError
+from hybridflow.models.experts import ExpertLoad
 from hybridflow.protocol import DataProto
 from hybridflow.runtime.boxes import local
 from hybridflow.runtime.fault_points import fault_point
@@ -84,7 +86,7 @@ class Learner:
     def __init__(
         self,
         forward: RowForward,
-        model: nn.Module,
+        model: PreTrainedModel,
         masters: MasterParameters,
         reduction: GradientReduction,
         config: OptimizerConfig,
@@ -101,6 +103,7 @@ class Learner:
         self._config, self._total_updates, self._recomputes = config, total_updates, recomputes
         self._guard, self._on_device = guard, on_device
         self._started: StartedUpdate | None = None
+        self._expert_load = forward.expert_load = ExpertLoad.of(model, forward.device)
 
     def add(self, part: UpdatePart, *, number: int, is_last: bool) -> None:
         """Add the gradients of part `number` of an update; see `TrainEngine.add_to_update`."""
@@ -158,6 +161,8 @@ class Learner:
         self._end()  # one that failed
         self._started = StartedUpdate(self._on_device())
         self.optimizer.zero_grad(set_to_none=True)  # gradients of an update that failed
+        if self._expert_load:
+            self._expert_load.reset()
         return self._started
 
     def _end(self) -> None:
@@ -186,6 +191,8 @@ class Learner:
             names = [name for names_of_rank in self._ranks.gather(list(metrics)) for name in names_of_rank]
             metrics = {name: metrics.get(name, 0.0) for name in dict.fromkeys(names)}
             norm = clip_gradients(self.parameters.values(), self._config.clip_grad_norm, self._ranks)
+            load = self._expert_load
+            experts = load.figures(partial(self._ranks.sum_floats, axes=(DATA, SEQUENCE))) if load else {}
         if not (math.isfinite(norm) and math.isfinite(summed_loss)):
             self.optimizer.zero_grad(set_to_none=True)
             raise NonFiniteError(self._report(started.parts, summed_loss, norm, num_updates))
@@ -196,7 +203,7 @@ class Learner:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.masters.cast()
-        return UpdateResult(loss, norm, lr, metrics, **started.counts)
+        return UpdateResult(loss, norm, lr, metrics, **started.counts, experts=experts)
 
     @torch.no_grad()
     def _scale_gradients(self, scale: float) -> None:
@@ -206,12 +213,18 @@ class Learner:
 
     @contextmanager
     def _training_mode(self) -> Iterator[None]:
-        """Set training mode if activations are recomputed, as transformers requires; nothing else depends on it."""
-        self._model.train(self._recomputes)
+        """Set training mode of the layers if their activations are recomputed, as transformers requires.
+
+        Their parts stay as they are in every other pass: in training mode, routers of some families add noise.
+        """
+        layers = [self._model, *(each for each in self._model.modules() if hasattr(each, "gradient_checkpointing"))]
         try:
+            for module in layers:
+                module.training = self._recomputes
             yield
         finally:
-            self._model.eval()
+            for module in layers:
+                module.training = False
 
     def _loss_of_row(self, part: UpdatePart, row: DataProto | None) -> float:
         """Add the gradient of one row of a part, and return its loss."""
