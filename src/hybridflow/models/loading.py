@@ -1,8 +1,8 @@
 """Loading models from a Hugging Face directory: a policy, or a critic with a scalar head on the same body.
 
 A model is built on the meta device, then filled one parameter at a time: a rank of a sharded model holds at most its
-shards and one whole parameter. Code in the directory is not executed. Dropout is off: a token's log-prob must not
-depend on the pass that computes it.
+shards and one whole parameter; of experts that are stored one by one it reads only its own. Code in the directory is
+not executed. Dropout is off: a token's log-prob must not depend on the pass that computes it.
 """
 
 import json
@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from hybridflow.errors import ModelConfigError, ModelError
 from hybridflow.models.attention import ATTENTION
+from hybridflow.models.experts import choose_products
 from hybridflow.models.lora import is_adapter, plain_name
 from hybridflow.models.model_files import LOADING_ERRORS, require_finite, require_sound_config
 from hybridflow.models.parameters import part_like, persistent_buffers, replace_parameters
@@ -37,7 +38,7 @@ from hybridflow.models.support import (
     require_classifier,
     require_supported_config,
 )
-from hybridflow.runtime.boxes import local
+from hybridflow.runtime.boxes import box_of_shard, local, whole_box
 from hybridflow.runtime.observe import get_logger
 
 Head = Literal["policy", "value"]
@@ -96,6 +97,7 @@ def build_without_weights(path: str | Path, head: Head, dtype: torch.dtype) -> P
         raise cannot_be_loaded(path, auto_class, error) from error
     if head == "value":
         require_value_head(model)
+    choose_products(model)
     model.tie_weights()
     turn_off_dropout(model)
     plan_recurrences(model)
@@ -145,10 +147,18 @@ def load_shards(model: PreTrainedModel, path: str | Path) -> None:
                 local(parameter).zero_()
                 continue
             require_shape(path, name, stored.shape(plain_name(name)), parameter.shape)
-            whole = stored.read(plain_name(name)).to(parameter.dtype)
-            require_finite(path, name, whole)
-            local(parameter).copy_(part_like(whole, parameter))
+            experts = _experts_of_rank(stored, plain_name(name), parameter)
+            read = (stored.read(plain_name(name)) if experts is None else experts).to(parameter.dtype)
+            require_finite(path, name, read)
+            local(parameter).copy_(part_like(read, parameter) if experts is None else read)
         require_no_ignored_layer(path, stored.ignored, model._keys_to_ignore_on_load_unexpected or ())
+
+
+def _experts_of_rank(stored: ModelTensors, name: str, parameter: Tensor) -> Tensor | None:
+    """Read the experts of this rank's shard alone; None if it is not some of the matrices of a stack."""
+    (first, end), *others = box_of_shard(parameter)
+    is_some = end - first < len(parameter) and tuple(others) == whole_box(parameter.shape[1:])
+    return stored.read_experts(name, first, end) if is_some else None
 
 
 def load_buffers(model: PreTrainedModel, stored: ModelTensors) -> None:

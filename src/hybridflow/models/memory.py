@@ -1,11 +1,12 @@
 """The memory of one rank, computed from the sizes of a decoder: weights, optimizer, activations, logits, KV cache.
 
-The formula describes the fused forward pass (Llama, Qwen2, Qwen3), and counts what autograd keeps for the backward
-pass. Its parts are those of the moment of the largest need: a backward pass of the head or of a layer, in an update
+The formula describes the fused forward pass (Llama, Qwen2, Qwen3) and the code of mixtures of experts, and counts what
+autograd keeps for the backward pass. Its parts are those of the moment of the largest need: a backward pass of the head or of a layer, in an update
 whose gradients and moments exist already. It leaves out what is not a tensor: the CUDA context, workspaces of libraries
 and fragments of the allocator.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
@@ -13,7 +14,7 @@ from typing import Literal
 from hybridflow.errors import ModelConfigError
 from hybridflow.models.attention import SHORT
 from hybridflow.models.forward import MAX_LOGITS, parts_of_logits
-from hybridflow.models.model_sizes import ModelSizes
+from hybridflow.models.model_sizes import DecoderShape, ModelSizes
 
 Kernels = Literal["compiled", "eager", "cpu"]
 """compiled: layers of torch.compile on a GPU; eager: PyTorch's operations on a GPU; cpu: the fused kernels of a CPU."""
@@ -110,12 +111,13 @@ def training_memory(sizes: ModelSizes, layout: MemoryLayout, tokens: int, respon
 
     `tokens` is memory.max_tokens_per_micro_batch; `response_tokens` 0: all of them.
     """
+    layout = _for_model(sizes, layout)
     b, shape, counted = layout.width, sizes.shape, response_tokens or tokens
     hidden = tokens * shape.hidden_size * b
     layer = tokens * _layer_bytes(sizes, layout)
     saved = shape.num_layers * (hidden if layout.gradient_checkpointing else layer) + tokens * _rotary_bytes(sizes)
     recomputed = layer if layout.gradient_checkpointing else 0
-    in_backward = tokens * (shape.hidden_size + 2 * shape.intermediate_size // layout.tensor) * b
+    in_backward = tokens * (_widths(shape) + 2 * shape.intermediate_size // layout.tensor) * b
     gathered = _gathered(sizes, layout)
     outer = 2 * counted * shape.hidden_size * b
     head = _Head(sizes, layout, counted)
@@ -134,6 +136,7 @@ def training_memory(sizes: ModelSizes, layout: MemoryLayout, tokens: int, respon
 
 def forward_memory(sizes: ModelSizes, layout: MemoryLayout, tokens: int, response_tokens: int = 0) -> RankMemory:
     """Return the memory of a pass without gradient, of a model without an optimizer: log-probs and their entropies."""
+    layout = _for_model(sizes, layout)
     counted, gathered = response_tokens or tokens, _gathered(sizes, layout).forward
     hidden = sizes.shape.hidden_size * layout.width
     logits, slices = _Head(sizes, layout, counted).forward(keeps=False)
@@ -167,7 +170,20 @@ def _pass_through_layer(sizes: ModelSizes, layout: MemoryLayout, tokens: int) ->
     """Return the bytes of the intermediate results of one layer without gradient, besides its input."""
     shape = sizes.shape
     sharded = 2 * (shape.attention_size + sizes.kv_size) + 3 * shape.intermediate_size
-    return tokens * layout.width * (2 * shape.hidden_size + sharded // layout.tensor)
+    return tokens * layout.width * (shape.hidden_size + _widths(shape) + sharded // layout.tensor)
+
+
+def _for_model(sizes: ModelSizes, layout: MemoryLayout) -> MemoryLayout:
+    """Return the layout for a model's code: that of a mixture is eager, and keeps all logits."""
+    if not sizes.shape.experts_per_token:
+        return layout
+    kernels = "cpu" if layout.kernels == "cpu" else "eager"
+    return replace(layout, kernels=kernels, max_logits=sys.maxsize)
+
+
+def _widths(shape: DecoderShape) -> int:
+    """Return the width of a token's hidden state, or of its copies for its experts."""
+    return shape.hidden_size * max(1, shape.experts_per_token)
 
 
 def _largest(held: RankMemory, moments: Sequence[RankMemory]) -> RankMemory:
@@ -238,7 +254,8 @@ def _layer_bytes(sizes: ModelSizes, layout: MemoryLayout) -> int:
     """Return the bytes that autograd keeps of one token in one layer.
 
     Two norms keep their input and their output, attention its queries, keys, values and output, the MLP gate, up and
-    their product; each norm one float32 per token, attention one per head.
+    their product; each norm one float32 per token, attention one per head. Experts keep copies of their input and of
+    their output.
     """
     shape, b, tensor = sizes.shape, layout.width, layout.tensor
     hidden, heads, kv = shape.hidden_size, shape.attention_size // tensor, sizes.kv_size // tensor
@@ -250,7 +267,7 @@ def _layer_bytes(sizes: ModelSizes, layout: MemoryLayout) -> int:
         attention += heads * b  # the output before and after the exchange
     if layout.kernels == "cpu" and b == 2 and layout.longest > SHORT:
         attention += (2 * heads + 2 * kv) * b + heads * b  # PyTorch's attention in float32, and its output cast
-    if layout.kernels == "eager":
+    if layout.kernels == "eager" or shape.experts_per_token:
         gated += mlp * b
         norms += 2 * hidden * (b if b == 4 else 4)
         if sizes.normalizes_heads:
@@ -258,7 +275,8 @@ def _layer_bytes(sizes: ModelSizes, layout: MemoryLayout) -> int:
     if layout.lora_rank:
         norms, gated = norms - 2 * hidden * b, gated - mlp * b  # inputs of frozen weights are not kept
         norms += _adapter_bytes(sizes, layout)
-    return norms + attention + gated + 4 * (num_heads + 2)
+    copies = 2 * _widths(shape) * b if shape.experts_per_token else 0
+    return norms + attention + gated + copies + 4 * (num_heads + 2)
 
 
 def _adapter_bytes(sizes: ModelSizes, layout: MemoryLayout) -> int:
@@ -296,6 +314,8 @@ def _gathered(sizes: ModelSizes, layout: MemoryLayout) -> _Gathered:
     """
     layer, b = sizes.layer // layout.tensor, layout.width
     largest = sizes.shape.hidden_size * sizes.shape.intermediate_size // layout.tensor * b
+    if sizes.shape.experts_per_token:
+        largest = 2 * sizes.layer // 3 * b  # gate and up of all experts, with those which compute no token
     if layout.is_alone and layout.offload != "host":
         return _Gathered(0, largest)
     embedding, head = sizes.embedding // layout.tensor, sizes.head // layout.tensor

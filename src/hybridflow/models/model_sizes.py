@@ -5,19 +5,26 @@ multiply-add as two, and a backward pass as two forward passes.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
+from transformers import PreTrainedModel
 
-from hybridflow.models.loading import build_without_weights
+from hybridflow.models.experts import sizes_of_experts
+from hybridflow.models.loading import build_without_weights, model_config
 from hybridflow.models.support import FUSED_FAMILIES
 
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """The sizes of a dense decoder-only transformer. `head_dim` 0 means hidden_size / num_heads."""
+    """The sizes of a decoder-only transformer. `head_dim` 0 means hidden_size / num_heads.
+
+    Of a mixture of experts, `intermediate_size` is the width of the experts that compute a token, with shared ones,
+    the mean of the layers, and `matrix_weights` is the number of weights in matrix products of a token; of a dense
+    model it is 0, because the number follows from the sizes.
+    """
 
     num_layers: int
     hidden_size: int
@@ -27,6 +34,8 @@ class DecoderShape:
     vocab_size: int
     head_dim: int = 0
     gated_mlp: bool = True
+    experts_per_token: int = 0
+    matrix_weights: int = 0
 
     @property
     def attention_size(self) -> int:
@@ -35,7 +44,9 @@ class DecoderShape:
 
     @property
     def num_matrix_weights(self) -> int:
-        """Number of weights in matrix products: projections, MLP and lm head, but not embeddings and norms."""
+        """Number of weights in matrix products of a token: projections, MLP and lm head, not embeddings and norms."""
+        if self.matrix_weights:
+            return self.matrix_weights
         kv_size = self.attention_size * self.num_key_value_heads // self.num_heads
         attention = 2 * self.hidden_size * (self.attention_size + kv_size)
         mlp = (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
@@ -47,11 +58,9 @@ def decoder_shape(model_path: str | Path, *, has_lm_head: bool = True) -> Decode
 
     Raises ModelError if the configuration cannot be read or is unsupported.
     """
-    from hybridflow.models.loading import model_config
-
     config = model_config(model_path)
     try:
-        return DecoderShape(
+        shape = DecoderShape(
             num_layers=config.num_hidden_layers,
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
@@ -62,6 +71,34 @@ def decoder_shape(model_path: str | Path, *, has_lm_head: bool = True) -> Decode
         )
     except AttributeError:
         return None
+    if not sizes_of_experts(config):
+        return shape
+    return shape_of_mixture(shape, build_without_weights(model_path, "policy" if has_lm_head else "value", torch.float32))
+
+
+def shape_of_mixture(shape: DecoderShape, model: PreTrainedModel) -> DecoderShape:
+    """Return the shape with the sizes of a mixture of experts, counted on its parameters, which need no memory."""
+    sizes = sizes_of_experts(model.config)
+    if sizes is None:
+        return shape
+    chosen, experts = sizes
+    in_layers = mlp = 0
+    for name, parameter in model.named_parameters():
+        if ".layers." not in name or parameter.ndim < 2:
+            continue
+        is_stack = parameter.ndim == 3 and len(parameter) == experts
+        is_router_or_bias = len(parameter) in (1, experts) and not is_stack
+        count = parameter.numel() * chosen // experts if is_stack else parameter.numel()
+        in_layers += 0 if name.endswith("bias") else count
+        mlp += 0 if is_router_or_bias or "attn" in name else count
+    latent = [getattr(model.config, f"{part}_head_dim", None) for part in ("qk_nope", "qk_rope", "v")]
+    return replace(
+        shape,
+        intermediate_size=mlp // (3 * shape.hidden_size * shape.num_layers),
+        head_dim=sum(latent) // 2 if all(latent) else shape.head_dim,  # half of that of scores and of values together
+        experts_per_token=chosen,
+        matrix_weights=in_layers + shape.hidden_size * shape.vocab_size,
+    )
 
 
 def flops_per_token(shape: DecoderShape, context_len: float) -> float:
@@ -107,7 +144,8 @@ def mfu(flops: float, seconds: float, peak_flops: float) -> float:
 class ModelSizes:
     """The sizes of a decoder, and its numbers of parameters: of one layer, the embedding, and a head of its own.
 
-    `head` is 0 if the head is tied to the embedding. `normalizes_heads`: queries and keys have norms, as in Qwen3.
+    `head` is 0 if the head is tied to the embedding. `normalizes_heads`: queries and keys have norms, as in Qwen3. If
+    the layers of a mixture differ, `layer` is the largest, and `all_layers` not 0 but the number of all of them.
     """
 
     shape: DecoderShape
@@ -115,11 +153,13 @@ class ModelSizes:
     embedding: int
     head: int
     normalizes_heads: bool = False
+    all_layers: int = 0
 
     @property
     def parameters(self) -> int:
         """Number of all parameters."""
-        return self.shape.num_layers * self.layer + self.embedding + self.head + self.shape.hidden_size
+        in_layers = self.all_layers or self.shape.num_layers * self.layer
+        return in_layers + self.embedding + self.head + self.shape.hidden_size
 
     @property
     def kv_size(self) -> int:
@@ -128,19 +168,23 @@ class ModelSizes:
 
 
 def model_sizes(path: str | Path, head: Literal["policy", "value"] = "policy") -> ModelSizes | None:
-    """Read the sizes of a model directory, without its weights; None if its family has no fused forward pass.
+    """Read the sizes of a model directory, without its weights; None for other dense models than the fused families.
 
     Raises ModelError if the configuration cannot be read or is unsupported.
     """
     shape = decoder_shape(path, has_lm_head=head == "policy")
     model = build_without_weights(path, head, torch.float32)
-    if shape is None or model.config.model_type not in FUSED_FAMILIES:
+    if shape is None or not (model.config.model_type in FUSED_FAMILIES or shape.experts_per_token):
         return None
     counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    layers = [
+        sum(count for name, count in counts.items() if f".layers.{index}." in name) for index in range(shape.num_layers)
+    ]
     return ModelSizes(
         shape=shape,
-        layer=sum(count for name, count in counts.items() if ".layers.0." in name),
+        layer=max(layers),
         embedding=sum(count for name, count in counts.items() if "embed_tokens" in name),
         head=sum(count for name, count in counts.items() if name.startswith(("lm_head.", "score."))),
         normalizes_heads=any("q_norm" in name for name in counts),
+        all_layers=sum(layers) if len(set(layers)) > 1 else 0,
     )

@@ -7,7 +7,7 @@ in memory and stored one by one. transformers has the conversions; here they app
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    MergeModulelist,
     PrefixChange,
     WeightConverter,
     WeightRenaming,
@@ -123,8 +124,21 @@ class ModelTensors:
         """Read a tensor of the model, in the dtype of the files."""
         source = self._source_of[name]
         if self._last is None or self._last[0] is not source:
+            self._last = None  # before others are in memory
             self._last = (source, self._converted(source, self._files.read))
         return self._last[1][name]
+
+    def read_experts(self, name: str, first: int, end: int) -> Tensor | None:
+        """Read some matrices of a stack of experts; None if the files do not have one matrix per expert."""
+        source = self._source_of[name]
+        if source.converter is None or not isinstance(source.converter.operations[0], MergeModulelist) or end == first:
+            return None
+        of_pattern: dict[str, list[tuple[str, str]]] = {}
+        for pattern, stored in source.stored:
+            of_pattern.setdefault(pattern, []).append((pattern, stored))
+        some = replace(source, stored=[pair for pairs in of_pattern.values() for pair in pairs[first:end]])
+        experts = self._converted(some, self._files.read)[name]
+        return experts if experts.shape == (end - first, *self._shapes[name][1:]) else None
 
     def _own_name(self, name: str) -> str | None:
         """Return the model's name of a tensor whose name may lack the prefix of the body, or have it in excess."""
