@@ -324,8 +324,8 @@ TINY_CONFIG = {
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Return `tiny_model`, which builds a model directory with random float32 weights.
 
-    Example: `tiny_model("qwen3", seed=1, tie_word_embeddings=True)`. Families: llama, qwen2, qwen3, mistral; further
-    arguments are keys of the family's configuration. Equal calls return the same directory, so tests must not write
+    Example: `tiny_model("qwen3", seed=1, tie_word_embeddings=True)`. Families: llama, qwen2, qwen3, mistral, qwen2_moe;
+    others are keys of the family's configuration. Equal calls return the same directory, so tests must not write
     to it. A llama directory has a tokenizer with one token per word: "w3" is token 3.
     """
     directories: dict[str, Path] = {}
@@ -343,7 +343,10 @@ def _write_tiny_model(directory: Path, family: str, seed: int, config: dict[str,
     import torch
     import transformers
 
-    names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}
+    names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral", "qwen2_moe": "Qwen2Moe"}
+    if family == "qwen2_moe":
+        config = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, **config}
+        config = {"shared_expert_intermediate_size": 16, **config}
     if family == "qwen3":
         config = {"head_dim": 8, **config}
     config_class = getattr(transformers, f"{names[family]}Config")

@@ -30,12 +30,16 @@ ACTIONS = {
     "two_offloaded_again": (2, {"load": "by_two_offloaded", "offload": "idle"}),
     "two_again": (2, {"load": "by_two"}),
     "two_in_other_axes": (2, {"tensor": 2, "load": "by_two"}),
+    "experts": (2, {"family": "qwen2_moe", "save": "by_experts"}),
+    "experts_again": (2, {"family": "qwen2_moe", "load": "by_experts"}),
     "two_copies": (2, {"replicas": 2, "load": "by_two", "save": "by_copies"}),
 }
 """Name -> number of ranks and action, with shared directories, in order."""
 MORE_ACTIONS = {
     "four": (4, {"tensor": 2, "save": "by_four", "in_background": True}),
     "four_again": (4, {"tensor": 2, "load": "by_four"}),
+    "experts_on_four": (4, {"family": "qwen2_moe", "load": "by_experts"}),
+    "experts_on_one": (1, {"family": "qwen2_moe", "load": "by_experts"}),
     "two_from_four": (2, {"load": "by_four"}),
     "one_from_two": (1, {"load": "by_two"}),
     "replicas": (4, {"replicas": 2, "save": "by_replicas"}),
@@ -52,14 +56,16 @@ def results(request, rollout_rows, tiny_model, run_world, tmp_path_factory):
     """Do the actions, those of four ranks and one only for exhaustive tests."""
     directory = tmp_path_factory.mktemp("resumed")
     rows_for_losses(rollout_rows).save_to_disk(directory / "rows")
-    common = {"do": "resume", "model": tiny_model("qwen2"), "rows": directory / "rows"}
+    common = {"do": "resume", "rows": directory / "rows"}
     is_exhaustive = any(item.get_closest_marker("exhaustive") for item in request.session.items)
     jobs = []
-    for name, (ranks, action) in (ACTIONS | (MORE_ACTIONS if is_exhaustive else {})).items():
+    for name, (ranks, of_action) in (ACTIONS | (MORE_ACTIONS if is_exhaustive else {})).items():
+        action = dict(of_action)
         paths = {what: directory / action[what] for what in ("load", "save") if what in action}
         if "save" in action:
             paths["save"].mkdir()
-        jobs.append((ranks, {"name": name, **common, **action, **paths}))
+        model = tiny_model(action.pop("family", "qwen2"))
+        jobs.append((ranks, {"name": name, "model": model, **common, **action, **paths}))
     done = run_jobs(run_world, directory, jobs)
     return SimpleNamespace(directory=directory, **{name: result.weights for name, result in done.items()})
 
@@ -71,7 +77,7 @@ def largest_error(weights, reference):
 @sharded
 @pytest.mark.parametrize(
     "ranks",
-    ["two", "two_offloaded", pytest.param("four", marks=EXHAUSTIVE), pytest.param("replicas", marks=EXHAUSTIVE)],
+    ["two", "two_offloaded", "experts", pytest.param("four", marks=EXHAUSTIVE), pytest.param("replicas", marks=EXHAUSTIVE)],
 )
 def test_same_layout_resumes_bit_identically(results, ranks):
     whole, resumed = getattr(results, ranks), getattr(results, f"{ranks}_again")
@@ -86,6 +92,8 @@ def test_same_layout_resumes_bit_identically(results, ranks):
         ("two_in_other_axes", "two"),
         ("two_copies", "two"),
         pytest.param("one_from_two", "two", marks=EXHAUSTIVE),
+        pytest.param("experts_on_one", "experts", marks=EXHAUSTIVE),
+        pytest.param("experts_on_four", "experts", marks=EXHAUSTIVE),
         pytest.param("two_from_four", "four", marks=EXHAUSTIVE),
         pytest.param("replicas_from_two", "two", marks=EXHAUSTIVE),
         pytest.param("replicas_from_four", "four", marks=EXHAUSTIVE),

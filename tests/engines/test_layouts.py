@@ -95,6 +95,7 @@ cannot do. Adapters are refused on a tensor axis, and critics have none."""
 
 QWEN3, TIED = ("qwen3", {}), ("llama", {"tie_word_embeddings": True})
 ODD_HEADS = ("qwen2", {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24})
+EXPERTS = ("qwen2_moe", {})
 ODD_WORDS = ("llama", {"vocab_size": 41, "tie_word_embeddings": True})
 OTHERS = {
     **{f"{name} {axis}": (2, {"family": family, axis: 2})
@@ -102,6 +103,11 @@ OTHERS = {
        for axis in AXES},
     "vocabulary of 41 tensor, few logits at once": (2, {"family": ODD_WORDS, "tensor": 2, "max_logits": 200}),
     "3 heads sequence": (2, {"family": ODD_HEADS, "sequence": 2}),
+    "experts, data 2": (2, {"family": EXPERTS, "max_tokens": 10}),
+    "experts, data 2, recomputed": (2, {"family": EXPERTS, "checkpointing": True}),
+    "experts, data 2, once, padded": (2, {"family": EXPERTS, "packing": False, "once_per_update": True}),
+    "experts, data 4": (4, {"family": EXPERTS}),
+    "experts, data 2, host": (2, {"family": EXPERTS, "offload": "host"}),
     "token-sum data": (2, {"aggregation": "token-sum", "max_tokens": 10}),
     "token-sum sequence": (2, {"aggregation": "token-sum", "sequence": 2}),
     "lora data": (2, {"lora": 3}),
@@ -133,9 +139,9 @@ CASES = {f"pairs {number}": (2, options) for number, options in enumerate(PAIRS)
 CASES |= {name: (ranks, options) for name, (ranks, options) in LAYOUTS.items() if name != REFERENCE}
 CASES |= {f"{name} value": (ranks, options | {"head": "value"}) for name, (ranks, options) in LAYOUTS.items()}
 CASES |= OTHERS
-IN_CI = "data 4, replicas 2"
+IN_CI = ("data 4, replicas 2", "experts, data 2")
 NAMES = [
-    name if name.startswith("pairs") or name == IN_CI else pytest.param(name, marks=pytest.mark.exhaustive)
+    name if name.startswith("pairs") or name in IN_CI else pytest.param(name, marks=pytest.mark.exhaustive)
     for name in CASES
 ]
 PLANTED = [f"pairs {n}; {BUGS['aggregation' in options or n % 2]}" for n, options in enumerate(PAIRS)]

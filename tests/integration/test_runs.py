@@ -19,6 +19,7 @@ ELSEWHERE = (
     *("parts/", "processes/", "weight_sync/", "balance/", "recovery/"),
     "episode/",  # see tests/trainers/test_episode_runs.py
     "reward/unprotected/",  # of `code_reward`
+    "<model>/",  # of a mixture of experts, see tests/models/test_experts.py
 )
 """Metrics of runs on several processes."""
 

@@ -5,7 +5,7 @@ Workers depend on this Protocol only; sharding, precision and micro-batches are 
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Size, Tensor
@@ -37,7 +37,7 @@ class UpdateResult:
     """The result of one optimizer step: loss and metrics, gradient norm before clipping, learning rate.
 
     `num_tokens` counts the real tokens of the rows; `num_computed_tokens` counts computed tokens, including
-    `num_padding_tokens`, with a shared prompt once.
+    `num_padding_tokens`, with a shared prompt once. `experts`: figures of a mixture, see `ExpertLoad`.
     """
 
     loss: float
@@ -47,6 +47,7 @@ class UpdateResult:
     num_tokens: int
     num_computed_tokens: int
     num_padding_tokens: int
+    experts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def padding_share(self) -> float:

@@ -5,23 +5,25 @@ Losses and metrics of micro-batches stay on the device until the step, when the 
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from hybridflow.config import OptimizerConfig
 from hybridflow.engines.base import LossFunction, UpdateResult
-from hybridflow.engines.device_copy import rows_to_device
+from hybridflow.engines.device_copy import rows_to_device, to_device
 from hybridflow.engines.gradient_reduction import GradientReduction
 from hybridflow.engines.lost_step import StepGuard
 from hybridflow.engines.optimizer import MasterParameters, build_adamw, clip_gradients, learning_rate
-from hybridflow.engines.packing import ModelInput
+from hybridflow.engines.packing import ModelInput, sequence_lengths
 from hybridflow.engines.ranks import DATA, Ranks
 from hybridflow.engines.row_forward import RowForward
 from hybridflow.errors import BatchError, NonFiniteError, OutOfMemoryError
+from hybridflow.models.experts import ExpertLoad
 from hybridflow.protocol import DataProto
 from hybridflow.runtime.boxes import local
 from hybridflow.runtime.fault_points import fault_point
@@ -84,7 +86,7 @@ class Learner:
     def __init__(
         self,
         forward: RowForward,
-        model: nn.Module,
+        model: PreTrainedModel,
         masters: MasterParameters,
         reduction: GradientReduction,
         config: OptimizerConfig,
@@ -101,6 +103,7 @@ class Learner:
         self._config, self._total_updates, self._recomputes = config, total_updates, recomputes
         self._guard, self._on_device = guard, on_device
         self._started: StartedUpdate | None = None
+        self._expert_load = ExpertLoad.of(model, forward.device)
 
     def add(self, part: UpdatePart, *, number: int, is_last: bool) -> None:
         """Add the gradients of part `number` of an update; see `TrainEngine.add_to_update`."""
@@ -130,13 +133,24 @@ class Learner:
         """
         model_input = self._forward.arrange(rows)
         with self._training_mode():
-            outputs = self._forward.compute(model_input, with_entropy=with_entropy, temperature=temperature)
+            with self._counting_experts(rows, model_input):
+                outputs = self._forward.compute(model_input, with_entropy=with_entropy, temperature=temperature)
             if rows is None:
                 share, extra = torch.stack([output.sum() for output in outputs.values()]).sum() * 0.0, {}
             else:
                 share, extra = loss_function(outputs, rows_to_device(rows, self._forward.device))
             share.backward()
         return LossShare(share.detach(), extra), model_input
+
+    def _counting_experts(self, rows: DataProto | None, model_input: ModelInput) -> AbstractContextManager[None]:
+        """Count the real tokens of the experts in a forward pass, but not again where it is recomputed."""
+        if rows is None or self._expert_load is None:
+            return nullcontext()
+        if not model_input.num_padding_tokens:
+            return self._expert_load.counting(None)
+        columns = torch.arange(model_input.input_ids.shape[1])
+        is_real = columns < sequence_lengths(rows).cpu()[:, None]
+        return self._expert_load.counting(to_device(is_real, self._forward.device))
 
     def _accumulate(self, started: StartedUpdate, part: UpdatePart, *, is_last: bool) -> None:
         """Add the gradients of all micro-batches of a part, and note their shares of the loss.
@@ -158,6 +172,8 @@ class Learner:
         self._end()  # one that failed
         self._started = StartedUpdate(self._on_device())
         self.optimizer.zero_grad(set_to_none=True)  # gradients of an update that failed
+        if self._expert_load:
+            self._expert_load.reset()
         return self._started
 
     def _end(self) -> None:
@@ -186,6 +202,8 @@ class Learner:
             names = [name for names_of_rank in self._ranks.gather(list(metrics)) for name in names_of_rank]
             metrics = {name: metrics.get(name, 0.0) for name in dict.fromkeys(names)}
             norm = clip_gradients(self.parameters.values(), self._config.clip_grad_norm, self._ranks)
+            load = self._expert_load
+            experts = load.figures(self._ranks.sum_floats) if load else {}
         if not (math.isfinite(norm) and math.isfinite(summed_loss)):
             self.optimizer.zero_grad(set_to_none=True)
             raise NonFiniteError(self._report(started.parts, summed_loss, norm, num_updates))
@@ -196,7 +214,7 @@ class Learner:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.masters.cast()
-        return UpdateResult(loss, norm, lr, metrics, **started.counts)
+        return UpdateResult(loss, norm, lr, metrics, **started.counts, experts=experts)
 
     @torch.no_grad()
     def _scale_gradients(self, scale: float) -> None:

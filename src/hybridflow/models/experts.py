@@ -1,7 +1,11 @@
 """The experts of a mixture: how their matrix products are computed, and how many tokens each of them gets."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 ALIGNED = 8
@@ -25,6 +29,53 @@ def choose_products(model: PreTrainedModel) -> None:
     matrices = [p for experts in experts_of(model) for p in experts.parameters(recurse=False) if p.ndim == 3]
     if any(p.dtype == torch.float64 or p.shape[1] % ALIGNED or p.shape[2] % ALIGNED for p in matrices):
         model.set_experts_implementation("eager")
+
+
+class ExpertLoad:
+    """The number of tokens that each expert of each layer computes, counted on the device."""
+
+    def __init__(self, experts: list[nn.Module], num_experts: int, device: torch.device) -> None:
+        self._counts = torch.zeros(len(experts), num_experts, dtype=torch.float64, device=device)
+        self._is_counting = False
+        self._is_real: Tensor | None = None
+        for layer, module in enumerate(experts):
+            module.register_forward_pre_hook(partial(self._count, layer))
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, device: torch.device) -> "ExpertLoad | None":
+        """Return the load of a model's experts, without counts; None for a model without experts."""
+        experts, sizes = experts_of(model), sizes_of_experts(model.config)
+        return cls(experts, sizes[1], device) if experts and sizes else None
+
+    def reset(self) -> None:
+        """Forget all counts."""
+        self._counts.zero_()
+
+    @contextmanager
+    def counting(self, is_real: Tensor | None) -> Iterator[None]:
+        """Count the tokens of a forward pass; `is_real` (batch, tokens): those that are not padding; None: all."""
+        self._is_counting, self._is_real = True, is_real
+        try:
+            yield
+        finally:
+            self._is_counting, self._is_real = False, None
+
+    @torch.no_grad()
+    def _count(self, layer: int, module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        if not self._is_counting:
+            return
+        chosen = arguments[1]  # (tokens, experts of a token)
+        if self._is_real is not None:
+            chosen = torch.where(self._is_real.view(-1, 1), chosen, -1)  # which histc leaves out
+        chosen = chosen.float() if chosen.device.type == "cpu" else chosen.int()  # the types that it has there
+        size = self._counts.shape[1]
+        self._counts[layer] += torch.histc(chosen, bins=size, min=0, max=size - 1)
+
+    def figures(self, ranks_sum: Callable[[list[float]], list[float]]) -> dict[str, float]:
+        """Return the largest load of an expert in a layer as a multiple of the mean, and the number of idle experts."""
+        counts = torch.tensor(ranks_sum(self._counts.flatten().tolist())).view_as(self._counts)
+        loads = counts / counts.mean(-1, keepdim=True).clamp(min=1)
+        return {"expert_load_max": float(loads.max()), "idle_experts": float((counts == 0).sum())}
 
 
 def sizes_of_experts(config: PretrainedConfig) -> tuple[int, int] | None:

@@ -70,7 +70,7 @@ def figures_of(result: UpdateResult, name: str, figures: Sequence[Figure] = ALL_
         "padding_computed": result.padding_share,
         "shared_prompts": result.saved_share,
     }
-    return {f"{name}/{figure}": values[figure] for figure in figures}
+    return {f"{name}/{figure}": value for figure, value in ({f: values[f] for f in figures} | result.experts).items()}
 
 
 def metrics_of_steps(steps: list[dict[str, float]], name: str) -> dict[str, float]:

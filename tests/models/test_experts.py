@@ -1,0 +1,45 @@
+"""Mixtures of experts: products that any dtype and size have, and the tokens of each expert in an update."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fixtures.families import small_config, write_family
+from hybridflow.models.experts import ExpertLoad, choose_products, experts_of
+from hybridflow.models.loading import load_causal_lm
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "wanted"),
+    [(torch.float32, 16, "grouped_mm"), (torch.float64, 16, "eager"), (torch.float32, 18, "eager")],
+)
+def test_experts_have_products_in_each_dtype_and_size(tmp_path, dtype, width, wanted):
+    path = write_family(tmp_path, "qwen3_moe", moe_intermediate_size=width)
+    model = load_causal_lm(path, dtype)
+    assert model.config._experts_implementation == wanted
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, experts_implementation="eager")
+    ids = torch.arange(12)[None]
+    for ours, other in zip(experts_of(model), experts_of(theirs), strict=True):
+        hidden = torch.randn(12, 32, dtype=dtype)
+        chosen, weights = ids.view(-1, 1) % torch.tensor([[4, 3]]), torch.rand(12, 2, dtype=dtype)
+        torch.testing.assert_close(ours(hidden, chosen, weights), other(hidden, chosen, weights))
+
+
+def test_load_counts_real_tokens_and_no_pass_outside_of_its_context():
+    model = AutoModelForCausalLM.from_config(small_config("qwen3_moe"))
+    load = ExpertLoad.of(model, torch.device("cpu"))
+    of_layer = experts_of(model)
+    hidden, weights = torch.zeros(4, 32), torch.ones(4, 2)
+    chosen = torch.tensor([[0, 1], [0, 2], [0, 1], [3, 2]])
+    with load.counting(torch.tensor([[True, True], [True, False]])):
+        of_layer[0](hidden, chosen, weights)
+    with load.counting(None):
+        of_layer[1](hidden, chosen, weights)
+    of_layer[1](hidden, chosen, weights)
+    # tokens 3, 2, 1, 0 of experts in the first layer, 3, 2, 2, 1 in the second
+    assert load.figures(lambda counts: counts) == {"expert_load_max": 3 / 1.5, "idle_experts": 1.0}
+    assert load.figures(lambda counts: [count + 1 for count in counts])["idle_experts"] == 0
+    load.reset()
+    assert load.figures(lambda counts: counts) == {"expert_load_max": 0.0, "idle_experts": 8.0}
