@@ -192,6 +192,12 @@ def test_all_layouts_give_the_same_training(results, name):
     assert max(errors.values()) <= TOLERANCE, errors
 
 
+def test_load_of_experts_is_that_of_all_ranks_without_padding(results):
+    options = OTHERS[IN_CI[1]][1]
+    assert results[IN_CI[1]].experts == results[reference_of(options)].experts
+    assert results[IN_CI[1]].experts["expert_load_max"] > 1
+
+
 @pytest.mark.parametrize("planted", PLANTED)
 def test_a_planted_bug_is_seen(results, planted):
     found, reference = results[planted], results[reference_of(CASES[planted.partition("; ")[0]][1])]

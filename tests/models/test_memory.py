@@ -68,9 +68,11 @@ def check(estimate, bytes_measured):
     [
         ("qwen3", "bfloat16", 512, True, 256),
         ("qwen2", "float32", 512, False, 256),
+        ("qwen2_moe", "bfloat16", 512, False, 256),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in (
+                ("qwen2_moe", "float32", 512, True, 256),
                 ("qwen2", "float32", 512, True, 256),
                 ("qwen2", "float32", 20000, False, 1024),
                 ("qwen2", "bfloat16", 512, False, 1024),

@@ -1,6 +1,20 @@
 import pytest
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hybridflow.models.model_sizes import DecoderShape, flops_per_token, forward_flops, mfu, training_flops
+from fixtures.families import write_family
+from fixtures.published_models import MIXTURES
+from hybridflow.models.loading import load_causal_lm, parameters_on_meta
+from hybridflow.models.model_sizes import (
+    DecoderShape,
+    decoder_shape,
+    flops_per_token,
+    forward_flops,
+    mfu,
+    model_sizes,
+    shape_of_mixture,
+    training_flops,
+)
 
 SMALL = DecoderShape(
     num_layers=2, hidden_size=8, intermediate_size=16, num_heads=4, num_key_value_heads=2, vocab_size=10
@@ -29,3 +43,30 @@ def test_flops_of_causal_sequences_sum_over_tokens():
 def test_mfu_is_the_share_of_peak_flops_or_zero():
     assert mfu(flops=3e12, seconds=2.0, peak_flops=1e13) == pytest.approx(0.15)
     assert mfu(0.0, 0.0, 1e12) == mfu(1e12, 1.0, 0.0) == 0.0
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_has_the_published_numbers_of_all_and_active_parameters(name):
+    kind, sizes, published, active = MIXTURES[name]
+    config = CONFIG_MAPPING[kind](**sizes)
+    with parameters_on_meta():
+        model = AutoModelForCausalLM.from_config(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(published, abs=0.051)
+    dense = DecoderShape(config.num_hidden_layers, config.hidden_size, 1, 1, 1, config.vocab_size)
+    found = shape_of_mixture(dense, model).num_matrix_weights  # some cards count the embedding, some do not
+    assert found / 1e9 - 0.06 <= active <= (found + config.vocab_size * config.hidden_size) / 1e9 + 0.06
+
+
+def test_a_mixture_is_counted_by_hand(tmp_path):
+    sizes = {"num_hidden_layers": 3, "num_experts": 6, "first_k_dense_replace": 1, "n_shared_experts": 2}
+    path = write_family(tmp_path, "deepseek_v2", topk_method="greedy", **sizes)
+    shape = decoder_shape(path)
+    # latent attention: q 32x16 and 16x(4x12), kv 32x(16+4) and 16x(4x16), o 32x32; expert: 3 products 32x16
+    attention, expert = 512 + 768 + 640 + 1024 + 1024, 3 * 32 * 16
+    layers = 3 * attention + 3 * 32 * 48 + 2 * (4 * expert + 6 * 32)  # 2 of 6 experts and 2 shared; the router
+    assert shape.num_matrix_weights == layers + 32 * 40
+    assert (shape.intermediate_size, shape.experts_per_token) == ((48 + 2 * 4 * 16) // 3, 2)
+    assert shape.attention_size == 4 * (12 + 8) // 2  # scores of 12 numbers, values of 8
+    found, model = model_sizes(path), load_causal_lm(path)
+    assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert found.layer == sum(parameter.numel() for parameter in model.model.layers[1].parameters())
