@@ -1,13 +1,13 @@
 """Mixtures of experts: products that any dtype and size have, and the tokens of each expert in an update."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from fixtures.families import small_config, write_family
-from hybridflow.models.experts import ExpertLoad, choose_products, experts_of
+from hybridflow.config import MemoryConfig, ModelConfig, OptimizerConfig
+from hybridflow.engines import TorchEngine
+from hybridflow.models.experts import ExpertLoad, experts_of
 from hybridflow.models.loading import load_causal_lm
 
 
@@ -25,6 +25,21 @@ def test_experts_have_products_in_each_dtype_and_size(tmp_path, dtype, width, wa
         hidden = torch.randn(12, 32, dtype=dtype)
         chosen, weights = ids.view(-1, 1) % torch.tensor([[4, 3]]), torch.rand(12, 2, dtype=dtype)
         torch.testing.assert_close(ours(hidden, chosen, weights), other(hidden, chosen, weights))
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "phimoe"])
+def test_routers_add_no_noise_where_activations_are_recomputed(tmp_path, kind, rollout_rows):
+    path, rows, losses = write_family(tmp_path, kind, router_jitter_noise=0.3), rollout_rows([3, 1], [4, 2]), []
+    for recomputes in (False, True):
+        engine = TorchEngine(
+            str(path),
+            "policy",
+            model=ModelConfig(path=str(path), gradient_checkpointing=recomputes),
+            memory=MemoryConfig(),
+            optimizer=OptimizerConfig(),
+        )
+        losses.append(engine.update(rows, lambda outputs, part: (outputs["log_probs"].sum(), {})))
+    assert losses[0] == losses[1]
 
 
 def test_load_counts_real_tokens_and_no_pass_outside_of_its_context():

@@ -224,12 +224,18 @@ class Learner:
 
     @contextmanager
     def _training_mode(self) -> Iterator[None]:
-        """Set training mode if activations are recomputed, as transformers requires; nothing else depends on it."""
-        self._model.train(self._recomputes)
+        """Set training mode of the layers if their activations are recomputed, as transformers requires.
+
+        Their parts stay as they are in every other pass: in training mode, routers of some families add noise.
+        """
+        layers = [self._model, *(each for each in self._model.modules() if hasattr(each, "gradient_checkpointing"))]
         try:
+            for module in layers:
+                module.training = self._recomputes
             yield
         finally:
-            self._model.eval()
+            for module in layers:
+                module.training = False
 
     def _loss_of_row(self, part: UpdatePart, row: DataProto | None) -> float:
         """Add the gradient of one row of a part, and return its loss."""

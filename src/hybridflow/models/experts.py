@@ -73,7 +73,8 @@ class ExpertLoad:
 
     def figures(self, ranks_sum: Callable[[list[float]], list[float]]) -> dict[str, float]:
         """Return the largest load of an expert in a layer as a multiple of the mean, and the number of idle experts."""
-        counts = torch.tensor(ranks_sum(self._counts.flatten().tolist())).view_as(self._counts)
+        summed = ranks_sum(self._counts.flatten().tolist())
+        counts = torch.tensor(summed, dtype=torch.float64).view(self._counts.shape)
         loads = counts / counts.mean(-1, keepdim=True).clamp(min=1)
         return {"expert_load_max": float(loads.max()), "idle_experts": float((counts == 0).sum())}
 
