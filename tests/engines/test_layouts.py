@@ -107,6 +107,7 @@ OTHERS = {
     "experts, data 2, recomputed": (2, {"family": EXPERTS, "checkpointing": True}),
     "experts, data 2, once, padded": (2, {"family": EXPERTS, "packing": False, "once_per_update": True}),
     "experts, data 4": (4, {"family": EXPERTS}),
+    "experts, sequence 2": (2, {"family": EXPERTS, "sequence": 2, "packing": False}),
     "experts, data 2, host": (2, {"family": EXPERTS, "offload": "host"}),
     "token-sum data": (2, {"aggregation": "token-sum", "max_tokens": 10}),
     "token-sum sequence": (2, {"aggregation": "token-sum", "sequence": 2}),
@@ -192,10 +193,10 @@ def test_all_layouts_give_the_same_training(results, name):
     assert max(errors.values()) <= TOLERANCE, errors
 
 
-def test_load_of_experts_is_that_of_all_ranks_without_padding(results):
-    options = OTHERS[IN_CI[1]][1]
-    assert results[IN_CI[1]].experts == results[reference_of(options)].experts
-    assert results[IN_CI[1]].experts["expert_load_max"] > 1
+@pytest.mark.parametrize("layout", [IN_CI[1], pytest.param("experts, sequence 2", marks=pytest.mark.exhaustive)])
+def test_load_of_experts_is_that_of_all_ranks_without_padding(results, layout):
+    assert results[layout].experts == results[reference_of(OTHERS[layout][1])].experts
+    assert results[layout].experts["expert_load_max"] > 1
 
 
 @pytest.mark.parametrize("planted", PLANTED)

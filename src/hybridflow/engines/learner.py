@@ -5,7 +5,7 @@ Losses and metrics of micro-batches stay on the device until the step, when the 
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 
 from hybridflow.config import OptimizerConfig
 from hybridflow.engines.base import LossFunction, UpdateResult
-from hybridflow.engines.device_copy import rows_to_device, to_device
+from hybridflow.engines.device_copy import rows_to_device
 from hybridflow.engines.gradient_reduction import GradientReduction
 from hybridflow.engines.lost_step import StepGuard
 from hybridflow.engines.optimizer import MasterParameters, build_adamw, clip_gradients, learning_rate
-from hybridflow.engines.packing import ModelInput, sequence_lengths
-from hybridflow.engines.ranks import DATA, Ranks
+from hybridflow.engines.packing import ModelInput
+from hybridflow.engines.ranks import DATA, SEQUENCE, Ranks
 from hybridflow.engines.row_forward import RowForward
 from hybridflow.errors import BatchError, NonFiniteError, OutOfMemoryError
 from hybridflow.models.experts import ExpertLoad
@@ -103,7 +103,7 @@ class Learner:
         self._config, self._total_updates, self._recomputes = config, total_updates, recomputes
         self._guard, self._on_device = guard, on_device
         self._started: StartedUpdate | None = None
-        self._expert_load = ExpertLoad.of(model, forward.device)
+        self._expert_load = forward.expert_load = ExpertLoad.of(model, forward.device)
 
     def add(self, part: UpdatePart, *, number: int, is_last: bool) -> None:
         """Add the gradients of part `number` of an update; see `TrainEngine.add_to_update`."""
@@ -133,24 +133,13 @@ class Learner:
         """
         model_input = self._forward.arrange(rows)
         with self._training_mode():
-            with self._counting_experts(rows, model_input):
-                outputs = self._forward.compute(model_input, with_entropy=with_entropy, temperature=temperature)
+            outputs = self._forward.compute(model_input, with_entropy=with_entropy, temperature=temperature)
             if rows is None:
                 share, extra = torch.stack([output.sum() for output in outputs.values()]).sum() * 0.0, {}
             else:
                 share, extra = loss_function(outputs, rows_to_device(rows, self._forward.device))
             share.backward()
         return LossShare(share.detach(), extra), model_input
-
-    def _counting_experts(self, rows: DataProto | None, model_input: ModelInput) -> AbstractContextManager[None]:
-        """Count the real tokens of the experts in a forward pass, but not again where it is recomputed."""
-        if rows is None or self._expert_load is None:
-            return nullcontext()
-        if not model_input.num_padding_tokens:
-            return self._expert_load.counting(None)
-        columns = torch.arange(model_input.input_ids.shape[1])
-        is_real = columns < sequence_lengths(rows).cpu()[:, None]
-        return self._expert_load.counting(to_device(is_real, self._forward.device))
 
     def _accumulate(self, started: StartedUpdate, part: UpdatePart, *, is_last: bool) -> None:
         """Add the gradients of all micro-batches of a part, and note their shares of the loss.
@@ -203,7 +192,7 @@ class Learner:
             metrics = {name: metrics.get(name, 0.0) for name in dict.fromkeys(names)}
             norm = clip_gradients(self.parameters.values(), self._config.clip_grad_norm, self._ranks)
             load = self._expert_load
-            experts = load.figures(self._ranks.sum_floats) if load else {}
+            experts = load.figures(partial(self._ranks.sum_floats, axes=(DATA, SEQUENCE))) if load else {}
         if not (math.isfinite(norm) and math.isfinite(summed_loss)):
             self.optimizer.zero_grad(set_to_none=True)
             raise NonFiniteError(self._report(started.parts, summed_loss, norm, num_updates))

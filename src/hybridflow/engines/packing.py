@@ -25,7 +25,8 @@ class ModelInput:
     `labels` (num_response_tokens,) are these tokens, `candidates` (num_response_tokens, k) other tokens with requested
     log-probs; `response_mask` (rows, response_len) marks their positions in the rows, and `places`
     (num_response_tokens,) are these positions in the flattened mask. `routes` (*input_ids.shape, layers, top_k): those
-    that the rows were sampled with, see `models.routes`.
+    that the rows were sampled with, see `models.routes`. `is_real` (like input_ids) marks tokens that are not padding;
+    None: all.
     """
 
     input_ids: Tensor
@@ -39,6 +40,7 @@ class ModelInput:
     num_padding_tokens: int = 0
     candidates: Tensor | None = None
     routes: Tensor | None = None
+    is_real: Tensor | None = None
 
     @property
     def num_computed_tokens(self) -> int:
@@ -112,6 +114,7 @@ def pad(batch: DataProto) -> ModelInput:
         num_tokens=int(lengths.sum()),
         num_padding_tokens=input_ids.numel() - int(lengths.sum()),
         routes=moved(batch.batch["routes"], NOT_RECORDED) if "routes" in batch.batch else None,
+        is_real=columns < lengths[:, None],
     )
 
 
@@ -128,6 +131,7 @@ def idle_input(num_tokens: int) -> ModelInput:
         places=zeros[0, :1],
         num_tokens=0,
         num_padding_tokens=num_tokens,
+        is_real=zeros.bool(),
     )
 
 

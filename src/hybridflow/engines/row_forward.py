@@ -26,6 +26,7 @@ from hybridflow.engines.packing import ModelInput, idle_input, pack, pad, prompt
 from hybridflow.engines.ranks import SEQUENCE, Ranks
 from hybridflow.errors import BatchError
 from hybridflow.models.attention_backend import AttentionCase, AttentionName, attention_for
+from hybridflow.models.experts import ExpertLoad
 from hybridflow.models.forward import Forward
 from hybridflow.models.kernels.fused_log_probs import fused_log_probs
 from hybridflow.models.model_sizes import decoder_shape, sequence_costs
@@ -62,8 +63,10 @@ def sequence_shard_of(whole: ModelInput, group: dist.ProcessGroup) -> SequenceSh
     tokens = whole.input_ids.shape[1]
     row, column = whole.positions // tokens, whole.positions % tokens
     is_mine = column // width == rank
+    is_real = torch.ones_like(whole.input_ids, dtype=torch.bool) if whole.is_real is None else whole.is_real
     mine = replace(
         whole,
+        is_real=F.pad(is_real, (0, padding))[:, columns],
         input_ids=F.pad(whole.input_ids, (0, padding))[:, columns],
         position_ids=F.pad(whole.position_ids.expand(len(whole.input_ids), -1), (0, padding))[:, columns],
         plan=UlyssesPlan(whole.plan.with_filling(padding), group),  # pyright: ignore
@@ -84,7 +87,7 @@ DEFAULT_BUDGET = 16384
 class RowForward:
     """The forward pass of a model on rows, as a policy or as a critic. It does not know whether the model learns.
 
-    `fuses_log_probs`: log-probs are computed by a compiled kernel.
+    `fuses_log_probs`: log-probs are computed by a compiled kernel. `expert_load` counts passes with gradients.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class RowForward:
         self.shape = decoder_shape(path, has_lm_head=head == "policy")
         self._path, self._model, self._model_forward = path, model, model_forward
         self._compute_dtype, self._fuses_log_probs = compute_dtype, fuses_log_probs
+        self.expert_load: ExpertLoad | None = None
 
     def micro_batches(self, rows: DataProto) -> list[Tensor]:
         """Return the row indices of each micro-batch; equally many on all ranks, empty if a rank has no more rows."""
@@ -196,7 +200,9 @@ class RowForward:
 
         arguments = {"position_ids": mine.position_ids, "attention_plan": mine.plan}
         replayed = None if mine.routes is None else ReplayedRoutes(mine.routes.flatten(0, 1))
-        with Routers.of(self._model).using(replayed) if replayed else nullcontext():
+        replaying = Routers.of(self._model).using(replayed) if replayed else nullcontext()
+        load = self.expert_load if torch.is_grad_enabled() else None
+        with replaying, load.counting(mine.is_real) if load else nullcontext():
             results = self._model_forward.read_logits(mine.input_ids, mine.positions, read, **arguments)
         names = ["values"]
         if self.head == "policy":

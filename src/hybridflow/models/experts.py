@@ -66,7 +66,7 @@ class ExpertLoad:
             return
         chosen = arguments[1]  # (tokens, experts of a token)
         if self._is_real is not None:
-            chosen = torch.where(self._is_real.view(-1, 1), chosen, -1)  # which histc leaves out
+            chosen = torch.where(self._is_real.reshape(-1, 1), chosen, -1)  # which histc leaves out
         chosen = chosen.float() if chosen.device.type == "cpu" else chosen.int()  # the types that it has there
         size = self._counts.shape[1]
         self._counts[layer] += torch.histc(chosen, bins=size, min=0, max=size - 1)
