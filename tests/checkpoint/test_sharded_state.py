@@ -77,7 +77,13 @@ def largest_error(weights, reference):
 @sharded
 @pytest.mark.parametrize(
     "ranks",
-    ["two", "two_offloaded", "experts", pytest.param("four", marks=EXHAUSTIVE), pytest.param("replicas", marks=EXHAUSTIVE)],
+    [
+        "two",
+        "two_offloaded",
+        "experts",
+        pytest.param("four", marks=EXHAUSTIVE),
+        pytest.param("replicas", marks=EXHAUSTIVE),
+    ],
 )
 def test_same_layout_resumes_bit_identically(results, ranks):
     whole, resumed = getattr(results, ranks), getattr(results, f"{ranks}_again")

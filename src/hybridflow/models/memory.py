@@ -1,9 +1,9 @@
 """The memory of one rank, computed from the sizes of a decoder: weights, optimizer, activations, logits, KV cache.
 
 The formula describes the fused forward pass (Llama, Qwen2, Qwen3) and the code of mixtures of experts, and counts what
-autograd keeps for the backward pass. Its parts are those of the moment of the largest need: a backward pass of the head or of a layer, in an update
-whose gradients and moments exist already. It leaves out what is not a tensor: the CUDA context, workspaces of libraries
-and fragments of the allocator.
+autograd keeps for the backward pass. Its parts are those of the moment of the largest need: a backward pass of the head
+or of a layer, in an update whose gradients and moments exist already. It leaves out what is not a tensor: the CUDA
+context, workspaces of libraries and fragments of the allocator.
 """
 
 import sys

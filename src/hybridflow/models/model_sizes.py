@@ -73,7 +73,8 @@ def decoder_shape(model_path: str | Path, *, has_lm_head: bool = True) -> Decode
         return None
     if not sizes_of_experts(config):
         return shape
-    return shape_of_mixture(shape, build_without_weights(model_path, "policy" if has_lm_head else "value", torch.float32))
+    model = build_without_weights(model_path, "policy" if has_lm_head else "value", torch.float32)
+    return shape_of_mixture(shape, model)
 
 
 def shape_of_mixture(shape: DecoderShape, model: PreTrainedModel) -> DecoderShape:
@@ -91,7 +92,7 @@ def shape_of_mixture(shape: DecoderShape, model: PreTrainedModel) -> DecoderShap
         count = parameter.numel() * chosen // experts if is_stack else parameter.numel()
         in_layers += 0 if name.endswith("bias") else count
         mlp += 0 if is_router_or_bias or "attn" in name else count
-    latent = [getattr(model.config, f"{part}_head_dim", None) for part in ("qk_nope", "qk_rope", "v")]
+    latent = [getattr(model.config, f"{part}_head_dim", None) or 0 for part in ("qk_nope", "qk_rope", "v")]
     return replace(
         shape,
         intermediate_size=mlp // (3 * shape.hidden_size * shape.num_layers),
