@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from hybridflow.config import LoRAConfig
 from hybridflow.engines.ranks import TENSOR, Ranks
 from hybridflow.engines.sharding import shard_model
+from hybridflow.models.expert_parallel import require_expert_parallel
 from hybridflow.models.forward import Forward
 from hybridflow.models.fused_forward import forward_of
 from hybridflow.models.loading import build_without_weights, load_causal_lm, load_shards, load_value_model
@@ -40,6 +41,7 @@ def build_model(
         return model, forward_of(model)
     model = build_without_weights(path, head, dtype)
     require_tensor_parallel(model.config, ranks.tensor)
+    require_expert_parallel(model, ranks.expert)
     if lora:
         add_adapters(model, lora, adapter_dtype)
     shard_model(model, ranks, device, compute_dtype, on_host=on_host)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +15,16 @@ from hybridflow.engines.ranks import SHARD, TENSOR, Ranks
 
 def build_adamw(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> torch.optim.AdamW:
     """Build AdamW (Loshchilov and Hutter, 2019), without weight decay for one-dimensional tensors (norms, biases)."""
-    decayed = [p for p in parameters.values() if p.ndim > 1]
-    kept = [p for p in parameters.values() if p.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": kept, "weight_decay": 0.0}]
+    groups: dict[tuple[bool, Any], list[Tensor]] = {}  # one kernel takes shards of one mesh
+    for parameter in sorted(parameters.values(), key=lambda p: p.ndim <= 1):
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault((parameter.ndim > 1, mesh), []).append(parameter)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.epsilon, fused=True
+        [{"params": p, "weight_decay": config.weight_decay * is_matrix} for (is_matrix, _), p in groups.items()],
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.epsilon,
+        fused=True,
     )
 
 

@@ -4,7 +4,8 @@
 
 All ranks of a replica get the same rows, so sums over `data` count each row once. Parameters are sharded over data and
 sequence together, because ranks along both compute on different tokens. With `parallel.replicas` above 1 (HSDP; Zhao et
-al., 2023) they are sharded within as many groups of adjacent ranks, so that only sums of gradients cross groups.
+al., 2023) they are sharded within as many groups of adjacent ranks, so that only sums of gradients cross groups. With
+`parallel.expert` above 1, adjacent ranks along data are an axis EXPERT, and experts are sharded over the other ranks.
 """
 
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from hybridflow.engines.process_group import num_ranks, require_backends
 from hybridflow.errors import ModelConfigError
 
 DATA, SEQUENCE, TENSOR, SHARD, REPLICA = "data", "sequence", "tensor", "shard", "replica"
+EXPERT, EXPERT_SHARD = "expert", "expert_shard"
 
 
 class Ranks:
@@ -30,7 +32,7 @@ class Ranks:
     """
 
     def __init__(self, parallel: ParallelConfig, device: torch.device, *, needs_mesh: bool = False) -> None:
-        self.sequence, self.tensor = parallel.sequence, parallel.tensor
+        self.sequence, self.tensor, self.expert = parallel.sequence, parallel.tensor, parallel.expert
         self.world_size = num_ranks()
         self.data = self.world_size // (self.sequence * self.tensor)
         size, product = parallel.divisor
@@ -38,11 +40,16 @@ class Ranks:
             raise ModelConfigError(
                 f"{product} does not divide the {self.world_size} ranks; change one of them, or the number of ranks."
             )
+        if self.expert > 1 and max(parallel.replicas, self.tensor) > 1:
+            raise ModelConfigError(
+                f"parallel.expert={self.expert} is not supported with parallel.replicas={parallel.replicas} and "
+                f"parallel.tensor={self.tensor}; set both to 1."
+            )
         self.mesh: DeviceMesh | None = None
         if needs_mesh or self.world_size > 1:
             require_backends(device)
             grid = (self.data, self.sequence, self.tensor)
-            self._axes, self.mesh = _meshes_of(dist.group.WORLD, device.type, grid, parallel.replicas)
+            self._axes, self.mesh = _meshes_of(dist.group.WORLD, device.type, grid, parallel.replicas, self.expert)
 
     @property
     def place_in_world(self) -> int:
@@ -103,19 +110,34 @@ class Ranks:
 
 @cache
 def _meshes_of(
-    world: dist.ProcessGroup, device_type: str, grid: tuple[int, int, int], replicas: int
+    world: dist.ProcessGroup, device_type: str, grid: tuple[int, int, int], replicas: int, expert: int
 ) -> tuple[dict[str, DeviceMesh], DeviceMesh]:
     """Return the meshes of the axes by name, and that of FSDP2; cached by default group, as each creates groups."""
+    data, sequence, tensor = grid
+    if expert > 1:
+        names = (EXPERT_SHARD, EXPERT, SEQUENCE, TENSOR)
+        mesh = init_device_mesh(device_type, (data // expert, expert, sequence, tensor), mesh_dim_names=names)
+        axes = {name: mesh[name] for name in (EXPERT, SEQUENCE, TENSOR)}
+        axes[DATA] = mesh[EXPERT_SHARD, EXPERT]._flatten(DATA)
+        axes[EXPERT_SHARD] = mesh[EXPERT_SHARD] if sequence == 1 else mesh[EXPERT_SHARD, SEQUENCE]._flatten("others")
+        axes[SHARD] = fsdp = mesh[EXPERT_SHARD, EXPERT, SEQUENCE]._flatten(SHARD)
+        return _with_timeout(world, axes, fsdp)
     mesh = init_device_mesh(device_type, grid, mesh_dim_names=(DATA, SEQUENCE, TENSOR))
     axes = {name: mesh[name] for name in (DATA, SEQUENCE, TENSOR)}
     if replicas == 1:
         axes[SHARD] = fsdp = mesh[DATA, SEQUENCE]._flatten(SHARD)
     else:  # A parameter's axes must be those of one mesh.
-        data, sequence, tensor = grid
         sizes = replicas, data * sequence // replicas, tensor
         groups = init_device_mesh(device_type, sizes, mesh_dim_names=(REPLICA, SHARD, TENSOR))
         axes |= {SHARD: groups[SHARD], TENSOR: groups[TENSOR]}
         fsdp = groups[REPLICA, SHARD]
+    return _with_timeout(world, axes, fsdp)
+
+
+def _with_timeout(
+    world: dist.ProcessGroup, axes: dict[str, DeviceMesh], fsdp: DeviceMesh
+) -> tuple[dict[str, DeviceMesh], DeviceMesh]:
+    """Give the groups of all axes the timeout of the default group, and return the axes."""
     timeout = world._get_backend(torch.device("cpu")).options._timeout  # a mesh gives its groups 30 minutes
     for group in {group for axis in (*axes.values(), fsdp) for group in axis.get_all_groups()}:
         dist.distributed_c10d._set_pg_timeout(timeout, group)

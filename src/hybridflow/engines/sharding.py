@@ -15,7 +15,9 @@ from torch.distributed.fsdp import (
 )
 from transformers import PreTrainedModel
 
-from hybridflow.engines.ranks import TENSOR, Ranks
+from hybridflow.engines.ranks import EXPERT, EXPERT_SHARD, TENSOR, Ranks
+from hybridflow.models.expert_parallel import distribute_experts
+from hybridflow.models.experts import experts_of
 from hybridflow.models.tensor_parallel import distribute_parameters
 
 # It warns that weights under both FSDP and tensor parallel are gathered along one axis after the other.
@@ -32,6 +34,8 @@ def shard_model(
     """
     if ranks.tensor > 1:
         distribute_parameters(model, ranks.axis(TENSOR))
+    if ranks.expert > 1:
+        distribute_experts(model, ranks.axis(EXPERT), ranks.axis(TENSOR))
     in_bfloat16 = compute_dtype == torch.bfloat16
     options: dict[str, Any] = {
         "mesh": ranks.mesh,
@@ -42,6 +46,8 @@ def shard_model(
         ),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else OffloadPolicy(),
     }
+    for experts in experts_of(model) if ranks.expert > 1 else ():
+        fully_shard(experts, **options | {"mesh": ranks.axis(EXPERT_SHARD)})
     for unit in units_of(model):
         # The head's backward pass follows its forward pass.
         sharded = fully_shard(unit, reshard_after_forward=unit is not model.get_output_embeddings(), **options)

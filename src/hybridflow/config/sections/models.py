@@ -129,6 +129,11 @@ class ParallelConfig(Section):
         description="Copies of the weights and the optimizer state (HSDP): groups of data and sequence parallel ranks, "
         "which shard within a group and sum gradients between groups.",
     )
+    expert: Positive = Field(
+        default=1,
+        description="Expert parallel size: data parallel ranks that each hold a part of the experts of a mixture, and "
+        "exchange tokens.",
+    )
 
     @property
     def divisor(self) -> tuple[int, str]:
