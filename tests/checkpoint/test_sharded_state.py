@@ -32,6 +32,8 @@ ACTIONS = {
     "two_in_other_axes": (2, {"tensor": 2, "load": "by_two"}),
     "experts": (2, {"family": "qwen2_moe", "save": "by_experts"}),
     "experts_again": (2, {"family": "qwen2_moe", "load": "by_experts"}),
+    "apart": (2, {"family": "qwen2_moe", "expert": 2, "load": "by_experts", "save": "by_apart"}),
+    "apart_again": (2, {"family": "qwen2_moe", "expert": 2, "load": "by_apart"}),
     "two_copies": (2, {"replicas": 2, "load": "by_two", "save": "by_copies"}),
 }
 """Name -> number of ranks and action, with shared directories, in order."""
@@ -81,6 +83,7 @@ def largest_error(weights, reference):
         "two",
         "two_offloaded",
         "experts",
+        "apart",
         pytest.param("four", marks=EXHAUSTIVE),
         pytest.param("replicas", marks=EXHAUSTIVE),
     ],
@@ -97,6 +100,7 @@ def test_same_layout_resumes_bit_identically(results, ranks):
     [
         ("two_in_other_axes", "two"),
         ("two_copies", "two"),
+        ("apart", "experts"),
         pytest.param("one_from_two", "two", marks=EXHAUSTIVE),
         pytest.param("experts_on_one", "experts", marks=EXHAUSTIVE),
         pytest.param("experts_on_four", "experts", marks=EXHAUSTIVE),

@@ -95,7 +95,8 @@ def ranks(tiny_model, run_world, tmp_path_factory):
     options = LAYOUTS | SENDERS | {"adapters": {"lora": 2}} | {plant: {"plant": plant} for plant in PLANTED}
     job = {"do": "reshard", "model": model, "dtype": "float32"}
     jobs = [(4, {"name": name, **job, **more}) for name, more in options.items()]
-    jobs.append((4, {"name": "experts", **job, "model": tiny_model("qwen2_moe")}))
+    job["model"] = tiny_model("qwen2_moe")
+    jobs += [(4, {"name": "experts", **job}), (4, {"name": "experts apart", **job, "expert": 2})]
     done = run_jobs(run_world, tmp_path_factory.mktemp("resharding"), jobs)
     return {name: result.ranks for name, result in done.items()}
 
@@ -110,8 +111,9 @@ def test_slices_equal_the_parts_of_whole_weights(ranks, layout):
 
 
 @on_four_ranks
-def test_slices_of_experts_equal_the_parts_of_their_stacks(ranks):
-    for result in ranks["experts"]:
+@pytest.mark.parametrize("layout", ["experts", "experts apart"])
+def test_slices_of_experts_equal_the_parts_of_their_stacks(ranks, layout):
+    for result in ranks[layout]:
         assert (result["wrong"], result["error"]) == ([], "")
         assert {"gate_up_proj", "down_proj"} <= {name.rpartition("experts.")[2] for name in result["sliced_names"]}
 

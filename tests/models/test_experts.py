@@ -7,8 +7,10 @@ from transformers import AutoModelForCausalLM
 from fixtures.families import small_config, write_family
 from hybridflow.config import MemoryConfig, ModelConfig, OptimizerConfig
 from hybridflow.engines import TorchEngine
+from hybridflow.errors import ModelConfigError
+from hybridflow.models.expert_parallel import require_expert_parallel
 from hybridflow.models.experts import ExpertLoad, experts_of
-from hybridflow.models.loading import load_causal_lm
+from hybridflow.models.loading import build_without_weights, load_causal_lm
 
 
 @pytest.mark.parametrize(
@@ -40,6 +42,18 @@ def test_routers_add_no_noise_where_activations_are_recomputed(tmp_path, kind, r
         )
         losses.append(engine.update(rows, lambda outputs, part: (outputs["log_probs"].sum(), {})))
     assert losses[0] == losses[1]
+
+
+def test_expert_parallel_needs_experts_that_its_size_divides(tiny_model):
+    for family, size, problem in (
+        ("qwen2", 2, "not supported for qwen2 models, which have no experts"),
+        ("qwen2_moe", 3, "parallel.expert=3 does not divide the 4 experts of this model"),
+    ):
+        model = build_without_weights(tiny_model(family), "policy", torch.float32)
+        with pytest.raises(ModelConfigError, match=problem):
+            require_expert_parallel(model, size)
+        require_expert_parallel(model, 1)
+    require_expert_parallel(model, 4)
 
 
 def test_load_counts_real_tokens_and_no_pass_outside_of_its_context():

@@ -17,7 +17,7 @@ GIB = 2**30
 
 KEYS = (
     *("model.path", "model.dtype", "model.gradient_checkpointing", "memory.max_tokens_per_micro_batch"),
-    *("memory.offload", "parallel.tensor", "parallel.replicas", "lora.rank"),
+    *("memory.offload", "parallel.tensor", "parallel.replicas", "parallel.expert", "lora.rank"),
     *("controller.num_workers", "placement.pools"),
 )
 

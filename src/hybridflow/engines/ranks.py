@@ -40,11 +40,8 @@ class Ranks:
             raise ModelConfigError(
                 f"{product} does not divide the {self.world_size} ranks; change one of them, or the number of ranks."
             )
-        if self.expert > 1 and max(parallel.replicas, self.tensor) > 1:
-            raise ModelConfigError(
-                f"parallel.expert={self.expert} is not supported with parallel.replicas={parallel.replicas} and "
-                f"parallel.tensor={self.tensor}; set both to 1."
-            )
+        if contradiction := parallel.contradiction:
+            raise ModelConfigError(f"{contradiction}.")
         self.mesh: DeviceMesh | None = None
         if needs_mesh or self.world_size > 1:
             require_backends(device)

@@ -36,9 +36,10 @@ class MemoryLayout:
     """How ranks hold and compute a model; names as in the configuration.
 
     `data`: data-parallel ranks, over which, with the sequence parallel ranks, parameters are sharded (FSDP2), each in
-    one of `replicas` groups of ranks. `longest`: tokens of the longest sequence, on which the attention of a CPU
-    depends. `max_logits`: logits that are kept in memory, which depend on that of a GPU (`max_logits_on`). Raises
-    ModelConfigError for adapters of other layers than `LINEAR_LAYERS`.
+    one of `replicas` groups of ranks; `expert`: ranks that gather a part of the experts each. `longest`: tokens of the
+    longest sequence, on which the attention of a CPU depends. `max_logits`: logits that are kept in memory, which
+    depend on that of a GPU (`max_logits_on`). Raises ModelConfigError for adapters of other layers than
+    `LINEAR_LAYERS`.
     """
 
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -46,6 +47,7 @@ class MemoryLayout:
     tensor: int = 1
     sequence: int = 1
     replicas: int = 1
+    expert: int = 1
     gradient_checkpointing: bool = False
     offload: Literal["none", "idle", "host"] = "none"
     lora_rank: int = 0
@@ -312,7 +314,10 @@ def _gathered(sizes: ModelSizes, layout: MemoryLayout) -> _Gathered:
     The next layer is gathered while one computes. Gradients are reduced in float32, from a buffer that FSDP2 frees when
     it reduces the next ones. An embedding that is the head too is gathered all the time.
     """
-    layer, b = sizes.layer // layout.tensor, layout.width
+    layer, b = (
+        sizes.layer // (layout.tensor * layout.expert),
+        layout.width,
+    )  # a layer of a mixture is mostly its experts
     largest = sizes.shape.hidden_size * sizes.shape.intermediate_size // layout.tensor * b
     if sizes.shape.experts_per_token:
         largest = 2 * sizes.layer // 3 * b  # gate and up of all experts, with those which compute no token

@@ -9,6 +9,10 @@ CONTRADICTIONS = [
         "controller.backend=ray controller.num_workers=6 parallel.sequence=2 parallel.replicas=2",
         "parallel.replicas=2 times parallel.sequence=2 does not divide controller.num_workers=6; change one of them",
     ),
+    (
+        "controller.backend=ray controller.num_workers=4 parallel.expert=2 parallel.replicas=2",
+        "parallel.expert=2 times parallel.replicas=2: expert parallel ranks cannot be split further; set ",
+    ),
     ("memory.offload={critic='idle'}", "memory.offload.critic='idle', but algorithm.advantage='grpo' has no critic"),
     ("memory.offload={reference='idle'}", "memory.offload.reference='idle', but there is no separate reference model"),
     ("memory.offload={reward='host'}", "memory.offload.reward='host', but reward.model_path is empty"),

@@ -12,6 +12,8 @@ def _parallel(config: Config) -> Iterator[str]:
     (size, product), controller = config.parallel.divisor, config.controller
     if size == 1:
         return
+    if contradiction := config.parallel.contradiction:
+        yield contradiction
     if controller.backend == "local":
         yield f"{product} needs {size} processes, but controller.backend='local' has one; use backend = 'ray'"
         return

@@ -140,3 +140,12 @@ class ParallelConfig(Section):
         """The number that must divide that of the ranks, and the keys of which it is the product."""
         sizes = [(name, size) for name, size in reversed(list(self)) if size > 1]
         return prod(size for _, size in sizes), " times ".join(f"parallel.{name}={size}" for name, size in sizes)
+
+    @property
+    def contradiction(self) -> str:
+        """Which sizes exclude each other, and the fix; empty if none do."""
+        if self.expert == 1 or self.replicas == self.tensor == 1:
+            return ""
+        return (
+            f"{self.divisor[1]}: expert parallel ranks cannot be split further; set parallel.tensor and replicas to 1"
+        )

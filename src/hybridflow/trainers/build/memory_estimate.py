@@ -120,6 +120,7 @@ def _estimate_of(
         longest=longest,
         max_logits=max_logits,
         replicas=config.parallel.replicas,
+        expert=config.parallel.expert,
         **mesh,
     )
     budget = config.memory.max_tokens_per_micro_batch
