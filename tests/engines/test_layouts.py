@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from fixtures.families import write_family
+from fixtures.families import write_family
 from fixtures.layout_program import largest_errors, rows_for_losses, run_jobs
 
 pytestmark = [pytest.mark.runs, pytest.mark.own_run("grpo: several ranks, and layouts of one")]
@@ -265,6 +266,26 @@ def test_bfloat16_adapters_and_own_code_train_on_two_ranks(run_world, rollout_ro
         errors = largest_errors(results[f"{kind} {layout}"], results[kind])
         bound = 5e-5 if kind == "qwen3_5_text" else 1e-5  # its recurrence is computed in float32
         assert max(errors.values()) <= bound, (kind, layout, errors)
+
+
+@pytest.mark.exhaustive
+def test_mixtures_of_other_families_train_on_two_ranks(run_world, rollout_rows, tmp_path):
+    rows_for_losses(rollout_rows).save_to_disk(tmp_path / "rows")
+    layouts = {"one": {}, "data": {"max_tokens": 10}, "expert": {"expert": 2, "checkpointing": True}}
+    kinds = ("gpt_oss", "deepseek_v3", "olmoe", "mixtral")
+    models = {kind: write_family(tmp_path / kind, kind) for kind in kinds}
+    common = {"rows": tmp_path / "rows", "dtype": "float32", "steps": 3}
+    jobs = [
+        (1 if name == "one" else 2, {"name": f"{kind} {name}", "model": model, **common, **options})
+        for name, options in layouts.items()
+        for kind, model in models.items()
+    ]
+    results = run_jobs(run_world, tmp_path, jobs)
+    for kind in kinds:
+        for name in ("data", "expert"):
+            errors = largest_errors(results[f"{kind} {name}"], results[f"{kind} one"])
+            assert max(errors.values()) <= 2e-5, (kind, name, errors)
+            assert results[f"{kind} {name}"].experts == results[f"{kind} one"].experts
 
 
 @pytest.mark.exhaustive

@@ -26,6 +26,8 @@ LAYOUTS = {
     "tensor, offloaded while idle": {"tensor": 2, "offload": "idle", "max_logits": 200},
     "tensor, offloaded to the host": {"tensor": 2, "offload": "host"},
     "tensor, compiled": {"tensor": 2, "compile": True},
+    "experts": {"family": "qwen2_moe", "max_tokens": 10},
+    "experts, expert parallel": {"family": "qwen2_moe", "expert": 2, "checkpointing": True},
 }
 if not find_spec("peft"):  # without which an adapter is an error, and ends the ranks before later layouts
     LAYOUTS = {name: options for name, options in LAYOUTS.items() if "lora" not in options}
@@ -35,7 +37,7 @@ SYNCED = ("float32", "bfloat16")
 
 
 def kind(options):
-    return {key: options[key] for key in ("head", "lora") if key in options}
+    return {key: options[key] for key in ("head", "lora", "family") if key in options}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,12 @@ def results(run_jobs_on_gpu, rollout_rows, tiny_model, tmp_path_factory):
     rows_for_losses(rollout_rows).save_to_disk(out / "rows")
     model = tiny_model("qwen2", num_key_value_heads=4, intermediate_size=52, vocab_size=41)
     common = {"model": model, "rows": out / "rows", "steps": 2}
-    jobs = [(2, {"name": name, **common, **options}) for name, options in LAYOUTS.items()]
+
+    def job(name, options):
+        family = {"model": tiny_model(options["family"])} if "family" in options else {}
+        return {"name": name, **common, **{key: option for key, option in options.items() if key != "family"}, **family}
+
+    jobs = [(2, job(name, options)) for name, options in LAYOUTS.items()]
     kinds = {str(kind(options)): kind(options) for options in LAYOUTS.values()}
     for name, options in RESHARDED.items():
         jobs += [(2, {"name": f"reshard {name}", "do": "reshard", "model": model, "dtype": "float32", **options})]
@@ -54,7 +61,7 @@ def results(run_jobs_on_gpu, rollout_rows, tiny_model, tmp_path_factory):
     saved.mkdir()
     for name, action in {"saved": {"save": saved, "in_background": True}, "loaded": {"load": saved}}.items():
         jobs += [(2, {"name": name, "do": "resume", "offload": "idle", **common, **action})]
-    jobs += [(1, {"name": name, **common, **options, "packing": False}) for name, options in kinds.items()]
+    jobs += [(1, job(name, options | {"packing": False})) for name, options in kinds.items()]
     return run_jobs_on_gpu(out, jobs)
 
 

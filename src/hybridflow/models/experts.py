@@ -65,11 +65,10 @@ class ExpertLoad:
         if not self._is_counting:
             return
         chosen = arguments[1]  # (tokens, experts of a token)
+        is_chosen = chosen.unsqueeze(-1) == torch.arange(self._counts.shape[1], device=chosen.device)
         if self._is_real is not None:
-            chosen = torch.where(self._is_real.reshape(-1, 1), chosen, -1)  # which histc leaves out
-        chosen = chosen.float() if chosen.device.type == "cpu" else chosen.int()  # the types that it has there
-        size = self._counts.shape[1]
-        self._counts[layer] += torch.histc(chosen, bins=size, min=0, max=size - 1)
+            is_chosen &= self._is_real.reshape(-1, 1, 1)
+        self._counts[layer] += is_chosen.sum((0, 1))
 
     def figures(self, ranks_sum: Callable[[list[float]], list[float]]) -> dict[str, float]:
         """Return the largest load of an expert in a layer as a multiple of the mean, and the number of idle experts."""
