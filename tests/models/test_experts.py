@@ -22,11 +22,15 @@ def test_experts_have_products_in_each_dtype_and_size(tmp_path, dtype, width, wa
     model = load_causal_lm(path, dtype)
     assert model.config._experts_implementation == wanted
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, experts_implementation="eager")
-    ids = torch.arange(12)[None]
     for ours, other in zip(experts_of(model), experts_of(theirs), strict=True):
-        hidden = torch.randn(12, 32, dtype=dtype)
-        chosen, weights = ids.view(-1, 1) % torch.tensor([[4, 3]]), torch.rand(12, 2, dtype=dtype)
-        torch.testing.assert_close(ours(hidden, chosen, weights), other(hidden, chosen, weights))
+        hidden, weights = torch.randn(12, 32, dtype=dtype), torch.rand(12, 2, dtype=dtype)
+        chosen = torch.arange(12)[:, None] % torch.tensor([[4, 3]])
+        hidden.requires_grad_()
+        results = []
+        for experts in (ours, other):
+            out = experts(hidden, chosen, weights)
+            results.append([out, *torch.autograd.grad(out.square().sum(), [hidden, *experts.parameters()])])
+        torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "phimoe"])
