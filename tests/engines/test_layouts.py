@@ -12,7 +12,6 @@ import pytest
 from safetensors.torch import load_file
 
 from fixtures.families import write_family
-from fixtures.families import write_family
 from fixtures.layout_program import largest_errors, rows_for_losses, run_jobs
 
 pytestmark = [pytest.mark.runs, pytest.mark.own_run("grpo: several ranks, and layouts of one")]

@@ -47,7 +47,7 @@ class UpdateResult:
     num_tokens: int
     num_computed_tokens: int
     num_padding_tokens: int
-    experts: Mapping[str, float] = field(default_factory=dict)
+    experts: dict[str, float] = field(default_factory=dict)
 
     @property
     def padding_share(self) -> float:

@@ -47,7 +47,8 @@ def shard_model(
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else OffloadPolicy(),
     }
     for experts in experts_of(model) if ranks.expert > 1 else ():
-        fully_shard(experts, **options | {"mesh": ranks.axis(EXPERT_SHARD)})
+        of_experts: dict[str, Any] = {**options, "mesh": ranks.axis(EXPERT_SHARD)}
+        fully_shard(experts, **of_experts)
     for unit in units_of(model):
         # The head's backward pass follows its forward pass.
         sharded = fully_shard(unit, reshard_after_forward=unit is not model.get_output_embeddings(), **options)

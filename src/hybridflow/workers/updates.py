@@ -62,7 +62,7 @@ def run_updates(
 
 
 def figures_of(result: UpdateResult, name: str, figures: Sequence[Figure] = ALL_FIGURES) -> dict[str, float]:
-    """Return the figures of an optimizer step as `<name>/<figure>`."""
+    """Return the figures of an optimizer step as `<name>/<figure>`, with those of experts."""
     values = {
         "loss": result.loss,
         "grad_norm": result.grad_norm,
@@ -70,7 +70,8 @@ def figures_of(result: UpdateResult, name: str, figures: Sequence[Figure] = ALL_
         "padding_computed": result.padding_share,
         "shared_prompts": result.saved_share,
     }
-    return {f"{name}/{figure}": value for figure, value in ({f: values[f] for f in figures} | result.experts).items()}
+    wanted: dict[str, float] = {figure: values[figure] for figure in figures}
+    return {f"{name}/{figure}": value for figure, value in (wanted | result.experts).items()}
 
 
 def metrics_of_steps(steps: list[dict[str, float]], name: str) -> dict[str, float]:

@@ -45,9 +45,9 @@ def estimate_memory(
 
     A GPU of more than 8 GiB keeps more logits. `gpu_memory_bytes`: the memory of each GPU; 0: that of this process's
     GPU, or at most 8 GiB without one.
-    A role whose model is dense and has no fused forward pass is left out, with a warning; so is generation by vLLM with a share of a
-    GPU whose memory is unknown. Raises ConfigError for float64, for ranks that the parallel sizes do not divide and for
-    a model that parallel.tensor does not divide, and ModelError for a model that cannot be read.
+    A role whose model is dense and has no fused forward pass is left out, with a warning; so is generation by vLLM with
+    a share of a GPU whose memory is unknown. Raises ConfigError for float64, for ranks that the parallel sizes do not
+    divide and for a model that parallel.tensor does not divide, and ModelError for a model that cannot be read.
     """
     if config.model.dtype == "float64":
         raise ConfigError("model.dtype=float64 has no memory estimate; use float32 or bfloat16.")
@@ -61,7 +61,11 @@ def estimate_memory(
         require_model_directory(key, path)
         sizes = model_sizes(path, "value" if role in VALUE_HEADS else "policy")
         if sizes is None:
-            logger.warning("%s: '%s' has no estimate; expected Llama, Qwen2, Qwen3 or experts", role.value, path)
+            logger.warning(
+                "%s: '%s' has no estimate; expected a Llama, Qwen2 or Qwen3 model, or a mixture of experts",
+                role.value,
+                path,
+            )
         else:
             require_tensor_parallel(model_config(path), config.parallel.tensor)
             found, layout = _estimate_of(config, role, sizes, device, max_logits)
