@@ -74,7 +74,7 @@ class ExpertLoad:
         """Return the largest load of an expert in a layer as a multiple of the mean, and the number of idle experts."""
         summed = ranks_sum(self._counts.flatten().tolist())
         counts = torch.tensor(summed, dtype=torch.float64).view(self._counts.shape)
-        loads = counts / counts.mean(-1, keepdim=True).clamp(min=1)
+        loads = counts / counts.mean(-1, keepdim=True).clamp(min=1e-9)
         return {"expert_load_max": float(loads.max()), "idle_experts": float((counts == 0).sum())}
 
 
