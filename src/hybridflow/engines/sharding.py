@@ -35,7 +35,7 @@ def shard_model(
     if ranks.tensor > 1:
         distribute_parameters(model, ranks.axis(TENSOR))
     if ranks.expert > 1:
-        distribute_experts(model, ranks.axis(EXPERT), ranks.axis(TENSOR))
+        distribute_experts(model, ranks.axis(EXPERT))
     in_bfloat16 = compute_dtype == torch.bfloat16
     options: dict[str, Any] = {
         "mesh": ranks.mesh,
