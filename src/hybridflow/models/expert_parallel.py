@@ -5,7 +5,8 @@
     tokens       a b            c           a: 0 3, b: 1 2, c: 0 1
     receives   a b c c         b a          by one all-to-all; another returns the results
 
-The rank of a token adds up the results of its experts. The backward pass sums gradients of an expert over the tokens of all ranks.
+The rank of a token adds up the results of its experts. The backward pass sums the gradients of an expert over the
+tokens of all ranks.
 """
 
 from collections.abc import Callable, Sequence
