@@ -8,7 +8,7 @@ import hybridflow
 SOURCE = Path(hybridflow.__file__).parent
 
 
-def test_one_line_of_the_workers_and_one_of_the_family_check_name_the_torch_engine():
+def test_two_lines_name_the_torch_engine_of_workers_and_of_the_family_check():
     naming = {
         str(file.relative_to(SOURCE)): len(re.findall(r"\bTorchEngine\(", file.read_text(encoding="utf-8")))
         for package in ("workers", "trainers", "cli", "rollout", "weight_sync")
