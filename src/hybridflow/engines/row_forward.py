@@ -199,18 +199,10 @@ class RowForward:
             return *of_labels(logits, labels), *more
 
         arguments = {"position_ids": mine.position_ids, "attention_plan": mine.plan}
-        load = self.expert_load if torch.is_grad_enabled() else None
         replayed = None if mine.routes is None else ReplayedRoutes(mine.routes.flatten(0, 1))
-<<<<<<< HEAD
-        with (
-            load.counting(mine.is_real) if load else nullcontext(),
-            Routers.of(self._model).using(replayed) if replayed else nullcontext(),
-        ):
-=======
         replaying = Routers.of(self._model).using(replayed) if replayed else nullcontext()
         load = self.expert_load if torch.is_grad_enabled() else None
         with replaying, load.counting(mine.is_real) if load else nullcontext():
->>>>>>> h-moe
             results = self._model_forward.read_logits(mine.input_ids, mine.positions, read, **arguments)
         names = ["values"]
         if self.head == "policy":
