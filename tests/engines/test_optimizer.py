@@ -55,6 +55,14 @@ def linear_model() -> nn.Linear:
     return model
 
 
+def test_norms_and_biases_have_no_weight_decay_also_stacked_ones_of_experts():
+    shapes = {"norm.weight": (3,), "experts.gate_up_proj_bias": (2, 3), "experts.gate_up_proj": (2, 3, 3)}
+    parameters = {name: torch.zeros(shape, requires_grad=True) for name, shape in shapes.items()}
+    groups = build_adamw(parameters, OptimizerConfig(weight_decay=0.1)).param_groups
+    decayed = [p for group in groups if group["weight_decay"] for p in group["params"]]
+    assert [id(p) for p in decayed] == [id(parameters["experts.gate_up_proj"])]
+
+
 def test_model_in_training_dtype_needs_no_masters():
     for dtype in (torch.float32, torch.float64):
         model = linear_model().to(dtype)

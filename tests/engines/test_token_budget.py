@@ -1,5 +1,8 @@
 """The token budget: the extrapolation of measured peaks, and the error if one sequence does not fit."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -45,6 +48,13 @@ def test_budget_is_between_longest_sequence_and_maximum(engine, monkeypatch):
     assert engine.find_token_budget(4, 4, 1) == 8
     memory(monkeypatch, limit=10**15, base=0, per_token=1)
     assert engine.find_token_budget(4, 4, 1) == token_budget.LARGEST
+
+
+def test_budget_is_of_a_rank_that_has_its_part_of_each_sequence(monkeypatch):
+    memory(monkeypatch, limit=10_000_000, base=2_000_000, per_token=1000)  # of a rank, for tokens of all ranks
+    monkeypatch.setattr(token_budget, "_try", lambda *_: None)
+    forward: Any = SimpleNamespace(device=torch.device("cpu"), ranks=SimpleNamespace(sequence=4, is_alone=True))
+    assert token_budget.find_token_budget(forward, None, 4, 4, 1) == 8000 // 256 * 256 // 4
 
 
 def test_sequence_that_does_not_fit_is_an_error_with_settings(engine, monkeypatch):

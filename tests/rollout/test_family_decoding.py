@@ -76,3 +76,15 @@ def test_a_later_turn_continues_what_is_kept_but_states_are_computed_anew(famili
     later = generate(engine, [request(i, sequence, group_size=2) for i, sequence in sorted(sequences.items())])
     require_equal(reference, sequences, later)
     assert (engine.reused_tokens > 0) is is_kept
+
+
+def test_states_count_as_memory_of_the_cache(families):
+    _, model = families("qwen3_5_text")
+    engine = EmbeddedRollout(model, kv_cache_bytes=20_000)
+    for i in range(12):
+        engine.submit(Request(i, [5, 6, 7], SamplingParams(8), noise_key=(i,)))
+    engine.step()
+    cache = engine._running._batches[0]._cache
+    tensors = [*cache.keys, *cache.values, *(x for states in cache.states.values() for x in states.tensors.values())]
+    assert sum(x.nbytes for x in tensors) <= 20_000
+    assert len(cache.lengths) > 1

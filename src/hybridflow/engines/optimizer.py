@@ -14,11 +14,11 @@ from hybridflow.engines.ranks import SHARD, TENSOR, Ranks
 
 
 def build_adamw(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> torch.optim.AdamW:
-    """Build AdamW (Loshchilov and Hutter, 2019), without weight decay for one-dimensional tensors (norms, biases)."""
+    """Build AdamW (Loshchilov and Hutter, 2019), without weight decay for norms and biases, also stacked ones."""
     groups: dict[tuple[bool, Any], list[Tensor]] = {}  # one kernel takes shards of one mesh
-    for parameter in sorted(parameters.values(), key=lambda p: p.ndim <= 1):
+    for name, parameter in sorted(parameters.items(), key=lambda named: named[1].ndim <= 1):
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups.setdefault((parameter.ndim > 1, mesh), []).append(parameter)
+        groups.setdefault((parameter.ndim > 1 and not name.endswith("bias"), mesh), []).append(parameter)
     return torch.optim.AdamW(
         [{"params": p, "weight_decay": config.weight_decay * is_matrix} for (is_matrix, _), p in groups.items()],
         lr=config.lr,

@@ -28,7 +28,10 @@ LARGEST, STEP = 131072, 256
 def find_token_budget(
     forward: RowForward, learner: Learner | None, prompt_len: int, response_len: int, processes_on_node: int
 ) -> int:
-    """Return the budget of `TrainEngine.find_token_budget`, by trials with sequences of the longest lengths."""
+    """Return the budget of `TrainEngine.find_token_budget`, by trials with sequences of the longest lengths.
+
+    Trials count the tokens of a micro-batch, of which a sequence parallel rank has its part; the budget is of a rank.
+    """
     longest = prompt_len + response_len
     limit = memory_limit(forward.device, processes_on_node)
     sizes, peaks = [], []
@@ -52,7 +55,8 @@ def find_token_budget(
             "model.gradient_checkpointing = true, memory.offload for idle roles, more ranks, or shorter "
             "data.max_prompt_length and data.max_response_length."
         )
-    return max(longest, min(fits, LARGEST) // STEP * STEP)
+    ranks = forward.ranks.sequence
+    return -(-max(longest, min(fits, LARGEST * ranks) // STEP * STEP) // ranks)
 
 
 def _missing_moments(learner: Learner | None) -> int:

@@ -21,11 +21,11 @@ Rows = tuple[int, int]
 
 
 class CacheBudget:
-    """A limit of `num_bytes` for keys and values; 0: none. While rows are added, old rows are in memory twice."""
+    """A limit of `num_bytes` for keys, values and states; 0: none. When rows are added, old ones are there twice."""
 
     def __init__(self, forward: Forward, device: torch.device, num_bytes: int) -> None:
         self._forward, self._device, self._num_bytes = forward, device, num_bytes
-        self._token_bytes = 0
+        self._sizes: tuple[int, int] | None = None  # bytes of a token, and of the states of a row
 
     def holds(
         self,
@@ -40,14 +40,14 @@ class CacheBudget:
         """
         if not self._num_bytes:
             return True
-        self._token_bytes = self._token_bytes or self._measure()
+        token, row = self._sizes = self._sizes or self._measure()
         requests = [request for of_sampling in new.values() for request in of_sampling]
         wanted = dict(running)
         for sampling, of_sampling in new.items():
             for request in of_sampling:
                 rows, room = wanted.get(sampling, (0, 0))
                 wanted[sampling] = rows + request.group_size, max(room, longest_of(request))
-        needed = self._token_bytes * (num_kept + sum(rows * room for rows, room in wanted.values()))
+        needed = token * num_kept + sum(rows * (token * room + row) for rows, room in wanted.values())
         if needed > self._num_bytes and not running and not num_kept and len(requests) == 1:
             raise RolloutConfigError(
                 f"request {requests[0].request_id}: its {requests[0].group_size} sequences need {needed} bytes of keys "
@@ -56,11 +56,12 @@ class CacheBudget:
             )
         return needed <= self._num_bytes
 
-    def _measure(self) -> int:
-        """Return the bytes of one token in all layers, by a forward pass over one token."""
+    def _measure(self) -> tuple[int, int]:
+        """Return the bytes of one token in all layers, and of a row's states, by a forward pass over one token."""
         like, zero = PrefillPlan([1]), torch.zeros(1, 1, dtype=torch.int64, device=self._device)
         self._forward(zero, position_ids=zero, attention_plan=like)
-        return PagedKVCache.page_bytes(like) // PAGE_SIZE
+        states = sum(x.nbytes for states in like.states.values() for x in states.tensors.values())
+        return PagedKVCache.page_bytes(like) // PAGE_SIZE, states
 
 
 class DecodingBatches:

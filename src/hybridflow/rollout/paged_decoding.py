@@ -179,7 +179,7 @@ class PagedDecoding:
             steps = slice(since, since + count)
             row.extend(tokens[steps], values[steps], window.versions[steps])
             if routes is not None:
-                row.routes.append(routes[steps, place])
+                row.routes.append(routes[steps, place].clone())  # not a view of all rows
             row.in_flight -= len(window.versions) - since
             row.is_finite = row.is_finite and finite
             reason = row.end(count, self._stop_strings)

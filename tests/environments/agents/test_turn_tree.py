@@ -217,6 +217,7 @@ def test_in_random_trees_each_kept_turn_is_trained_once_after_its_own_context(st
     trained = Counter()
     for row in rows:
         assert torch.equal(torch.cat(row.routes), routes_of(row.context))
+        assert all(part.untyped_storage().nbytes() == part.nbytes for part in row.routes)  # no whole prefixes
         sampled_at = [place for place, own in enumerate(row.is_sampled) if own]
         for number in dict.fromkeys(row.turns[place] for place in sampled_at):
             turn = tree.kept[number]

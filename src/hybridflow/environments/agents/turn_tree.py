@@ -170,7 +170,7 @@ class TurnTree:
         request, renderer, ids = turn.request, self._renderers.of(turn.request.tools), completion.token_ids
         turn.ids, turn.log_probs, turn.versions = ids, completion.log_probs, completion.versions
         if completion.routes is not None:
-            turn.routes = completion.routes[turn.num_routed :]
+            turn.routes = completion.routes[turn.num_routed :].clone()  # not a view of all before
         ends_with_token = bool(ids) and ids[-1] in self._stop_ids
         begun = str(request.messages[-1].get("content") or "") if is_begun(request.messages) else ""
         text = renderer.decode(ids[:-1] if ends_with_token else ids)

@@ -50,7 +50,7 @@ class EpisodeRow:
     def add_routes(self, routes: "Tensor | None") -> None:
         """Add the routes of the tokens so far, of which those that are known stay as they are."""
         if routes is not None:
-            self.routes.append(routes[sum(map(len, self.routes)) :])
+            self.routes.append(routes[sum(map(len, self.routes)) :].clone())  # not a view of all before
 
     def add_reward(self, reward: float) -> None:
         """Add to the reward of the newest turn, whose last token is the newest one."""

@@ -34,8 +34,8 @@ CAPS = {
     **dict.fromkeys(("topk_group", "num_nextn_predict_layers"), 1),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_heads", "mamba_num_heads", "n_groups", "index_n_heads"), 2),
     **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_window_size", "window_size"), WINDOW),
-    **dict.fromkeys(("attention_chunk_size", "local_attention", "index_topk", "keep_window_size"), WINDOW),
-    **dict.fromkeys(("mamba_chunk_size", "chunk_size"), WINDOW),
+    **dict.fromkeys(("attention_chunk_size", "local_attention", "index_topk", "floor_scale"), WINDOW),
+    **dict.fromkeys(("keep_window_size", "mamba_chunk_size", "chunk_size"), WINDOW),
     **dict.fromkeys(("mamba_d_state", "ssm_state_size", "hidden_size_per_layer_input"), 16),
     "attn_logit_softcapping": SOFTCAP,
 }
