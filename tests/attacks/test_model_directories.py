@@ -86,6 +86,11 @@ CONFIGS = [
     ("architectures of a text", config(architectures="Llama"), r"architectures='Llama' is not a list"),
     ("a quantized model", config(quantization_config={"bits": 4}), r"quantized .* use the original weights"),
     ("ten million layers", config(num_hidden_layers=10_000_000), r"num_hidden_layers=10000000 is out of range: .*"),
+    (
+        "more experts of a token than there are",
+        config(num_experts=4, num_experts_per_tok=8),
+        r"tok=8 is out of range: .*4",
+    ),
     ("a huge width", config(hidden_size=10**9), r"hidden_size=1000000000 is out of range"),
     ("NaN for the rotary base", config(rope_theta=NAN), r"rope_theta=nan is not a finite number"),
     ("NaN inside a table", rope(rope_theta=NAN), r"rope_parameters\.rope_theta=nan is not a finite number"),

@@ -49,6 +49,25 @@ def test_two_ranks_are_compared_with_one(config_of, capsys):
     assert "2 ranks, tensor 2 = one" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--ranks", "3", "--expert", "3"), "parallel.expert=3 does not divide the 4 experts of this model"),
+        (("--ranks", "65"), "--ranks 65 is out of range: expected at most 64 processes"),
+    ],
+)
+def test_ranks_beyond_the_experts_or_the_machine_are_an_error_at_once(config_of, capsys, arguments, message):
+    assert main(["check-model", config_of("qwen3_moe"), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.exhaustive
+@OWN_RUN
+def test_as_many_experts_are_computed_as_the_ranks_divide(tmp_path, capsys):
+    small_config("qwen3_moe", num_experts=6, num_local_experts=6).save_pretrained(tmp_path)
+    assert main(["check-model", str(tmp_path), "--ranks", "3", "--expert", "3"]) == 0
+
+
 @pytest.mark.exhaustive
 @OWN_RUN
 def test_a_layout_that_a_family_does_not_have_fails_the_check(config_of, capsys):

@@ -55,9 +55,9 @@ def test_expert_parallel_needs_experts_that_its_size_divides(tiny_model):
     ):
         model = build_without_weights(tiny_model(family), "policy", torch.float32)
         with pytest.raises(ModelConfigError, match=problem):
-            require_expert_parallel(model, size)
-        require_expert_parallel(model, 1)
-    require_expert_parallel(model, 4)
+            require_expert_parallel(model.config, size, model)
+        require_expert_parallel(model.config, 1)
+    require_expert_parallel(model.config, 4, model)
 
 
 def test_load_counts_real_tokens_and_no_pass_outside_of_its_context():

@@ -227,3 +227,9 @@ def test_a_line_that_cannot_be_computed_says_why(monkeypatch):
     monkeypatch.setattr(shared_prompts.SharedPromptPlan, "attend", refused)
     (failed,) = [each for each in run_check(small_config("llama")).findings if not each.is_ok]
     assert (failed.line, failed.difference.text) == ("shared", "ModelError: no such plan")
+
+
+def test_a_list_as_long_as_the_model_is_not_always_one_of_its_layers():
+    config = small_config("falcon_h1", num_hidden_layers=2)
+    assert len(config.time_step_limit) == 2
+    assert SmallConfig(config).with_layers([0, 0]).time_step_limit == config.time_step_limit

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hybridflow.trainers.family_check.check import Report
 
 AXES = tuple(ParallelConfig.model_fields)
+MOST_RANKS = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +42,7 @@ def _count(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Print a line for each way to compute; return 1 if one fails."""
+    from hybridflow.models.expert_parallel import require_expert_parallel
     from hybridflow.models.hub import local_model
     from hybridflow.models.loading import model_config
     from hybridflow.trainers.family_check.check import check_layout
@@ -50,7 +52,10 @@ def run(args: argparse.Namespace) -> int:
     size, product = parallel.divisor
     if args.ranks % size:
         raise ConfigError(f"{product} does not divide --ranks {args.ranks}; change one of them.")
+    if args.ranks > MOST_RANKS:
+        raise ConfigError(f"--ranks {args.ranks} is out of range: expected at most {MOST_RANKS} processes.")
     config = model_config(local_model("MODEL", args.model, weights=False))
+    require_expert_parallel(config, parallel.expert)
     report = report_of(config, anew=True)
     if args.ranks > 1:
         report = replace(report, findings=(*report.findings, check_layout(config, args.ranks, parallel)))

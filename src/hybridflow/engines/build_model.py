@@ -41,7 +41,7 @@ def build_model(
         return model, forward_of(model)
     model = build_without_weights(path, head, dtype)
     require_tensor_parallel(model.config, ranks.tensor)
-    require_expert_parallel(model, ranks.expert)
+    require_expert_parallel(model.config, ranks.expert, model)
     if lora:
         add_adapters(model, lora, adapter_dtype)
     shard_model(model, ranks, device, compute_dtype, on_host=on_host)

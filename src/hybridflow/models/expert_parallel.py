@@ -19,21 +19,25 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import PretrainedConfig
 
 from hybridflow.errors import ModelConfigError
 from hybridflow.models.experts import experts_of, sizes_of_experts
 from hybridflow.runtime.boxes import local
 
 
-def require_expert_parallel(model: Any, size: int) -> None:
-    """Raise ModelConfigError unless each of `size` ranks can hold as many experts of the model as every other."""
+def require_expert_parallel(config: PretrainedConfig, size: int, model: nn.Module | None = None) -> None:
+    """Raise ModelConfigError unless each of `size` ranks can hold as many experts of a model as every other.
+
+    `model`: the model of this configuration, if it has been built; then its modules are looked at, too.
+    """
     if size == 1:
         return
-    kind, sizes = model.config.model_type, sizes_of_experts(model.config)
-    if not experts_of(model) or sizes is None:
+    sizes = sizes_of_experts(config)
+    if sizes is None or (model is not None and not experts_of(model)):
         raise ModelConfigError(
-            f"parallel.expert={size} is not supported for {kind} models, which have no experts that ranks can hold "
-            "apart; use parallel.expert = 1."
+            f"parallel.expert={size} is not supported for {config.model_type} models, which have no experts that "
+            "ranks can hold apart; use parallel.expert = 1."
         )
     if sizes[1] % size:
         raise ModelConfigError(

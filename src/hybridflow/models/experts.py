@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from hybridflow.models.model_files import EXPERTS
+
 ALIGNED = 8
 """Sizes of matrices whose rows begin at multiples of 16 bytes in bfloat16, which torch's grouped products need."""
 
@@ -85,6 +87,5 @@ def sizes_of_experts(config: PretrainedConfig) -> tuple[int, int] | None:
     """
     text = config.get_text_config()
     chosen = getattr(text, "num_experts_per_tok", None)
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = next((number for name in names if (number := getattr(text, name, None))), None)
+    experts = next((number for name in EXPERTS if (number := getattr(text, name, None))), None)
     return (chosen, experts) if isinstance(chosen, int) and isinstance(experts, int) else None

@@ -22,6 +22,10 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 MASK_DIMS = 4
 """Dimensions of a causal mask, which old files have beside the weights, such as those of GPT-2 and Pythia."""
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of experts of a layer."""
+MOST_EXPERTS = 10_000
+
 LARGEST = {"num_hidden_layers": 10_000, "vocab_size": 10_000_000, "max_position_embeddings": 1_000_000_000}
 """The largest number of a key of config.json, beyond which building the model would take all memory."""
 LARGEST_OTHER = 1_000_000
@@ -73,6 +77,12 @@ def _problems(config: Any) -> Iterator[str]:
         value, largest = config.get(key), LARGEST.get(key, LARGEST_OTHER)
         if isinstance(value, int) and not 0 < value <= largest:
             yield f"{key}={value} is out of range: expected 1 to {largest:,}"
+    experts = {key: config[key] for key in EXPERTS if isinstance(config.get(key), int)}
+    wrong = {key: count for key, count in experts.items() if not 0 <= count <= MOST_EXPERTS}
+    yield from (f"{key}={count} is out of range: expected 0 to {MOST_EXPERTS:,}" for key, count in wrong.items())
+    chosen, most = config.get("num_experts_per_tok"), max(experts.values(), default=0)
+    if most and isinstance(chosen, int) and not 0 < chosen <= most:
+        yield f"num_experts_per_tok={chosen} is out of range: expected 1 to the {most} experts of a layer"
     for name, value in _numbers(config, ""):
         leaf = name.rpartition(".")[2]
         if not abs(value) <= sys.float_info.max:

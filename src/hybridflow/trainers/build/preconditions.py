@@ -26,8 +26,9 @@ from hybridflow.errors import (
     ModelError,
     RolloutConfigError,
 )
+from hybridflow.models.expert_parallel import require_expert_parallel
 from hybridflow.models.hub import with_local_files
-from hybridflow.models.loading import vocabulary_size
+from hybridflow.models.loading import model_config, vocabulary_size
 from hybridflow.models.routes import why_not_replayable
 from hybridflow.rollout.vllm import require_vllm
 from hybridflow.runtime.declared_function import declared_function
@@ -206,6 +207,8 @@ def with_required_files(config: Config, *file_keys: str, reference: bool = False
             if key not in WITHOUT_TOKENIZER:
                 require_tokenizer(path, key)
     require_known_tokens(config)
+    for path in filter(None, models.values() if config.parallel.expert > 1 else ()):
+        require_expert_parallel(model_config(path), config.parallel.expert)
     require_families(config, {key: path for key, path in models.items() if path}, generates=generates)
     return config
 

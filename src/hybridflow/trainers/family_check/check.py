@@ -22,7 +22,14 @@ from hybridflow.models.support import USE_INSTEAD
 from hybridflow.trainers.family_check.copy import write_copy
 from hybridflow.trainers.family_check.layouts import layout_difference, layout_title
 from hybridflow.trainers.family_check.lines import Comparison, Difference
-from hybridflow.trainers.family_check.small_config import KV_HEADS, Kind, SmallConfig, kinds_of, with_kinds
+from hybridflow.trainers.family_check.small_config import (
+    EXPERTS_OF_COPY,
+    KV_HEADS,
+    Kind,
+    SmallConfig,
+    kinds_of,
+    with_kinds,
+)
 
 SEEDS = (0, 1)
 """A line that fails with the first is computed again with the second: rounding can change the choice of an expert."""
@@ -123,7 +130,8 @@ def check_layout(config: PretrainedConfig, world_size: int, parallel: ParallelCo
         return Finding(line, found, _culprits(small, kinds, differences)[line])
 
     with _one_thread():
-        return on_small_copy(config, compute, kv_heads=max(KV_HEADS, parallel.tensor))
+        experts = parallel.expert * max(1, EXPERTS_OF_COPY // parallel.expert)
+        return on_small_copy(config, compute, kv_heads=max(KV_HEADS, parallel.tensor), experts=experts)
 
 
 CANDIDATES: tuple[dict[str, bool], ...] = ({}, {"widens": True}, {"keeps_widths": True})
@@ -135,6 +143,7 @@ def on_small_copy(
     config: PretrainedConfig,
     compute: Callable[[SmallConfig, Sequence[Kind], PretrainedConfig], T],
     kv_heads: int = KV_HEADS,
+    experts: int = EXPERTS_OF_COPY,
 ) -> T:
     """Return what `compute` does with the smallest configuration that transformers can compute.
 
@@ -142,7 +151,7 @@ def on_small_copy(
     """
     for options in CANDIDATES:
         try:
-            small = SmallConfig(config, kv_heads=kv_heads, **options)
+            small = SmallConfig(config, kv_heads=kv_heads, experts=experts, **options)
             kinds = kinds_of(small)
             chosen = with_kinds(small, kinds)
             if chosen is None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from hybridflow.models.loading import parameters_on_meta, quiet_transformers
-from hybridflow.models.model_files import LOADING_ERRORS
+from hybridflow.models.model_files import EXPERTS, LOADING_ERRORS
 
 VOCABULARY = 128
 WINDOW = 8
@@ -23,12 +23,12 @@ SOFTCAP = 4.0
 POSITIONS = 128
 KV_HEADS = 2
 """Key-value heads, each with as many query heads as in the model."""
+EXPERTS_OF_COPY = 8
 WIDTH_OF_HEAD = 16
 """Hidden size for each query head, where a family lets heads be wider than that."""
 
 CAPS = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), VOCABULARY),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"), 2),
     **dict.fromkeys(("n_group", "num_expert_group"), 2),
     **dict.fromkeys(("topk_group", "num_nextn_predict_layers"), 1),
@@ -49,6 +49,8 @@ LEFT_OUT = (
     *("label2id", "initializer_range", "chunk_size_feed_forward", "output_attentions", "output_hidden_states"),
 )
 """Keys that change no log-prob."""
+NOT_BY_LAYER = re.compile("limit|section|token_id|range")
+"""Names of lists that do not have an entry for each layer, also if they are as long."""
 COUNTS = re.compile("idx|index|layer")
 """Names of numbers that tell the place of a layer, or the number of layers."""
 MOST_KINDS = 8
@@ -75,6 +77,7 @@ class SmallConfig:
         keeps_widths: bool = False,
         widens: bool = False,
         kv_heads: int = KV_HEADS,
+        experts: int = EXPERTS_OF_COPY,
     ) -> None:
         """Reduce a configuration; `widens`: the hidden size is that of all heads, for families that require it."""
         self._class, self._changes = type(config), config.to_dict()
@@ -84,7 +87,7 @@ class SmallConfig:
         for part in _parts(self._changes):
             for key in LEFT_OUT:
                 part.pop(key, None)
-            _bound(part)
+            _bound(part, experts)
         self._layers_key = text.attribute_map.get("num_hidden_layers", "num_hidden_layers")
         self.num_layers: int = getattr(text, "num_hidden_layers", 0)
         if not keeps_widths:
@@ -105,7 +108,7 @@ class SmallConfig:
     def _of_layers(self, value: Any, layers: Sequence[int], key: str) -> Any:
         """Return the value of a key for these layers: entries by layer, numbers of layers, or a count of first ones."""
         count = self.num_layers
-        if isinstance(value, list) and len(value) == count:
+        if isinstance(value, list) and len(value) == count and not NOT_BY_LAYER.search(key):
             return [value[layer] for layer in layers]
         if isinstance(value, list) and "layer" in key and all(type(x) is int and 0 <= x < count for x in value):
             return [place for place, layer in enumerate(layers) if layer in value]
@@ -185,10 +188,11 @@ def _parts(values: dict[str, Any]) -> Iterable[dict[str, Any]]:
             yield from _parts(value)
 
 
-def _bound(values: dict[str, Any]) -> None:
+def _bound(values: dict[str, Any], experts: int) -> None:
     """Bound the sizes that do not belong to heads, in place."""
+    caps = CAPS | dict.fromkeys((*EXPERTS, "moe_num_experts"), experts)
     for key, value in values.items():
-        most = CAPS.get(key) or next((size for end, size in ENDS.items() if key.endswith(end)), None)
+        most = caps.get(key) or next((size for end, size in ENDS.items() if key.endswith(end)), None)
         if key in EVERY and value:
             values[key] = EVERY[key]
         elif key.endswith("_token_id"):
