@@ -26,6 +26,7 @@ from support.report import Row, print_rows, print_table
 from hybridflow.config import MemoryConfig, ModelConfig, OptimizerConfig
 from hybridflow.engines import TorchEngine
 from hybridflow.models.attention import run_attention
+from hybridflow.models.attention_form import AttentionForm
 from hybridflow.models.kernels.attention import causal_attention
 from hybridflow.models.kernels.decoder import PackedLinear
 from hybridflow.protocol import DataProto
@@ -89,17 +90,17 @@ def measure_attention(name: str, dtype: torch.dtype, args: argparse.Namespace) -
         inputs = [torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3)]
         gradient = torch.randn(shape, dtype=dtype)
         sides = [
-            partial(attend, inputs, gradient, causal_attention, [[length]] * count),
-            partial(attend, inputs, gradient, run_attention, count, length),
+            partial(attend, inputs, gradient, causal_attention, [[length]] * count, HEAD_DIM**-0.5),
+            partial(attend, inputs, gradient, run_attention, count, length, AttentionForm(HEAD_DIM**-0.5)),
         ]
         rows.append(row_of(f"attention_{name}_{count}x{length}", "ms", 1e3, in_turn(sides, args.repeats)))
     show(f"attention in {name}: sequences x tokens", "milliseconds", "compiled", "PyTorch", rows)
     return rows
 
 
-def attend(inputs: Sequence[torch.Tensor], gradient: torch.Tensor, function: Callable[..., Any], *lengths: Any) -> None:
+def attend(inputs: Sequence[torch.Tensor], gradient: torch.Tensor, function: Callable[..., Any], *more: Any) -> None:
     """Run the forward and the backward pass of an attention function."""
-    torch.autograd.grad(function(*inputs, *lengths, HEAD_DIM**-0.5), inputs, gradient)
+    torch.autograd.grad(function(*inputs, *more), inputs, gradient)
 
 
 def measure_prompts(name: str, args: argparse.Namespace) -> list[Row]:

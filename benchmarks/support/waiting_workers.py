@@ -89,7 +89,7 @@ class WaitingEngine:
             dist.all_reduce(total)
         return int(total)
 
-    def weights(self) -> Iterable[tuple[str, Tensor]]:
+    def weights(self, boxes: Any = None, at_once: int = 0) -> Iterable[tuple[str, Tensor]]:
         return [("weight", torch.full(WEIGHTS, float(self.num_updates)))]
 
     def weight_shapes(self) -> dict[str, torch.Size]:
@@ -116,6 +116,7 @@ class WaitingRollout:
 
     def __init__(self, max_steps: int = 1 << 30) -> None:
         self.version: int | None = None
+        self.routes_shape = 0, 0
         self._max_steps = max_steps
         self._running: dict[tuple[int, int], tuple[int, int]] = {}  # request and index -> steps of its start and end
         self._versions: list[int] = []  # of each decoding step

@@ -49,6 +49,7 @@ class NoEngine:
     """A rollout engine that ignores its inputs."""
 
     version: int | None = None
+    routes_shape = 0, 0
 
     def start_loading(self, shapes: Any) -> None: ...
 

@@ -120,7 +120,7 @@ def test_a_changed_route_changes_log_probs_after_it(directory, rows, build_engin
     rows.batch["routes"][0, PROMPT] = (rows.batch["routes"][0, PROMPT] + 1) % EXPERTS
     difference = (engine.forward(rows)["log_probs"] - before).abs()
     assert difference[0, 1:].min() > 1e-5
-    assert difference[0, 0] == difference[1:].max() == 0
+    assert max(difference[0, 0], difference[1:].max()) < 2e-6  # rounding: products of other rows may be cut elsewhere
 
 
 def test_rows_share_a_prompt_only_with_equal_routes(rows):

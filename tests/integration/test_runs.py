@@ -19,7 +19,7 @@ ELSEWHERE = (
     *("parts/", "processes/", "weight_sync/", "balance/", "recovery/"),
     "episode/",  # see tests/trainers/test_episode_runs.py
     "reward/unprotected/",  # of `code_reward`
-    "<model>/",  # of a mixture of experts, see tests/models/test_experts.py
+    *("<model>/", "actor/routes_changed"),  # of a mixture, see tests/models/test_experts.py and tests/engines
 )
 """Metrics of runs on several processes."""
 
