@@ -105,3 +105,14 @@ def test_families_without_a_scalar_head_are_no_critics(tmp_path, kind, reason):
     for load in (load_value_model, lambda path: build_without_weights(path, "value", torch.float32)):
         with pytest.raises(ModelError, match=f"{kind} models cannot be a critic or a reward model: {reason}; use a"):
             load(tmp_path)
+
+
+def test_chunks_that_only_a_mask_tells_are_an_error_of_the_pass(tmp_path):
+    AutoModelForCausalLM.from_config(
+        small_config("llama4_text", layer_types=["chunked_attention"] * 2)
+    ).save_pretrained(tmp_path)
+    ids = torch.tensor([[3, 4, 5]])
+    with pytest.raises(
+        ModelError, match="Llama4TextAttention is a layer of chunked_attention, which it tells by a mask"
+    ):
+        load_causal_lm(tmp_path)(ids, position_ids=torch.arange(3)[None], attention_plan=PackedPlan.from_lengths([3]))

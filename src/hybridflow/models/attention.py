@@ -24,6 +24,9 @@ from hybridflow.models.varlen import PackedLayout, padded, padded_attention, pad
 
 ATTENTION = "hybridflow"
 
+MASKED = ("sliding", "chunked", "sparse")
+"""Words in `layer_types` of layers in which a query does not see all tokens before it."""
+
 SHORT = 512
 """Longest sequence for which the compiled kernel is faster than PyTorch's attention on a CPU (docs/benchmarks.md)."""
 
@@ -217,8 +220,12 @@ def _attention(
         raise ModelError(f"{name} is not causal")
     if attention_mask is not None:
         raise ModelError(f"{name} uses attention_mask, which is not supported")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
+    types = getattr(module.config, "layer_types", None) or ()
+    kind = types[layer] if layer < len(types) else ""
+    if sliding_window is None and any(word in kind for word in MASKED):
+        raise ModelError(f"{name} is a layer of {kind}, which it tells by a mask alone; that is not supported")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return attention_plan.attend(layer, query, key, value, AttentionForm(scale, sliding_window, softcap, s_aux)), None
 
 
