@@ -7,6 +7,8 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
+from contextlib import suppress
 
 import pytest
 
@@ -213,6 +215,20 @@ def test_a_container_is_used_by_its_command_line(docker, tmp_path):
     assert calls[1] == f"exec --interactive {name} timeout -s KILL 30 sh -c cat; exit 2"
     assert calls[-1] == f"rm --force {name}"
     assert not (tmp_path / "root").exists()
+
+
+@in_processes
+@pytest.mark.parametrize(("program", "code"), [("exec timeout -s KILL 0.1 sleep 1000", LATE), ("exit 2", 2)])
+def test_what_ends_while_nobody_looks_is_late_if_it_was_killed(program, code):
+    async def run():
+        started = await module.Program.start(["sh", "-c", program], {})
+        with suppress(ChildProcessError):  # a thread of asyncio has waited for it
+            os.waitid(os.P_PID, started.transport.get_pid(), os.WEXITED | os.WNOWAIT)
+        time.sleep(0.1)
+        await started.wait(0.1)
+        return started.exit_code
+
+    assert asyncio.run(run()) == code
 
 
 @in_processes

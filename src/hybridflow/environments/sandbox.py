@@ -34,6 +34,8 @@ FILE_S, START_S = 60.0, 1200.0
 LATE = 124
 """Exit code of a command that was killed because it took too long, as of timeout(1)."""
 
+_KILLED = (None, -signal.SIGKILL, 128 + signal.SIGKILL)  # here, or by a limit inside
+
 READABLE = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.conf.d")
 """What a local sandbox shows of this machine, read-only."""
 
@@ -120,7 +122,7 @@ class Program(asyncio.SubprocessProtocol):
         self._most, self._head, loop = most, head, asyncio.get_running_loop()
         self.said, self.ended = loop.create_future(), loop.create_future()
         self.kept, self.num_cut = {1: bytearray(), 2: bytearray()}, {1: 0, 2: 0}
-        self.is_late = False
+        self._begun, self.is_late = loop.time(), False  # before any clock that it has itself
 
     @classmethod
     async def start(
@@ -135,17 +137,17 @@ class Program(asyncio.SubprocessProtocol):
 
     async def wait(self, timeout_s: float, stdin: bytes = b"") -> None:
         """Wait for its end; kill its process group after the time, or if this task is cancelled."""
-        begun = asyncio.get_running_loop().time()
         pipe = self.transport.get_pipe_transport(0)
         try:
             pipe.write(stdin)
             pipe.close()
             await asyncio.wait({self.ended}, timeout=timeout_s)
         finally:
-            self.is_late = asyncio.get_running_loop().time() - begun >= timeout_s
+            too_long = asyncio.get_running_loop().time() - self._begun >= timeout_s
             if not self.ended.done():
                 self.kill()
                 await asyncio.wait({self.ended}, timeout=FILE_S)
+            self.is_late = too_long and self.transport.get_returncode() in _KILLED
             for _ in range(4):  # what it has written is in the pipes, and is read in these steps of the loop
                 await asyncio.sleep(0)
             if pipe.get_write_buffer_size():  # it has not read all
