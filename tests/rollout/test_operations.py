@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fixtures.recorded_steps import look_up_pages, record_steps
@@ -159,6 +159,14 @@ class Session:
         assert self.engine._running is None
 
 
+SHORT = Request(0, [2], SamplingParams(1, temperature=0.0))
+TWO = Request(0, [2 + 3 * i * i % 38 for i in range(32)], SamplingParams(7, 0.7, stop_token_ids=(1, 9)), group_size=2)
+TWO_KEPT = replace(TWO, noise_key=(0, 88), keep=True)
+OUTLIVED = [("submit", SHORT, 0), ("submit", TWO_KEPT, 0), ("step", 1), ("load",), ("load",), ("break", 0, 0)]
+OUTLIVED += [("break", 0, 0), ("submit", SHORT, 0), ("submit", SHORT, 0), ("break", 0, 0), ("load",)]
+"""A sequence that ends before its request restarts, and with new weights would end last."""
+
+
 @pytest.mark.parametrize("decoding", ["batches", "paged", "graphs"])
 @pytest.mark.parametrize("num_examples", [12, pytest.param(500, marks=pytest.mark.exhaustive)])
 def test_any_operations_give_the_tokens_of_sequences_alone(
@@ -174,6 +182,7 @@ def test_any_operations_give_the_tokens_of_sequences_alone(
 
     @settings(max_examples=num_examples, deadline=None, derandomize=True, database=None)
     @given(OPERATIONS, st.sampled_from([3, 8, 1024]), st.booleans())
+    @example(OUTLIVED, 3, False)
     def check(operations, max_running_sequences, is_small):
         num_pages = 33 + (32 if max_running_sequences > 8 else 1)
         engine = EmbeddedRollout(

@@ -344,7 +344,7 @@ class EmbeddedRollout:
     def _finish(self, completions: list[Completion]) -> None:
         """Record the completions of one step or of an abort.
 
-        A sequence that was finished before its request restarted is ignored; with new weights it may end last.
+        A sequence that was finished before its request restarted is ignored, and stopped where it would end last.
         """
         completions = [completion for completion in completions if completion.request_id in self._unfinished]
         for completion in sorted(completions, key=lambda c: (self._unfinished[c.request_id].order, c.index)):
@@ -353,15 +353,19 @@ class EmbeddedRollout:
                 continue
             self._finished[completion.request_id, completion.index] = completion
             progress.finished.add(completion.index)
-        for request_id in {completion.request_id for completion in completions}:
-            if self._unfinished[request_id].is_complete():
-                del self._unfinished[request_id]
+        complete = [key for key in {each.request_id for each in completions} if self._unfinished[key].is_complete()]
+        for request_id in complete:
+            del self._unfinished[request_id]
+        if complete:
+            self._waiting = deque(request for request in self._waiting if request.request_id in self._unfinished)
+        for request_id in complete:
+            if self._running:
+                self._finish(self._running.abort(request_id))
         if not self._unfinished:
             self._free()
 
     def _free(self) -> None:
-        """Free the memory of running sequences; forget requests that wait for pages although they are complete."""
-        self._waiting = deque(request for request in self._waiting if request.request_id in self._unfinished)
+        """Free the memory of running sequences."""
         if self._running and self._kept:  # which no change of the weights outlives
             self._idle_addresses = self._addresses()
             return

@@ -125,9 +125,10 @@ class PagedDecoding:
 
     def abort(self, request_id: int) -> list[Completion]:
         """End the rows of a request with their tokens so far; rows of any request may have ended before."""
+        if not self._places(request_id):
+            return []
         done = self._read()
-        places = [place for place, row in enumerate(self._rows) if row and row.request.request_id == request_id]
-        return done + [row.completion("abort") for row in self._remove(places)]
+        return done + [row.completion("abort") for row in self._remove(self._places(request_id))]
 
     def retract(self) -> list[Completion]:
         """Write the keys and values of all rows again; return the rows that had ended before."""
@@ -210,6 +211,9 @@ class PagedDecoding:
         return rows
 
     # ------------------------------------------------------------------------------------ pages and places
+
+    def _places(self, request_id: int) -> list[int]:
+        return [place for place, row in enumerate(self._rows) if row and row.request.request_id == request_id]
 
     @property
     def _pages(self) -> PageTable:
