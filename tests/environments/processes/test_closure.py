@@ -1,4 +1,5 @@
 import functools
+import linecache
 import threading
 
 import pytest
@@ -51,6 +52,15 @@ def test_the_name_has_the_digest_of_the_source():
     )
     assert source_hash(first) == source_hash(second) != source_hash(third)
     assert source_hash(functools.partial(score, x=1)) == source_hash(score)
+
+
+def test_the_digest_stays_when_a_notebook_loses_its_source():
+    text, names = "class Guess:\n    def play(self):\n        return 1\n", {"__name__": "__main__"}
+    linecache.cache["<cell>"] = (len(text), None, text.splitlines(True), "<cell>")
+    exec(compile(text, "<cell>", "exec"), names)
+    digest = source_hash(names["Guess"])
+    del linecache.cache["<cell>"]
+    assert source_hash(names["Guess"]) == digest
 
 
 def test_what_cannot_travel_is_named(tmp_path):

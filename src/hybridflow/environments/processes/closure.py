@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import cloudpickle
 
@@ -129,10 +130,20 @@ def is_closure(name: str) -> bool:
 
 
 def source_hash(function: Callable[..., Any]) -> str:
-    """Return a digest of the source of a function or class, or of its code where there is no source."""
+    """Return a digest of the source of a function or class, or of its code where there is no source.
+
+    It stays as it is while this process runs: a notebook's source is in memory only, and may be lost.
+    """
     while isinstance(function, functools.partial):
         function = function.func
-    return hashlib.blake2b(_source(function).encode(errors="surrogatepass"), digest_size=6).hexdigest()
+    plain = inspect.unwrap(function)
+    defined = plain if inspect.isroutine(plain) or inspect.isclass(plain) else type(plain)
+    if defined not in _hashes:
+        _hashes[defined] = hashlib.blake2b(_source(plain).encode(errors="surrogatepass"), digest_size=6).hexdigest()
+    return _hashes[defined]
+
+
+_hashes = WeakKeyDictionary[Any, str]()
 
 
 def _source(function: Callable[..., Any]) -> str:
