@@ -5,6 +5,7 @@
 
 import threading
 
+import pytest
 import torch
 
 from hybridflow.checkpoint import BackgroundSave, StateCopy, copy_state, save_state
@@ -57,3 +58,20 @@ def test_the_thread_of_a_save_uses_the_device_of_its_process(monkeypatch):
     [(device, thread)] = BackgroundSave(lambda: list(chosen)).finish()
     assert device == 3
     assert thread != threading.get_ident()
+
+
+def test_without_a_thread_the_state_is_written_at_once(monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    def fail():
+        raise OSError("no space")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    written: list[int] = []
+    save = BackgroundSave(lambda: written.append(1) or 7)
+    assert written == [1]
+    assert save.finish() == 7
+    failed = BackgroundSave(fail)
+    with pytest.raises(OSError, match="no space"):
+        failed.finish()

@@ -1,5 +1,6 @@
 """A background save: the state is copied at once, and a thread writes the copy while training continues."""
 
+import logging
 import threading
 from collections.abc import Callable
 from contextvars import copy_context
@@ -14,18 +15,28 @@ from hybridflow.runtime.host_memory import HostMemory
 from hybridflow.runtime.side_stream import SideStream
 
 Result = TypeVar("Result")
+logger = logging.getLogger(__name__)
 
 
 class BackgroundSave(Generic[Result]):
-    """A thread that runs `write`, started at construction; `finish` waits for it and raises its error."""
+    """A thread that runs `write`, started at construction; `finish` waits for it and raises its error.
+
+    Where no thread can be started, as without memory for its stack, `write` has run after construction.
+    """
 
     def __init__(self, write: Callable[[], Result]) -> None:
         self._write = write
         self._results: list[Result] = []
         self._error: BaseException | None = None
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name="checkpoint", daemon=True)
-        self._thread.start()
+        run = copy_context().run
+        self._thread: threading.Thread | None = threading.Thread(None, run, "checkpoint", (self._run,), daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            logger.warning("the checkpoint is written before the run goes on: %s", error)
+            self._thread = None
+            self._run()
 
     def _run(self) -> None:
         try:
@@ -37,7 +48,8 @@ class BackgroundSave(Generic[Result]):
 
     def finish(self) -> Result:
         """Wait until the state is written and return the result. Raise the error of the write, if it failed."""
-        self._thread.join()
+        if self._thread:
+            self._thread.join()
         if self._error is not None:
             raise self._error
         return self._results[0]
