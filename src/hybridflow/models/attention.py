@@ -226,7 +226,8 @@ def _attention(
     if sliding_window is None and any(word in kind for word in MASKED):
         raise ModelError(f"{name} is a layer of {kind}, which it tells by a mask alone; that is not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attention_plan.attend(layer, query, key, value, AttentionForm(scale, sliding_window, softcap, s_aux)), None
+    out = attention_plan.attend(layer, query, key, value, AttentionForm(scale, sliding_window, softcap, s_aux))
+    return out.contiguous(), None  # as those of transformers: a layer may take a view of it
 
 
 AttentionInterface.register(ATTENTION, _attention)
