@@ -22,7 +22,7 @@ from hybridflow.rollout.embedded import EmbeddedRollout
 IN_EACH_RUN = (
     *("llama", "mistral", "qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v3", "glm4_moe", "minimax_m2", "apertus"),
     *("gemma", "phi3", "olmo2", "gpt2", "gpt_neox", "granitemoe", "ernie4_5_moe"),
-    *("gemma2", "gpt_oss", "qwen3_5_text"),
+    *("gemma2", "gpt_oss", "qwen3_5_text", "phi3 longrope", "llama dynamic"),
 )
 FEW = ("gemma2", "gpt_oss", "qwen2_moe", "qwen3_5_text")
 

@@ -18,6 +18,7 @@ from hybridflow.models.fused_forward import forward_of
 from hybridflow.models.kv_cache import PrefillPlan
 from hybridflow.models.loading import placeholder
 from hybridflow.models.recurrence import has_recurrences
+from hybridflow.models.support import num_positions
 from hybridflow.rollout.base import Completion, Request, SleepingPart
 from hybridflow.rollout.decoding_batches import DecodingBatches
 from hybridflow.rollout.kept_sequences import KeptSequences
@@ -136,7 +137,7 @@ class EmbeddedRollout:
         require_servable(
             request,
             max_running_sequences=self.max_running_sequences,
-            max_len=getattr(config, "max_position_embeddings", None),
+            max_len=num_positions(config),
             vocabulary=config.vocab_size,
         )
         self._stop_strings.require_served(request)
