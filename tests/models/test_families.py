@@ -15,6 +15,7 @@ from hybridflow.engines import TorchEngine
 from hybridflow.engines.packing import pack, pad
 from hybridflow.errors import ModelError
 from hybridflow.models.loading import load_causal_lm
+from hybridflow.models.shared_prompts import SharedPromptPlan
 from hybridflow.protocol import DataProto
 from hybridflow.rollout.base import Request, SamplingParams
 from hybridflow.rollout.embedded import EmbeddedRollout
@@ -115,6 +116,7 @@ def test_family_trains_as_it_is_and_leaves_as_it_came(build, tmp_path, kind, row
     came, engine_of = build(kind, lr=0.0)
     reference, engine = read(came), engine_of()
     engine.update(rows, loss)
+    assert isinstance(LAYOUTS["shared"](rows).plan, SharedPromptPlan)
     wanted = log_probs_of(reference)
     wanted.sum().backward()
     gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}

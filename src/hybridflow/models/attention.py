@@ -223,6 +223,8 @@ def _attention(
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
     types = getattr(module.config, "layer_types", None) or ()
     kind = types[layer] if layer < len(types) else ""
+    if sliding_window is None and ("sliding" in kind or not types):  # which Phi-MoE and Qwen2-MoE tell by a mask alone
+        sliding_window = getattr(module.config, "sliding_window", None)
     if sliding_window is None and any(word in kind for word in MASKED):
         raise ModelError(f"{name} is a layer of {kind}, which it tells by a mask alone; that is not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
