@@ -29,6 +29,7 @@ from hybridflow.errors import (
 from hybridflow.models.expert_parallel import require_expert_parallel
 from hybridflow.models.hub import with_local_files
 from hybridflow.models.loading import model_config, vocabulary_size
+from hybridflow.models.quantized_weights import quantized_form
 from hybridflow.models.routes import why_not_replayable
 from hybridflow.models.support import describe_positions, num_positions
 from hybridflow.rollout.vllm import require_vllm
@@ -164,12 +165,16 @@ def _is_agent(source: str) -> bool:
 
 
 def require_model_directory(key: str, path: str) -> None:
-    """Raise ModelConfigError unless `path`, the value of `key`, is a directory with a config.json and regular files."""
+    """Raise ModelConfigError unless `path`, the value of `key`, is a directory with a config.json and regular files.
+
+    Raises ModelError for weights in a form that is not read.
+    """
     try:
         require_model_files(path)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or error  # without the path, which may be long
         raise ModelConfigError(f"{key}='{path}' cannot be read: {reason}.") from error
+    quantized_form(path)
     if not (Path(path) / "config.json").is_file():
         raise ModelConfigError(
             f"{key}='{path}' is not a model directory: config.json not found; give a local Hugging Face directory (a "
