@@ -38,21 +38,26 @@ class ContinuedPlan:
         self, cache: KVCache, first_row: int, source: Tensor, lengths: Sequence[int], starts: Sequence[int]
     ) -> None:
         counts, device = [length - start for length, start in zip(lengths, starts, strict=True)], source.device
-        self._cache, self._new = cache, NewRows(counts, source, first_row)
-        self._positions = self._new.positions + torch.tensor(starts, device=device)[source][self._new.rows - first_row]
+        self._cache, self._new = cache, NewRows(counts, source, first_row, starts)
         own_row = first_row + torch.searchsorted(source, torch.arange(len(counts), device=device))
-        self._batches = [
-            _PrefillBatch.of(own_row[part], lengths[part], counts[part], device) for part in _parts(lengths, counts)
-        ]
+        self._parts = [(own_row[part], lengths[part], counts[part]) for part in _parts(lengths, counts)]
+        self._longest = max(lengths)
+        self._batches = [_PrefillBatch.of(*part, device) for part in self._parts]
+        self._windows: dict[int, list[_WindowBatch]] = {}
         # Attention reads them with a weight of 0, so they must not be NaN.
         self._unwritten = [torch.cat(x) for x in zip(*(batch.unwritten for batch in self._batches), strict=True)]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Write the keys and values of one layer, and compute its attention."""
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-        (keys, values), new = self._cache.of_layer(layer), self._new
-        for rows, x in ((keys, key), (values, value)):
-            rows.transpose(1, 2)[new.rows, self._positions] = x[new.tokens]
+        keys, values = self._cache.of_layer(layer)
+        form = form.within(self._longest)
+        if form.window is not None:
+            outputs = self._attend_in_window(query, key, value, keys, values, form)
+            self._cache.write(layer, self._new, key, value)  # in the places of tokens that the outputs depend on
+            return torch.cat(outputs)[None]
+        self._cache.write(layer, self._new, key, value)
+        for rows in (keys, values):
             if len(self._unwritten[0]):
                 rows.transpose(1, 2)[*self._unwritten] = 0
         queries = query.split([len(batch.new.slots) for batch in self._batches])
@@ -61,6 +66,18 @@ class ContinuedPlan:
             k, v = (x[batch.rows, :, : batch.longest] for x in (keys, values))
             outputs.append(unpadded(_attention(padded(q, batch.new), k, v, batch.seen, form), batch.new))
         return torch.cat(outputs)[None]
+
+    def _attend_in_window(
+        self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, form: AttentionForm
+    ) -> list[Tensor]:
+        """Compute attention of new tokens to those in the places of a window, and to new ones."""
+        assert form.window is not None
+        if form.window not in self._windows:
+            device = query.device
+            self._windows[form.window] = [_WindowBatch.of(*part, form.window, device) for part in self._parts]
+        tensors = (x.split([len(batch.new.slots) for batch in self._batches]) for x in (query, key, value))
+        batches = zip(self._windows[form.window], *tensors, strict=True)
+        return [batch.attend(q, k, v, keys, values, form) for batch, q, k, v in batches]
 
 
 @dataclass(frozen=True)
@@ -88,6 +105,39 @@ class _PrefillBatch:
         )
 
 
+@dataclass(frozen=True)
+class _WindowBatch:
+    """Sequences that are computed as a padded batch, of a layer whose cache has the places of a window.
+
+    `rows` and `places`: where the tokens before the new ones are that these see; with the new ones they are `batch`.
+    """
+
+    rows: Tensor
+    places: Tensor
+    batch: "_ReadBatch"
+
+    @classmethod
+    def of(
+        cls, rows: Tensor, lengths: Sequence[int], counts: Sequence[int], window: int, device: torch.device
+    ) -> "_WindowBatch":
+        starts = [length - count for length, count in zip(lengths, counts, strict=True)]
+        known = [min(start, window - 1) for start in starts]
+        each = torch.arange(len(known), device=device)
+        before = NewRows(known, each, 0, [start - count for start, count in zip(starts, known, strict=True)])
+        new = each.repeat_interleave(torch.tensor(counts, device=device))
+        order = torch.cat([before.rows, new]).argsort(stable=True)  # sequence by sequence
+        whole = [a + b for a, b in zip(known, counts, strict=True)]
+        return cls(rows[before.rows], before.positions % window, _ReadBatch.of(order, whole, counts, device))
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, form: AttentionForm
+    ) -> Tensor:
+        """Compute attention of new tokens (tokens, heads, dim) to the rows of the cache and to their own."""
+        pairs = ((keys, key), (values, value))
+        key, value = (torch.cat([x.transpose(1, 2)[self.rows, self.places], new]) for x, new in pairs)
+        return self.batch.attend(query, key, value, form)
+
+
 class PagedContinuedPlan:
     """Causal attention of packed new tokens to all tokens before them in the pages of their sequence.
 
@@ -107,7 +157,7 @@ class PagedContinuedPlan:
     ) -> None:
         self._cache, self._tokens, self._slots = cache, tokens, slots
         self._pages, self._lengths, self._counts = pages, lengths, counts
-        self._batches: list[_PagedBatch] = []  # made in the first layer
+        self._batches: list[_ReadBatch] = []  # made in the first layer
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Write the keys and values of one layer, and compute its attention."""
@@ -119,22 +169,27 @@ class PagedContinuedPlan:
         queries = query.split([len(batch.new.slots) for batch in self._batches])
         outputs = []
         for batch, q in zip(self._batches, queries, strict=True):
-            k, v = (x.flatten(0, 1)[batch.read] for x in (keys, values))
-            outputs.append(batch.attend(q, k, v, form))
+            outputs.append(batch.attend(q, keys.flatten(0, 1), values.flatten(0, 1), form))
         return torch.cat(outputs)[None]
 
-    def _split(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator["_PagedBatch"]:
+    def _split(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator["_ReadBatch"]:
         is_flash = supports_flash(AttentionCase.of(query, key, value))
         copies = 1 if is_flash else MAX_PADDED * query.shape[1] // key.shape[1]  # padded, and one for each query head
         bytes_per_token = copies * sum(x[0].numel() * x.element_size() for x in (key, value))
         most = max(1, COPIED_BYTES // bytes_per_token)
         for part in _parts(self._lengths, self._counts, most, is_padded=not is_flash):
-            yield _PagedBatch.of(self._pages[part], self._lengths[part], self._counts[part], query.device, is_flash)
+            lengths = self._lengths[part]
+            slots = [
+                (np.array(of_one)[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).ravel()[:length]
+                for of_one, length in zip(self._pages[part], lengths, strict=True)
+            ]
+            read = upload(np.concatenate(slots), query.device)
+            yield _ReadBatch.of(read, lengths, self._counts[part], query.device, is_flash)
 
 
 @dataclass(frozen=True)
-class _PagedBatch:
-    """Sequences of one call of attention: their new and all tokens, the slots of these, and which keys queries see.
+class _ReadBatch:
+    """Sequences of one call of attention: their new and all tokens, where to read these, and which keys queries see.
 
     `is_flash`: flash attention computes it without padding, if the form of the layer allows that.
     """
@@ -147,23 +202,14 @@ class _PagedBatch:
 
     @classmethod
     def of(
-        cls,
-        pages: Sequence[Sequence[int]],
-        lengths: Sequence[int],
-        counts: Sequence[int],
-        device: torch.device,
-        is_flash: bool,
-    ) -> "_PagedBatch":
-        slots = [
-            (np.array(of_one)[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).ravel()[:length]
-            for of_one, length in zip(pages, lengths, strict=True)
-        ]
+        cls, read: Tensor, lengths: Sequence[int], counts: Sequence[int], device: torch.device, is_flash: bool = False
+    ) -> "_ReadBatch":
         layouts = PackedLayout.of(counts, device), PackedLayout.of(lengths, device)
-        read = upload(np.concatenate(slots), device)
         return cls(*layouts, read, _Seen(lengths, counts, device), is_flash)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
-        """Compute attention of queries (new tokens, heads, dim) to keys and values (all tokens, kv_heads, dim)."""
+        """Compute attention of queries (new tokens, heads, dim) to keys and values (slots, kv_heads, dim)."""
+        key, value = key[self.read], value[self.read]
         if self.is_flash and (form.is_plain or form.is_windowed):
             places = {"keys": self.whole, "window": form.window}
             return varlen_attention(query, key, value, self.new, form.scaling, **places)
