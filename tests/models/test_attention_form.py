@@ -11,6 +11,7 @@ from hybridflow.models.attention import PackedPlan, PaddedPlan
 from hybridflow.models.attention_form import AttentionForm
 from hybridflow.models.continued_prefill import ContinuedPlan
 from hybridflow.models.kv_cache import DecodePlan, KVCache, PrefillPlan
+from hybridflow.models.paged_kv_cache import PAGE_SIZE, PagedDecodePlan, PagedKVCache
 from hybridflow.models.shared_prompts import SharedPromptPlan
 
 CPU = torch.device("cpu")
@@ -125,6 +126,27 @@ def test_new_tokens_see_what_their_form_allows_of_a_cache(form, dtype):
         exact = dense(((whole[0].shape[2],),), form)(*(x.double() for x in whole))[0]
         out = torch.cat(parts)
         torch.testing.assert_close(out.double(), exact[: len(out)], rtol=0, atol=1e-12 if dtype.itemsize > 4 else 1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 2, 31, 32, 33, 34, 65])
+def test_a_step_in_pages_reads_those_of_its_window(window):
+    """Pages of which the window sees nothing, and places that were never written, hold NaN."""
+    form, lengths, width = AttentionForm(0.4, window, sinks=SINKS), [1, 31, 32, 33, 64, 65, 97, 98, 150, 256], 8
+    like, generator = PrefillPlan([1]), torch.Generator().manual_seed(0)
+    like.attend(0, *random_layer(1, 4, 2, 16, torch.float64), form)
+    cache = PagedKVCache(like, width * len(lengths), len(lengths))
+    tables = len(lengths) + torch.randperm(width * len(lengths), generator=generator).view(-1, width)
+    wholes = [[x.detach() for x in random_layer(n, 4, 2, 16, torch.float64, seed=n)] for n in lengths]
+    for row, n in enumerate(lengths):
+        for pages, x in ((cache.keys[0], wholes[row][1]), (cache.values[0], wholes[row][2])):
+            places = torch.arange((n - 1 - min(n - 1, window - 1)) // PAGE_SIZE * PAGE_SIZE, n - 1)
+            pages[tables[row]] = torch.nan
+            pages[tables[row][places // PAGE_SIZE], places % PAGE_SIZE] = x[0].transpose(0, 1)[places]
+    running = torch.ones(len(lengths), dtype=torch.bool)
+    plan = PagedDecodePlan(cache, tables.to(torch.int32), torch.tensor(lengths) - 1, running)
+    last = [torch.cat([x[:, :, -1:] for x in part]) for part in zip(*wholes, strict=True)]
+    for out, n, whole in zip(plan.attend(0, *last, form), lengths, wholes, strict=True):
+        torch.testing.assert_close(out, dense(((n,),), form)(*whole)[0, -1:], rtol=0, atol=1e-12)
 
 
 def test_a_window_as_long_as_the_sequence_is_no_window():

@@ -167,16 +167,23 @@ OUTLIVED += [("break", 0, 0), ("submit", SHORT, 0), ("submit", SHORT, 0), ("brea
 """A sequence that ends before its request restarts, and with new weights would end last."""
 
 
+WINDOWED = {"use_sliding_window": True, "sliding_window": 37, "max_window_layers": 1}
+"""A window of no whole number of pages, in the second of two layers."""
+
+
 @pytest.mark.parametrize("decoding", ["batches", "paged", "graphs"])
-@pytest.mark.parametrize("num_examples", [12, pytest.param(500, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("sizes", "num_examples"),
+    [({}, 12), (WINDOWED, 4), *(pytest.param(sizes, 500, marks=pytest.mark.exhaustive) for sizes in ({}, WINDOWED))],
+)
 def test_any_operations_give_the_tokens_of_sequences_alone(
-    tiny_model, use_float64_throughout, decoding, num_examples, monkeypatch
+    tiny_model, use_float64_throughout, decoding, sizes, num_examples, monkeypatch
 ):
     paged = decoding != "batches"
     if decoding == "graphs":
         record_steps(monkeypatch)
         look_up_pages(monkeypatch)
-    paths = [tiny_model("qwen2", seed=seed, max_position_embeddings=256) for seed in range(2)]
+    paths = [tiny_model("qwen2", seed=seed, max_position_embeddings=256, **sizes) for seed in range(2)]
     models = [use_float64_throughout(stock_model(path)) for path in paths]
     weights = [weights_of(path) for path in paths]
 

@@ -131,6 +131,7 @@ class PagedDecodePlan:
         page = tables.gather(1, self.ends[:, None] // PAGE_SIZE).squeeze(1)
         slot = page * PAGE_SIZE + self.ends % PAGE_SIZE
         self._slots = torch.where(running, slot, torch.arange(len(ends), device=ends.device))
+        self._windows: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Write the new keys and values of one layer, and compute its attention."""
@@ -140,5 +141,18 @@ class PagedDecodePlan:
         if form.is_plain:
             query, tables, counts = query[:, :, 0], self._tables, self._counts
             return paged_attention(query, keys, values, tables, counts, form.scaling, addresses).unsqueeze(1)
-        keys, values = (x[self._tables.long()].flatten(1, 2).transpose(1, 2) for x in (keys, values))
-        return attention_up_to(query, keys, values, self.ends[:, None], form).transpose(1, 2)
+        tables, last = self._last_pages(form.window)
+        keys, values = (x[tables.long()].flatten(1, 2).transpose(1, 2) for x in (keys, values))
+        return attention_up_to(query, keys, values, last[:, None], form).transpose(1, 2)
+
+    def _last_pages(self, window: int | None) -> tuple[Tensor, Tensor]:
+        """Return the pages of each row that a window may reach, and the place of the new token in them."""
+        width = self._tables.shape[1]
+        count = width if window is None else pages_of(window + PAGE_SIZE - 1)
+        if window is None or count >= width:
+            return self._tables, self.ends
+        if window not in self._windows:
+            first = (self.ends + 1 - window).clamp(min=0) // PAGE_SIZE
+            columns = (first[:, None] + torch.arange(count, device=first.device)).clamp(max=width - 1)
+            self._windows[window] = self._tables.gather(1, columns), self.ends - first * PAGE_SIZE
+        return self._windows[window]
