@@ -162,8 +162,7 @@ class PagedContinuedPlan:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Write the keys and values of one layer, and compute its attention."""
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        addresses = self._cache.addresses[layer]
+        keys, values, addresses = self._cache.of_layer(layer)
         append_to_pages(key[self._tokens], value[self._tokens], keys, values, self._slots, addresses)
         self._batches = self._batches or list(self._split(query, key, value))
         queries = query.split([len(batch.new.slots) for batch in self._batches])

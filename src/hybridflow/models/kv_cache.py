@@ -134,9 +134,7 @@ class KVCache:
         self.keys, self.values = ([x[:rows] for x in storage] for storage in self._storage)
         self.lengths = torch.cat([self.lengths, lengths])
 
-    def _grown(
-        self, storage: Tensor | None, like: Tensor, rows: int, room: int, places: int, compiled: bool
-    ) -> Tensor:
+    def _grown(self, storage: Tensor | None, like: Tensor, rows: int, room: int, places: int, compiled: bool) -> Tensor:
         """Return a layer's storage with room for `rows` of so many places, and if it must grow for `room` more."""
         if storage is not None and storage.shape[0] >= rows and storage.shape[2] >= places:
             return storage
@@ -197,13 +195,9 @@ class PrefillPlan:
         return self._packed.attend(layer, query, key, value, form)
 
     def recur(self, layer: int, hidden: Tensor, compute: Recurrence) -> Tensor:
-        """Compute a recurrent layer run by run, without padding, which would be in the states, and store these."""
-        runs, rows, states = self._packed.runs, list[Tensor](), list[States]()
-        for x, run in zip(hidden[0].split([count * length for count, length in runs]), runs, strict=True):
-            states.append(States(layer))
-            rows.append(compute(x.unflatten(0, run), states[-1]).flatten(0, 1))
-        self.states[layer] = States.joined(states)
-        return torch.cat(rows)[None]
+        """Compute a recurrent layer, and store the states after each prompt."""
+        out, self.states[layer] = self._packed.recur_with_states(layer, hidden, compute)
+        return out
 
 
 class DecodePlan:

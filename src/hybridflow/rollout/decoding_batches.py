@@ -66,7 +66,7 @@ class CacheBudget:
         tokens = Counter[int | None]()
         for layer, window in like.windows.items():
             tokens[window] += like.keys[layer].nbytes + like.values[layer].nbytes
-        return tokens, sum(x.nbytes for states in like.states.values() for x in states.tensors.values())
+        return tokens, sum(states.nbytes for states in like.states.values())
 
 
 class DecodingBatches:
