@@ -62,7 +62,7 @@ class KVCache:
         """
         layout = NewRows(prompts.lengths, source, first_row=len(self.lengths))
         self._index = {layer: index for index, layer in enumerate(prompts.keys)}
-        self._windows = [prompts.windows[layer] for layer in prompts.keys]
+        self._windows = [prompts.forms[layer].window for layer in prompts.keys]
         packed = list(prompts.keys.values()), list(prompts.values.values())
         for number, states in prompts.states.items():
             old = self.states.get(number, States(number))
@@ -176,22 +176,22 @@ def _is_compiled(keys: Tensor, values: Tensor) -> bool:
 class PrefillPlan:
     """Packed causal attention over prompts that also stores their keys and values.
 
-    `keys` and `values` by layer: (tokens, kv_heads, dim) of the packed prompts, and the layer's `windows`. `states` by
-    recurrent layer: after each prompt.
+    `keys` and `values` by layer: (tokens, kv_heads, dim) of the packed prompts, and the `forms` of attention. `states`
+    by recurrent layer: after each prompt.
     """
 
     def __init__(self, lengths: list[int]) -> None:
         self.lengths = lengths
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
-        self.windows: dict[int, int | None] = {}
+        self.forms: dict[int, AttentionForm] = {}
         self.states: dict[int, States] = {}
         self._packed = PackedPlan.from_lengths(lengths)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Store the keys and values of one layer, and compute its attention."""
         self.keys[layer], self.values[layer] = key[0].transpose(0, 1), value[0].transpose(0, 1)
-        self.windows[layer] = form.window
+        self.forms[layer] = form
         return self._packed.attend(layer, query, key, value, form)
 
     def recur(self, layer: int, hidden: Tensor, compute: Recurrence) -> Tensor:

@@ -93,7 +93,8 @@ class PagedKVCache:
         self.addresses = addresses if addresses_in is None else addresses_in.copy_(addresses)
         self.table = PageTable(num_scratch, num_pages)
         # What a CUDA graph of a decoding step expects unchanged: no pages if the kernels look the addresses up.
-        is_fixed = not all(looks_up_addresses(*pair) for pair in pairs)
+        is_fixed = not all(form.is_plain for form in like.forms.values())
+        is_fixed = is_fixed or not all(looks_up_addresses(*pair) for pair in pairs)
         self.fixed_addresses = [num_scratch + num_pages, *chain.from_iterable(pages)] if is_fixed else []
         self.fixed_addresses += [x.data_ptr() for states in self.states.values() for x in states.tensors.values()]
 
@@ -105,7 +106,7 @@ class PagedKVCache:
     def reset_states(self, rows: Sequence[int]) -> None:
         """Let rows have no tokens in recurrent layers."""
         for states in self.states.values():
-            states.write(upload(np.array(rows), self.addresses.device), None)
+            states.write(upload(np.array(rows, dtype=np.int64), self.addresses.device), None)
 
     def move_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy the states of rows to other rows."""

@@ -64,8 +64,8 @@ class CacheBudget:
         like, zero = PrefillPlan([1]), torch.zeros(1, 1, dtype=torch.int64, device=self._device)
         self._forward(zero, position_ids=zero, attention_plan=like)
         tokens = Counter[int | None]()
-        for layer, window in like.windows.items():
-            tokens[window] += like.keys[layer].nbytes + like.values[layer].nbytes
+        for layer, form in like.forms.items():
+            tokens[form.window] += like.keys[layer].nbytes + like.values[layer].nbytes
         return tokens, sum(states.nbytes for states in like.states.values())
 
 
