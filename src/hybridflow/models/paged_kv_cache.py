@@ -75,7 +75,6 @@ class PagedKVCache:
         num_pages: int,
         num_scratch: int,
         addresses_in: Tensor | None = None,
-        *,
         num_rows: int = 0,
     ) -> None:
         def allocated(x: Tensor) -> Tensor:
