@@ -30,8 +30,8 @@ class ContinuedPlan:
     """Causal attention of packed new tokens to all tokens before them in the cache row of their sequence.
 
     The rows of the cache from `first_row` on, one for each entry of `source`, are those that `KVCache.append_known` or
-    `extend` has made: of sequence i they know `starts[i]` of `lengths[i]` tokens, at least one less. Keys and values of
-    new tokens are written first. Consecutive sequences are one padded batch, as long as padding adds little.
+    `extend` has made: of sequence i they know `starts[i]` of `lengths[i]` tokens, at least one less. Consecutive
+    sequences are one padded batch, as long as padding adds little.
     """
 
     def __init__(
@@ -42,100 +42,63 @@ class ContinuedPlan:
         own_row = first_row + torch.searchsorted(source, torch.arange(len(counts), device=device))
         self._parts = [(own_row[part], lengths[part], counts[part]) for part in _parts(lengths, counts)]
         self._longest = max(lengths)
-        self._batches = [_PrefillBatch.of(*part, device) for part in self._parts]
-        self._windows: dict[int, list[_WindowBatch]] = {}
-        # Attention reads them with a weight of 0, so they must not be NaN.
-        self._unwritten = [torch.cat(x) for x in zip(*(batch.unwritten for batch in self._batches), strict=True)]
+        self._batches: dict[int | None, list[_PrefillBatch]] = {}  # by window
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
-        """Write the keys and values of one layer, and compute its attention."""
+        """Compute the attention of one layer, and write its new keys and values."""
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-        keys, values = self._cache.of_layer(layer)
-        form = form.within(self._longest)
-        if form.window is not None:
-            outputs = self._attend_in_window(query, key, value, keys, values, form)
-            self._cache.write(layer, self._new, key, value)  # in the places of tokens that the outputs depend on
-            return torch.cat(outputs)[None]
-        self._cache.write(layer, self._new, key, value)
-        for rows in (keys, values):
-            if len(self._unwritten[0]):
-                rows.transpose(1, 2)[*self._unwritten] = 0
-        queries = query.split([len(batch.new.slots) for batch in self._batches])
-        outputs = []
-        for batch, q in zip(self._batches, queries, strict=True):
-            k, v = (x[batch.rows, :, : batch.longest] for x in (keys, values))
-            outputs.append(unpadded(_attention(padded(q, batch.new), k, v, batch.seen, form), batch.new))
+        form, of_layer = form.within(self._longest), self._cache.of_layer(layer)
+        if form.window not in self._batches:
+            self._batches[form.window] = [_PrefillBatch.of(*part, form.window) for part in self._parts]
+        new = zip(*(x.split([sum(counts) for _, _, counts in self._parts]) for x in (query, key, value)), strict=True)
+        batches = zip(self._batches[form.window], new, strict=True)
+        outputs = [batch.attend(*tensors, *of_layer, form) for batch, tensors in batches]
+        self._cache.write(layer, self._new, key, value)  # where a window has places, in those of tokens read above
         return torch.cat(outputs)[None]
-
-    def _attend_in_window(
-        self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, form: AttentionForm
-    ) -> list[Tensor]:
-        """Compute attention of new tokens to those in the places of a window, and to new ones."""
-        assert form.window is not None
-        if form.window not in self._windows:
-            device = query.device
-            self._windows[form.window] = [_WindowBatch.of(*part, form.window, device) for part in self._parts]
-        tensors = (x.split([len(batch.new.slots) for batch in self._batches]) for x in (query, key, value))
-        batches = zip(self._windows[form.window], *tensors, strict=True)
-        return [batch.attend(q, k, v, keys, values, form) for batch, q, k, v in batches]
 
 
 @dataclass(frozen=True)
 class _PrefillBatch:
-    """Sequences that are computed as a padded batch: their rows and new tokens, and which keys these see.
+    """Sequences that are computed as a padded batch: which keys their new tokens see, and where these are.
 
-    `unwritten`: rows and places after the ends of sequences, up to the longest one.
-    """
-
-    rows: slice | Tensor
-    longest: int
-    new: PackedLayout
-    seen: "_Seen"
-    unwritten: tuple[Tensor, Tensor]
-
-    @classmethod
-    def of(cls, rows: Tensor, lengths: Sequence[int], counts: Sequence[int], device: torch.device) -> "_PrefillBatch":
-        first, end = int(rows[0]), int(rows[-1]) + 1
-        one_each = end - first == len(rows)
-        new, seen = PackedLayout.of(counts, device), _Seen(lengths, counts, device)
-        after = torch.arange(max(lengths), device=device) >= torch.tensor(lengths, device=device)[:, None]
-        sequences, places = after.nonzero(as_tuple=True)
-        return cls(
-            slice(first, end) if one_each else rows, max(lengths), new, seen, unwritten=(rows[sequences], places)
-        )
-
-
-@dataclass(frozen=True)
-class _WindowBatch:
-    """Sequences that are computed as a padded batch, of a layer whose cache has the places of a window.
-
-    `rows` and `places`: where the tokens before the new ones are that these see; with the new ones they are `batch`.
+    The token `before.tokens[i]` that the new ones see is at `places[i]` of row `rows[i]` of the cache. It and the new
+    ones go to the rows and positions of `before` and `new` in the batch.
     """
 
     rows: Tensor
     places: Tensor
-    batch: "_ReadBatch"
+    before: NewRows
+    new: NewRows
+    layout: PackedLayout
+    seen: "_Seen"
 
     @classmethod
-    def of(
-        cls, rows: Tensor, lengths: Sequence[int], counts: Sequence[int], window: int, device: torch.device
-    ) -> "_WindowBatch":
+    def of(cls, rows: Tensor, lengths: Sequence[int], counts: Sequence[int], window: int | None) -> "_PrefillBatch":
         starts = [length - count for length, count in zip(lengths, counts, strict=True)]
-        known = [min(start, window - 1) for start in starts]
-        each = torch.arange(len(known), device=device)
-        before = NewRows(known, each, 0, [start - count for start, count in zip(starts, known, strict=True)])
-        new = each.repeat_interleave(torch.tensor(counts, device=device))
-        order = torch.cat([before.rows, new]).argsort(stable=True)  # sequence by sequence
+        known = [start if window is None else min(start, window - 1) for start in starts]
+        each = torch.arange(len(rows), device=rows.device)
+        before, new = NewRows(known, each, 0), NewRows(counts, each, 0, known)
+        places = before.positions
+        if window is not None:
+            first = [start - count for start, count in zip(starts, known, strict=True)]
+            places = (places + torch.tensor(first, device=rows.device)[before.rows]) % window
         whole = [a + b for a, b in zip(known, counts, strict=True)]
-        return cls(rows[before.rows], before.positions % window, _ReadBatch.of(order, whole, counts, device))
+        layout, seen = PackedLayout.of(counts, rows.device), _Seen(whole, counts, rows.device)
+        return cls(rows[before.rows], places, before, new, layout, seen)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, form: AttentionForm
     ) -> Tensor:
-        """Compute attention of new tokens (tokens, heads, dim) to the rows of the cache and to their own."""
-        pairs = ((keys, key), (values, value))
-        key, value = (torch.cat([x.transpose(1, 2)[self.rows, self.places], new]) for x, new in pairs)
-        return self.batch.attend(query, key, value, form)
+        """Compute attention of new tokens (tokens, heads, dim) to the rows of a layer's cache and to their own."""
+        key, value = self._joined(keys, key), self._joined(values, value)
+        return unpadded(_attention(padded(query, self.layout), key, value, self.seen, form), self.layout)
+
+    def _joined(self, cached: Tensor, new: Tensor) -> Tensor:
+        """Return keys or values of the batch, (sequences, kv_heads, longest, dim), with zeros after the last ones."""
+        joined = new.new_zeros(len(self.seen.last), new.shape[1], self.seen.longest, new.shape[2])
+        joined.transpose(1, 2)[self.before.rows, self.before.positions] = cached.transpose(1, 2)[self.rows, self.places]
+        joined.transpose(1, 2)[self.new.rows, self.new.positions] = new
+        return joined
 
 
 class PagedContinuedPlan:
@@ -157,7 +120,7 @@ class PagedContinuedPlan:
     ) -> None:
         self._cache, self._tokens, self._slots = cache, tokens, slots
         self._pages, self._lengths, self._counts = pages, lengths, counts
-        self._batches: list[_ReadBatch] = []  # made in the first layer
+        self._batches: list[_PagedBatch] = []  # made in the first layer
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Write the keys and values of one layer, and compute its attention."""
@@ -168,27 +131,22 @@ class PagedContinuedPlan:
         queries = query.split([len(batch.new.slots) for batch in self._batches])
         outputs = []
         for batch, q in zip(self._batches, queries, strict=True):
-            outputs.append(batch.attend(q, keys.flatten(0, 1), values.flatten(0, 1), form))
+            k, v = (x.flatten(0, 1)[batch.read] for x in (keys, values))
+            outputs.append(batch.attend(q, k, v, form))
         return torch.cat(outputs)[None]
 
-    def _split(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator["_ReadBatch"]:
+    def _split(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator["_PagedBatch"]:
         is_flash = supports_flash(AttentionCase.of(query, key, value))
         copies = 1 if is_flash else MAX_PADDED * query.shape[1] // key.shape[1]  # padded, and one for each query head
         bytes_per_token = copies * sum(x[0].numel() * x.element_size() for x in (key, value))
         most = max(1, COPIED_BYTES // bytes_per_token)
         for part in _parts(self._lengths, self._counts, most, is_padded=not is_flash):
-            lengths = self._lengths[part]
-            slots = [
-                (np.array(of_one)[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).ravel()[:length]
-                for of_one, length in zip(self._pages[part], lengths, strict=True)
-            ]
-            read = upload(np.concatenate(slots), query.device)
-            yield _ReadBatch.of(read, lengths, self._counts[part], query.device, is_flash)
+            yield _PagedBatch.of(self._pages[part], self._lengths[part], self._counts[part], query.device, is_flash)
 
 
 @dataclass(frozen=True)
-class _ReadBatch:
-    """Sequences of one call of attention: their new and all tokens, where to read these, and which keys queries see.
+class _PagedBatch:
+    """Sequences of one call of attention: their new and all tokens, the slots of these, and which keys queries see.
 
     `is_flash`: flash attention computes it without padding, if the form of the layer allows that.
     """
@@ -201,14 +159,23 @@ class _ReadBatch:
 
     @classmethod
     def of(
-        cls, read: Tensor, lengths: Sequence[int], counts: Sequence[int], device: torch.device, is_flash: bool = False
-    ) -> "_ReadBatch":
+        cls,
+        pages: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        counts: Sequence[int],
+        device: torch.device,
+        is_flash: bool,
+    ) -> "_PagedBatch":
+        slots = [
+            (np.array(of_one)[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).ravel()[:length]
+            for of_one, length in zip(pages, lengths, strict=True)
+        ]
         layouts = PackedLayout.of(counts, device), PackedLayout.of(lengths, device)
+        read = upload(np.concatenate(slots), device)
         return cls(*layouts, read, _Seen(lengths, counts, device), is_flash)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
-        """Compute attention of queries (new tokens, heads, dim) to keys and values (slots, kv_heads, dim)."""
-        key, value = key[self.read], value[self.read]
+        """Compute attention of queries (new tokens, heads, dim) to keys and values (all tokens, kv_heads, dim)."""
         if self.is_flash and (form.is_plain or form.is_windowed):
             places = {"keys": self.whole, "window": form.window}
             return varlen_attention(query, key, value, self.new, form.scaling, **places)
@@ -222,12 +189,12 @@ class _Seen:
     def __init__(self, lengths: Sequence[int], counts: Sequence[int], device: torch.device) -> None:
         starts = torch.tensor([length - count for length, count in zip(lengths, counts, strict=True)], device=device)
         self.last = starts[:, None] + torch.arange(max(counts), device=device)
-        self._longest = max(lengths)
+        self.longest = max(lengths)
 
     @cached_property
     def mask(self) -> Tensor:
         """The same as (sequences, 1, most new tokens, longest) bool, made for the first layer that needs it."""
-        return (torch.arange(self._longest, device=self.last.device) <= self.last[:, :, None])[:, None]
+        return (torch.arange(self.longest, device=self.last.device) <= self.last[:, :, None])[:, None]
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, seen: _Seen, form: AttentionForm) -> Tensor:
