@@ -196,8 +196,7 @@ class PagedDecodePlan:
     def _last_pages(self, window: int | None) -> tuple[Tensor, Tensor]:
         """Return the pages of each row that a window may reach, and the place of the new token in them."""
         width = self._tables.shape[1]
-        count = width if window is None else pages_of(window + PAGE_SIZE - 1)
-        if window is None or count >= width:
+        if window is None or (count := pages_of(window + PAGE_SIZE - 1)) >= width:
             return self._tables, self.ends
         if window not in self._windows:
             first = (self.ends + 1 - window).clamp(min=0) // PAGE_SIZE
