@@ -47,12 +47,13 @@ class ContinuedPlan:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Compute the attention of one layer, and write its new keys and values."""
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-        form, of_layer = form.within(self._longest), self._cache.of_layer(layer)
+        form, (keys, values) = form.within(self._longest), self._cache.of_layer(layer)
         if form.window not in self._batches:
             self._batches[form.window] = [_PrefillBatch.of(*part, form.window) for part in self._parts]
-        new = zip(*(x.split([sum(counts) for _, _, counts in self._parts]) for x in (query, key, value)), strict=True)
+        counts = [sum(part) for _, _, part in self._parts]
+        new = zip(query.split(counts), key.split(counts), value.split(counts), strict=True)
         batches = zip(self._batches[form.window], new, strict=True)
-        outputs = [batch.attend(*tensors, *of_layer, form) for batch, tensors in batches]
+        outputs = [batch.attend(q, k, v, keys, values, form) for batch, (q, k, v) in batches]
         self._cache.write(layer, self._new, key, value)  # where a window has places, in those of tokens read above
         return torch.cat(outputs)[None]
 
