@@ -19,7 +19,7 @@ from hybridflow.errors import ModelError
 from hybridflow.models.attention_backend import AttentionCase, attention_for, supports_flash
 from hybridflow.models.attention_form import AttentionForm, attention_by_form
 from hybridflow.models.kernels.attention import causal_attention
-from hybridflow.models.recurrence import Recurrence
+from hybridflow.models.recurrence import Recurrence, States
 from hybridflow.models.varlen import PackedLayout, padded, padded_attention, padding_pays, unpadded, varlen_attention
 
 ATTENTION = "hybridflow"
@@ -104,6 +104,15 @@ class PackedPlan:
         runs = hidden[0].split([count * length for count, length in self.runs])
         rows = [compute(x.unflatten(0, run), None).flatten(0, 1) for x, run in zip(runs, self.runs, strict=True)]
         return torch.cat(rows)[None]
+
+    def recur_with_states(self, layer: int, hidden: Tensor, compute: Recurrence) -> tuple[Tensor, States]:
+        """Compute a recurrent layer run by run, without padding, which would be in the states after each sequence."""
+        rows, states = list[Tensor](), list[States]()
+        parts = hidden[0].split([count * length for count, length in self.runs])
+        for x, run in zip(parts, self.runs, strict=True):
+            states.append(States(layer))
+            rows.append(compute(x.unflatten(0, run), states[-1]).flatten(0, 1))
+        return torch.cat(rows)[None], States.joined(states)
 
     @property
     def lengths(self) -> list[int]:
