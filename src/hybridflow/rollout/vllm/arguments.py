@@ -6,7 +6,9 @@ from typing import Any
 
 from hybridflow.config import LoRAConfig
 from hybridflow.errors import RolloutConfigError
+from hybridflow.models.loading import model_config
 from hybridflow.models.quantized_weights import QUANTIZED, quantized_form
+from hybridflow.rollout.vllm.families import family_arguments
 
 KV_CACHE_BYTES_ON_CPU = 2**30
 """Memory of keys and values on a CPU, where vLLM's default is a share of the host's memory."""
@@ -85,6 +87,7 @@ def engine_arguments(options: EngineOptions, on_gpu: bool) -> dict[str, Any]:
         "disable_log_stats": True,
         "seed": 0,
         "quantization": QUANTIZATIONS[options.quantization],
+        **family_arguments(model_config(options.path).get_text_config(), on_gpu),
         **_adapter_arguments(options, on_gpu),
         **_speculation_arguments(options),
     }

@@ -19,6 +19,7 @@ from torch import Tensor
 from hybridflow.errors import OutOfMemoryError, RolloutConfigError, RolloutError
 from hybridflow.models.loading import build_with_placeholders
 from hybridflow.models.lora import adapter_shapes
+from hybridflow.models.model_files import LOADING_ERRORS
 from hybridflow.models.parameters import persistent_buffers
 from hybridflow.models.stored_model import PublishedForm, Waiting
 from hybridflow.models.support import describe_positions, num_positions
@@ -27,7 +28,7 @@ from hybridflow.rollout.loading import Loading, require_announced
 from hybridflow.rollout.requests import StopStrings, TokenDecoder, not_finite, require_servable
 from hybridflow.rollout.vllm.adapters import AdapterEngine
 from hybridflow.rollout.vllm.arguments import DTYPES, EngineOptions
-from hybridflow.rollout.vllm.process import require_head_size, require_right_temperatures
+from hybridflow.rollout.vllm.process import require_right_temperatures
 from hybridflow.rollout.vllm.versions import MAX_TEMPERATURE, MIN_TEMPERATURE, Progress, VLLMEngine
 from hybridflow.runtime.boxes import Box
 from hybridflow.runtime.device import own_device
@@ -79,7 +80,8 @@ class VLLMRollout:
         start = EngineOptions(str(path), **options)
         if start.dtype not in DTYPES:
             raise RolloutConfigError(f"vLLM computes in {' or '.join(DTYPES)}, model.dtype is '{start.dtype}'.")
-        described = build_with_placeholders(path, "policy", torch.float32, torch.device("cpu"))
+        described: Any = build_with_placeholders(path, "policy", torch.float32, torch.device("cpu"))
+        described._weight_conversions = None  # vLLM loads tensors as they are published, whatever the files have
         config = described.config.get_text_config()
         positions = num_positions(config) or start.max_model_len
         if start.max_model_len > positions:
@@ -87,7 +89,6 @@ class VLLMRollout:
                 f"rollout.max_model_len={start.max_model_len} exceeds the {describe_positions(config)} of '{path}'; "
                 f"use at most {positions}, or 0."
             )
-        require_head_size(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
         self._shapes = {name: parameter.shape for name, parameter in described.named_parameters()}
         self._buffers = persistent_buffers(described)  # which the trainer does not send: they do not learn
         if start.adapters:
@@ -115,13 +116,16 @@ class VLLMRollout:
             )
         try:
             self._open: VLLMEngine | None = AdapterEngine(start, self._shapes) if start.adapters else VLLMEngine(start)
-        except (ValueError, RuntimeError, AssertionError) as error:
+            self._open.require_steps()
+        except (*LOADING_ERRORS, ImportError) as error:
+            reason = " ".join(str(error).split()).rstrip(".")
             raise RolloutError(
-                f"vLLM could not be started for '{path}': {' '.join(str(error).split())} (vLLM's "
-                "gpu_memory_utilization, max_model_len and max_num_seqs are set by rollout.gpu_memory_utilization="
-                f"{start.gpu_memory_utilization}, rollout.max_model_len={self._max_model_len} and "
-                f"rollout.max_running_sequences={self._max_running_sequences}; rollout.kv_cache_bytes="
-                f"{start.kv_cache_bytes}, if not 0, is the memory of keys and values.)"
+                f"vLLM could not be started for '{path}', a {config.model_type} model: {reason}; if vLLM does not "
+                "compute it here, use rollout.backend = 'embedded' (vLLM's gpu_memory_utilization, max_model_len and "
+                f"max_num_seqs are set by rollout.gpu_memory_utilization={start.gpu_memory_utilization}, "
+                f"rollout.max_model_len={self._max_model_len} and rollout.max_running_sequences="
+                f"{self._max_running_sequences}; rollout.kv_cache_bytes={start.kv_cache_bytes}, if not 0, is the "
+                "memory of keys and values.)"
             ) from error
         if start.speculative:
             require_right_temperatures()

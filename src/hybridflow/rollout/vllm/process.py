@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from hybridflow.errors import RolloutConfigError, RolloutError
+from hybridflow.errors import RolloutConfigError
 from hybridflow.runtime.device import own_device
 from hybridflow.runtime.random_state import unchanged_random_state
 
@@ -54,25 +54,6 @@ def require_vllm() -> None:
         "rollout.backend='vllm' needs vLLM, which is not installed: `pip install 'vllm==0.32.*'` on a machine with "
         "a GPU; `make setup-vllm` creates an environment with its CPU build; or use rollout.backend = 'embedded'."
     )
-
-
-def require_head_size(size: int) -> None:
-    """Raise RolloutError if vLLM does not support the size of attention heads on this device.
-
-    vLLM itself would raise only in its first step.
-    """
-    require_vllm()
-    if torch.cuda.is_available():
-        return
-    with restored_process_state():
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-        sizes = CPUAttentionBackend.get_supported_head_sizes()
-    if size not in sizes:
-        raise RolloutError(
-            f"the model's attention heads have {size} dimensions, but on a CPU vLLM computes heads of "
-            f"{', '.join(map(str, sizes))}; use rollout.backend = 'embedded'."
-        )
 
 
 def require_right_temperatures() -> None:

@@ -18,8 +18,10 @@ from torch import Tensor
 from torch.random import fork_rng
 
 from hybridflow.errors import RolloutError, WeightSyncError
+from hybridflow.models.loading import model_config
 from hybridflow.rollout import base
 from hybridflow.rollout.vllm.arguments import EngineOptions, engine_arguments
+from hybridflow.rollout.vllm.families import pack_experts, renew_tied_head, separate_model_code
 from hybridflow.rollout.vllm.process import (
     clean_up,
     join_own_group_if_none,
@@ -81,7 +83,8 @@ class VLLMEngine:
             # The context sets the tokens of a step on a GPU: 16,384 of prompts on one of 70 GB, where the default of an
             # engine is 2,048.
             context = UsageContext.LLM_CLASS if on_gpu else UsageContext.ENGINE_CONTEXT
-            with unique_shared_memory() if options.in_group and not on_gpu else nullcontext():
+            memory = unique_shared_memory() if options.in_group and not on_gpu else nullcontext()
+            with memory, separate_model_code(model_config(options.path), on_gpu):
                 arguments = EngineArgs(**engine_arguments(options, on_gpu))
                 self._engine: Any = LLMEngine.from_engine_args(arguments, usage_context=context)
         # When it is garbage-collected, an engine would destroy all process groups of the process, also training's.
@@ -91,6 +94,19 @@ class VLLMEngine:
         self._sequences: dict[str, str] = {}  # name -> vLLM's name
         self._seed_requests = options.seed_requests
         self._seed, self._num_steps = 0, 0
+
+    def require_steps(self) -> None:
+        """Raise the error of a first step, where kernels for CPUs refuse sizes and dtypes of a model, and close."""
+        if self._on_gpu:
+            return
+        try:
+            self.add("first", [0], base.SamplingParams(2, temperature=0.0), seed=0, cache_salt="")
+            while self._sequences:
+                self.step()
+        except BaseException:
+            self.close()
+            raise
+        self.forget_prompts()
 
     def add(
         self, name: str, prompt_ids: Sequence[int], sampling: base.SamplingParams, *, seed: int, cache_salt: str
@@ -254,9 +270,9 @@ class VLLMEngine:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         self._on_model(finalize_layerwise_reload)
-        self._on_model(_renew_tied_head)
+        self._on_model(renew_tied_head)
         if not self._on_gpu:
-            self._on_model(_pack_experts)
+            self._on_model(pack_experts)
         self.forget_prompts()
 
     def abandon_loading(self) -> None:
@@ -370,21 +386,3 @@ def _load_nothing(model: Any, config: Any) -> None:
 
     for layer in model.modules():
         get_layerwise_info(layer).load_numel = NEVER_COMPLETE
-
-
-def _renew_tied_head(model: Any, config: Any) -> None:
-    """Renew the packed copy of the embedding's weights in a tied output head.
-
-    A tied head receives no weights, so that vLLM does not renew the packed copy that it multiplies by on a CPU.
-    """
-    head = getattr(model, "lm_head", None)
-    if getattr(config.hf_text_config, "tie_word_embeddings", False) and head is not None:
-        head.quant_method.process_weights_after_loading(head)
-
-
-def _pack_experts(model: Any, config: Any) -> None:
-    """Pack the experts' weights into the layout of a CPU's kernel, which vLLM does for the first weights only."""
-    for layer in model.modules():
-        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
-        if kernel is not None:
-            kernel.fused_experts.process_weights_after_loading(layer)

@@ -1,0 +1,119 @@
+"""Families in vLLM: the names of weights that are sent, and what it computes with them; or an error that names them."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fixtures.families import write_family
+from hybridflow.config import LoRAConfig
+from hybridflow.errors import RolloutError
+from hybridflow.models.loading import load_causal_lm
+from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate, load_weights
+
+REQUIRED = (
+    *("qwen3_5_text", "qwen3_next", "gemma2", "gemma3_text", "gpt_oss", "mistral", "phi3", "glm4", "olmo2", "olmo3"),
+    *("smollm3", "qwen3_moe", "qwen2_moe", "deepseek_v2", "cohere2", "lfm2"),
+)
+PROMPTS = [[5, 9, 33, 36, 7, 2, 8], [8, 2, 2], [30, 21, 22, 4, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]]
+SIZES = {"hidden_size": 128, "head_dim": 32, "moe_intermediate_size": 32}
+"""Sizes that vLLM computes on a CPU."""
+LATENT = {"head_dim": None, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "n_group": 1}
+OWN = {
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "lfm2": {"conv_dim": 128, "block_dim": 128},
+    "qwen3_next": {"linear_key_head_dim": 64, "linear_value_head_dim": 64},
+}
+
+
+def write(directory, kind, **changes):
+    return write_family(directory, kind, **(SIZES | OWN.get(kind, {}) | changes))
+
+
+def build(path, **options):
+    from fixtures.vllm_engines import close_engines, lend_engine
+
+    close_engines()  # beside an engine without experts vLLM can start none with them
+    return lend_engine(path, weights=False, **options)
+
+
+class Receiver:
+    """In place of vLLM's engine: keeps the shapes of the tensors that it is sent."""
+
+    def __init__(self, options):
+        self.shapes = {}
+
+    def require_steps(self):
+        return []
+
+    start_loading = finish_loading = finish_step_in_flight = require_steps
+
+    def load(self, weights):
+        self.shapes |= {name: tensor.shape for name, tensor in weights}
+
+
+@pytest.mark.parametrize("in_files", ["as_published", "as_in_memory"])
+def test_sent_weights_have_the_names_and_shapes_of_published_files(tmp_path, monkeypatch, in_files):
+    from hybridflow.rollout.vllm import VLLMRollout, engine
+
+    monkeypatch.setattr(engine, "VLLMEngine", Receiver)
+    for kind in REQUIRED if in_files == "as_published" else ("glm4_moe", "minimax_m2"):
+        published = write_family(tmp_path / kind, kind)
+        path = published
+        if in_files == "as_in_memory":
+            path = write_family(tmp_path / in_files / kind, kind, save_original_format=False)
+        receiver = VLLMRollout(path)
+        load_weights(receiver, load_causal_lm(path).named_parameters(), version=0)
+        stored = load_file(published / "model.safetensors")
+        assert receiver._engine.shapes == {name: tensor.shape for name, tensor in stored.items()}, kind
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("qwen3_moe", "smollm3", "deepseek_v2", "lfm2"),
+        *(
+            pytest.param(kind, marks=pytest.mark.exhaustive)
+            for kind in (*REQUIRED, "glm4_moe", "deepseek_v3", "glm", "olmo", "starcoder2", "seed_oss")
+            if kind not in ("qwen3_moe", "smollm3", "deepseek_v2", "lfm2", "qwen3_5_text", "gpt_oss")
+        ),
+    ],
+)
+def test_other_weights_that_are_sent_generate_as_in_the_embedded_engine(tmp_path, kind):
+    path = write(tmp_path, kind)
+    dtype = torch.bfloat16 if kind == "qwen3_next" else torch.float32  # the only one for its kernel on a CPU
+    before = load_causal_lm(path, dtype)
+    engine, model = build(path, dtype=str(dtype).removeprefix("torch.")), load_causal_lm(path, dtype)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + torch.rand_like(parameter) / 2).add_(torch.randn_like(parameter) / 20)
+    load_weights(engine, model.named_parameters(), version=1)
+    requests = [Request(i, prompt, SamplingParams(12, temperature=0.0)) for i, prompt in enumerate(PROMPTS)]
+    done, ours = generate(engine, requests), EmbeddedRollout(model)
+    tolerance = {"rtol": 0, "atol": 0.3 if kind == "qwen3_next" else 5e-5}
+    for prompt, each in zip(PROMPTS, done, strict=True):
+        (wanted,) = ours.log_probs([[*prompt, *each.token_ids]])
+        torch.testing.assert_close(each.log_probs, wanted[len(prompt) - 1 :], **tolerance)
+    torch.testing.assert_close(engine.log_probs(PROMPTS), ours.log_probs(PROMPTS), **tolerance)
+    if kind not in ("qwen3_next", "lfm2"):  # in vLLM's environment transformers gives its layers no plan
+        assert [each.token_ids for each in done] == [each.token_ids for each in generate(ours, requests)]
+    EmbeddedRollout(before).log_probs(PROMPTS)  # vLLM has not changed the code of models in the process
+    if kind == "qwen3_moe":
+        with pytest.raises(RolloutError, match=r"not supported with a Qwen3MoeForC.* on a CPU: .* or set rollout\.m"):
+            build(path, adapters=LoRAConfig(rank=2, targets=("q_proj",)))
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("gpt_oss", "No Unquantized MoE backend"),
+        pytest.param("qwen3_next", "requires BF16", marks=pytest.mark.exhaustive),
+        pytest.param("qwen3_5_text", "No module named 'torchvision'", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_family_that_vllm_does_not_compute_is_an_error_at_the_start(tmp_path, kind, reason):
+    with pytest.raises(RolloutError, match=rf"a {kind} model: .*{reason}.* use rollout\.backend = 'embedded'"):
+        build(write(tmp_path, kind))
