@@ -36,7 +36,6 @@ class AdapterEngine(VLLMEngine):
             raise adapters_refused(f"'{options.path}'", " ".join(str(error).split()).rstrip(".")) from error
         self._rank, self._received = options.adapters.rank, dict[str, Tensor]()
         self._on_model(lambda model, config: _require_served(model, names, self._on_gpu))
-        self._lora_request = _request()
 
     def start_loading(self) -> None:
         """Begin with no adapters; those in use stay until `finish_loading`."""
@@ -54,6 +53,7 @@ class AdapterEngine(VLLMEngine):
         """Generate with the adapters that were loaded."""
         received, self._received = self._received, {}
         self._on_model(lambda model, config: _replace_adapters(model, received, self._rank))
+        self._lora_request = _request()
         self.forget_prompts()
 
     def abandon_loading(self) -> None:

@@ -100,7 +100,7 @@ class VLLMEngine:
         if self._on_gpu:
             return
         try:
-            self.add("first", [0], base.SamplingParams(2, temperature=0.0), seed=0, cache_salt="")
+            self.add("first", [0, 0], base.SamplingParams(2, temperature=0.0), seed=0, cache_salt="")
             while self._sequences:
                 self.step()
         except BaseException:
