@@ -1,14 +1,17 @@
 """Families in vLLM: the names of weights that are sent, and what it computes with them; or an error that names them."""
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from fixtures.families import write_family
 from hybridflow.config import LoRAConfig
-from hybridflow.errors import RolloutError
+from hybridflow.errors import RolloutConfigError, RolloutError
 from hybridflow.models.loading import load_causal_lm
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate, load_weights
+from hybridflow.rollout.vllm.arguments import EngineOptions, engine_arguments
+from hybridflow.rollout.vllm.versions import Progress
 
 REQUIRED = (
     *("qwen3_5_text", "qwen3_next", "gemma2", "gemma3_text", "gpt_oss", "mistral", "phi3", "glm4", "olmo2", "olmo3"),
@@ -37,35 +40,85 @@ def build(path, **options):
     return lend_engine(path, weights=False, **options)
 
 
-class Receiver:
-    """In place of vLLM's engine: keeps the shapes of the tensors that it is sent."""
+class StandIn:
+    """In place of vLLM's engine: keeps the shapes of what it is sent; a step ends a sequence, with the next `routes`."""
 
     def __init__(self, options):
-        self.shapes = {}
+        self.shapes, self.waiting, self.routes = {}, {}, []
 
-    def require_steps(self):
+    def nothing(self, *_):
         return []
 
-    start_loading = finish_loading = finish_step_in_flight = require_steps
+    require_steps = start_loading = finish_loading = finish_step_in_flight = forget_prompts = seed = abort = nothing
 
     def load(self, weights):
         self.shapes |= {name: tensor.shape for name, tensor in weights}
 
+    def add(self, name, prompt_ids, sampling, *, seed, cache_salt):
+        self.waiting[name] = sampling.max_new_tokens
 
-@pytest.mark.parametrize("in_files", ["as_published", "as_in_memory"])
-def test_sent_weights_have_the_names_and_shapes_of_published_files(tmp_path, monkeypatch, in_files):
+    def step(self):
+        name, count = self.waiting.popitem()
+        return [Progress(name, [7] * count, [-1.0] * count, "length", routes=self.routes.pop(0))]
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """Return a builder of engines without vLLM, with the weights of a directory."""
     from hybridflow.rollout.vllm import VLLMRollout, engine
 
-    monkeypatch.setattr(engine, "VLLMEngine", Receiver)
+    monkeypatch.setattr(engine, "VLLMEngine", StandIn)
+
+    def built(path, **options):
+        receiver = VLLMRollout(path, **options)
+        load_weights(receiver, load_causal_lm(path).named_parameters(), version=0)
+        return receiver
+
+    return built
+
+
+@pytest.mark.parametrize("in_files", ["as_published", "as_in_memory"])
+def test_sent_weights_have_the_names_and_shapes_of_published_files(tmp_path, stand_in, in_files):
     for kind in REQUIRED if in_files == "as_published" else ("glm4_moe", "minimax_m2"):
         published = write_family(tmp_path / kind, kind)
         path = published
         if in_files == "as_in_memory":
             path = write_family(tmp_path / in_files / kind, kind, save_original_format=False)
-        receiver = VLLMRollout(path)
-        load_weights(receiver, load_causal_lm(path).named_parameters(), version=0)
         stored = load_file(published / "model.safetensors")
-        assert receiver._engine.shapes == {name: tensor.shape for name, tensor in stored.items()}, kind
+        assert stand_in(path)._engine.shapes == {name: tensor.shape for name, tensor in stored.items()}, kind
+
+
+def test_routes_from_vllm_are_those_of_layers_with_experts_or_refused(tmp_path, stand_in):
+    path = write_family(tmp_path, "deepseek_v2", num_hidden_layers=3)  # the first layer has no experts
+    engine = stand_in(path, records_routes=True)
+    right = np.array([[[0, 0], [i % 4, (i + 1) % 4], [(i + 3) % 4, i % 4]] for i in range(5)], dtype=np.uint8)
+    twice, beyond = right.copy(), right.copy()
+    twice[4, 2], beyond[0, 1, 1] = 3, 4
+    bad = {
+        "none": None,
+        r"shape \(4, 3, 2\)": right[:4],
+        r"shape \(5, 2, 2\)": right[:, 1:],
+        r"shape \(5, 3, 1\)": right[..., :1],
+        "experts from 0 to 3, for some token one twice": twice,
+        "experts from 0 to 4": beyond,
+    }
+    for found, routes in bad.items():
+        engine._engine.routes = [routes, right]
+        engine.submit(Request(0, [5, 6, 7], SamplingParams(3)))
+        with pytest.raises(RolloutError, match=f"cannot be replayed: {found}.* of 5 tokens in 3 layers, 2 different"):
+            engine.step()
+        engine.step()  # after an error a sequence starts again
+        (done,) = engine.finished()
+        assert done.routes.dtype == torch.int16
+        assert done.routes.tolist() == right[:, 1:].tolist()
+    assert engine.routes_shape == (2, 2)
+
+
+def test_routes_of_vllm_on_a_cpu_are_an_error_before_it_starts(tmp_path):
+    options = EngineOptions(str(write_family(tmp_path, "qwen3_moe")), records_routes=True)
+    with pytest.raises(RolloutConfigError, match=r"actor\.router_replay=true is not supp.* on a CPU.* 'embedded'"):
+        engine_arguments(options, on_gpu=False)
+    assert engine_arguments(options, on_gpu=True)["enable_return_routed_experts"]
 
 
 @pytest.mark.vllm

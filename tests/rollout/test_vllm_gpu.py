@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from fixtures.families import write_family
 from hybridflow.config import LoRAConfig
+from hybridflow.errors import RolloutConfigError
 from hybridflow.models.loading import load_causal_lm
 from hybridflow.rollout import Request, SamplingParams, generate, load_weights
 
@@ -153,3 +155,21 @@ def test_calls_without_seeds_are_repeatable_and_keep_the_random_state(tiny_model
     assert generate(engine, wanted) == first
     assert len({tuple(c.token_ids) for c in first}) == len(first)
     assert torch.equal(torch.cuda.get_rng_state() if gpu.type == "cuda" else torch.get_rng_state(), state)
+
+
+@GRAPHS
+def test_routes_of_vllm_are_those_that_our_model_would_take(tmp_path, build, gpu, enforce_eager):
+    path = write_family(tmp_path, "qwen3_moe", hidden_size=128, head_dim=64, moe_intermediate_size=64)
+    if gpu.type == "cpu":
+        with pytest.raises(RolloutConfigError, match="on a CPU, where vLLM returns no routes"):
+            build(path, records_routes=True)
+        return
+    from hybridflow.rollout import EmbeddedRollout
+
+    engine, weights = build(path, enforce_eager=enforce_eager, records_routes=True)
+    load_weights(engine, weights.items(), version=0)
+    ours = EmbeddedRollout(load_causal_lm(path, torch.bfloat16).to(gpu), records_routes=True)
+    for theirs in generate(engine, requests(SamplingParams(8))):
+        prompt = [*requests(None)[theirs.request_id].prompt_ids, *theirs.token_ids]
+        (same,) = generate(ours, [Request(9, prompt, SamplingParams(1))])
+        assert (theirs.routes.sort(-1).values == same.routes[:-1].sort(-1).values).float().mean() > 0.9

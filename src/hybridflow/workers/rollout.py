@@ -98,6 +98,7 @@ def build_rollout_engine(
         adapters=None if rollout.merge_adapters else config.lora,
         quantization=rollout.quantization,
         speculative=rollout.speculative,
+        records_routes=config.replays_routes,
     )
 
 

@@ -34,7 +34,8 @@ class EngineOptions:
     `seed_requests`: each sequence has a seed. Otherwise `VLLMEngine.seed` determines the noise of all of them.
     `can_sleep`: the engine can free its memory on a GPU, where a process can have one such engine at a time.
     `adapters`: only adapters are loaded, the base weights come from the files in `path`. `quantization` and
-    `speculative` are those of `rollout`. `max_model_len` 0 stands for the positions of the model.
+    `speculative` are those of `rollout`. `max_model_len` 0 stands for the positions of the model. `records_routes`:
+    completions of a mixture of experts have routes.
     """
 
     path: str
@@ -51,6 +52,7 @@ class EngineOptions:
     adapters: LoRAConfig | None = None
     quantization: str = ""
     speculative: Mapping[Any, Any] | None = None
+    records_routes: bool = False
 
 
 def engine_arguments(options: EngineOptions, on_gpu: bool) -> dict[str, Any]:
@@ -59,6 +61,11 @@ def engine_arguments(options: EngineOptions, on_gpu: bool) -> dict[str, Any]:
     Ranks that share an engine sum by NCCL. vLLM's own all-reduce must see the GPUs of all ranks, where a worker of Ray
     sees its own, and the sums of FlashInfer's differ from run to run (`process.ENVIRONMENT` turns off the others).
     """
+    if options.records_routes and not on_gpu:
+        raise RolloutConfigError(
+            "actor.router_replay=true is not supported with rollout.backend='vllm' on a CPU, where vLLM returns no "
+            "routes; use 'auto' or false, or set rollout.backend = 'embedded'."
+        )
     return {
         "model": options.path,
         "dtype": options.dtype,
@@ -86,6 +93,7 @@ def engine_arguments(options: EngineOptions, on_gpu: bool) -> dict[str, Any]:
         "async_scheduling": on_gpu,  # vLLM's configuration of a CPU does not allow it
         "disable_log_stats": True,
         "seed": 0,
+        "enable_return_routed_experts": options.records_routes,
         "quantization": QUANTIZATIONS[options.quantization],
         **family_arguments(model_config(options.path).get_text_config(), on_gpu),
         **_adapter_arguments(options, on_gpu),

@@ -29,6 +29,7 @@ from hybridflow.rollout.requests import StopStrings, TokenDecoder, not_finite, r
 from hybridflow.rollout.vllm.adapters import AdapterEngine
 from hybridflow.rollout.vllm.arguments import DTYPES, EngineOptions
 from hybridflow.rollout.vllm.process import require_right_temperatures
+from hybridflow.rollout.vllm.routes import ReturnedRoutes
 from hybridflow.rollout.vllm.versions import MAX_TEMPERATURE, MIN_TEMPERATURE, Progress, VLLMEngine
 from hybridflow.runtime.boxes import Box
 from hybridflow.runtime.device import own_device
@@ -73,9 +74,6 @@ class VLLMRollout:
     `options` are those of `EngineOptions`.
     """
 
-    routes_shape: tuple[int, int] = (0, 0)
-    """vLLM returns routes only from its new model runner, which its build for CPUs cannot use without Triton."""
-
     def __init__(self, path: str | Path, *, tokenizer: TokenDecoder | None = None, **options: Any) -> None:
         start = EngineOptions(str(path), **options)
         if start.dtype not in DTYPES:
@@ -94,6 +92,8 @@ class VLLMRollout:
         if start.adapters:
             self._shapes, self._buffers = adapter_shapes(described, start.adapters), {}
         self._form = PublishedForm(described, [*self._shapes, *self._buffers])
+        self._routes = ReturnedRoutes(described) if start.records_routes else None
+        self.routes_shape = self._routes.shape if self._routes else (0, 0)
         self._waiting: Waiting = {}
         self._vocabulary: int = config.vocab_size
         start = replace(start, max_model_len=start.max_model_len or positions)
@@ -348,12 +348,15 @@ class VLLMRollout:
         self._engine.add(sequence.name, request.prompt_ids, sampling, seed=sequence.seed, cache_salt=salt)
 
     def _finish(self, sequence: _Sequence, progress: Progress, reason: FinishReason) -> None:
+        done = sequence.completion
+        if self._routes and progress.token_ids:
+            num_tokens = len(sequence.request.prompt_ids) + len(progress.token_ids) - 1
+            done.routes = self._routes.checked(progress.routes, num_tokens)
         del self._sequences[sequence.name]
         self._num_unfinished[sequence.request.request_id] -= 1
         if not self._num_unfinished[sequence.request.request_id]:
             del self._num_unfinished[sequence.request.request_id]
         self._with_stop_strings.pop(sequence.name, None)
-        done = sequence.completion
         done.token_ids, done.log_probs, done.finish_reason = progress.token_ids, progress.log_probs, reason
         self._add_versions(sequence, len(progress.token_ids))
         self._finished.append(sequence)

@@ -71,7 +71,7 @@ def _rotated_by_token(kernel: Any) -> Any:
     The kernel takes the distance of two heads for that of two tokens.
     """
 
-    def forward_cpu(self: Any, positions: Any, query: Any, key: Any = None) -> tuple[Any, Any]:
+    def forward_cpu(self: Any, positions: Any, query: Any, key: Any = None) -> tuple[Any, ...]:
         by_token = [x if x is None or x.ndim < 3 else x.reshape(len(x), -1) for x in (query, key)]
         rotated = kernel(self, positions, *by_token)
         return tuple(x if x is None else x.view(like.shape) for x, like in zip(rotated, (query, key), strict=True))

@@ -47,6 +47,7 @@ class Progress:
     """Tokens of a sequence so far; `finish_reason` is None until it ends.
 
     `num_reused` counts the tokens of its prompt whose keys and values were in the prefix cache, 0 until it ends.
+    `routes`: what vLLM returned of its routes.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Progress:
     log_probs: list[float]
     finish_reason: str | None = None
     num_reused: int = 0
+    routes: Any = None
 
 
 _open: WeakSet["VLLMEngine"] = WeakSet()
@@ -171,7 +173,10 @@ class VLLMEngine:
 
     def progress(self, name: str) -> Progress:
         """Return the tokens so far of an unfinished sequence."""
-        return Progress(name, list(self.token_ids(name)), list(self._state(name).logprobs_processor.logprobs.logprobs))
+        state = self._state(name)
+        routes = np.concatenate(state.routed_experts_chunks) if state.routed_experts_chunks else None
+        log_probs = list(state.logprobs_processor.logprobs.logprobs)
+        return Progress(name, list(self.token_ids(name)), log_probs, routes=routes)
 
     def abort(self, names: Iterable[str]) -> None:
         """Remove these sequences; their tokens of a step in flight are dropped."""
@@ -327,7 +332,8 @@ class VLLMEngine:
             self._sequences.pop(output.request_id, None)
             tokens, log_probs = list(part.token_ids), list(part.logprobs.logprobs)
             num_reused = output.num_cached_tokens or 0
-            done.append(Progress(output.request_id, tokens, log_probs, part.finish_reason, num_reused))
+            reason, routes = part.finish_reason, part.routed_experts
+            done.append(Progress(output.request_id, tokens, log_probs, reason, num_reused, routes))
         return done
 
     def _state(self, name: str) -> Any:

@@ -109,12 +109,12 @@ logger = get_logger(__name__)
 def settle_routes(config: Config) -> Config:
     """Return the configuration with true or false in place of actor.router_replay = "auto".
 
-    Raises ModelConfigError for true if model.path or the rollout engine cannot.
+    Raises ModelConfigError for true if model.path cannot.
     """
     wanted = config.actor.router_replay
     reason = None if wanted is False else why_not_replayable(config.model.path)
-    if reason is None and wanted and config.rollout.backend == "vllm":
-        reason = "is sampled by rollout.backend='vllm', of which no routes are read"
+    if reason is None and wanted == "auto" and config.rollout.backend == "vllm":
+        reason = "is sampled by rollout.backend='vllm', whose routes are replayed only if it is true"
     if reason and wanted is True:
         raise ModelConfigError(
             f"actor.router_replay=true is invalid: model.path='{config.model.path}' {reason}; use 'auto' or false."
