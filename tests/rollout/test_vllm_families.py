@@ -41,7 +41,7 @@ def build(path, **options):
 
 
 class StandIn:
-    """In place of vLLM's engine: keeps the shapes of what it is sent; a step ends a sequence, with the next `routes`."""
+    """In place of vLLM's engine: keeps the shapes of what is sent; a step ends a sequence, with the next `routes`."""
 
     def __init__(self, options):
         self.shapes, self.waiting, self.routes = {}, {}, []
@@ -128,7 +128,7 @@ def test_routes_of_vllm_on_a_cpu_are_an_error_before_it_starts(tmp_path):
         *("qwen3_moe", "smollm3", "deepseek_v2", "lfm2"),
         *(
             pytest.param(kind, marks=pytest.mark.exhaustive)
-            for kind in (*REQUIRED, "glm4_moe", "deepseek_v3", "glm", "olmo", "starcoder2", "seed_oss")
+            for kind in (*REQUIRED, "glm4_moe", "deepseek_v3", "glm", "olmo", "starcoder2", "seed_oss", "phi3 longrope")
             if kind not in ("qwen3_moe", "smollm3", "deepseek_v2", "lfm2", "qwen3_5_text", "gpt_oss")
         ),
     ],
