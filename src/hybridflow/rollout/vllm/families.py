@@ -47,6 +47,16 @@ def separate_model_code(config: PretrainedConfig, on_gpu: bool) -> Iterator[None
         known._extra_content.pop(kind, None)
 
 
+def require_windows(vllm_config: Any) -> None:
+    """Raise ValueError if vLLM's code of a model ignores windows that sequences may exceed."""
+    config, longest = vllm_config.model_config.hf_text_config, vllm_config.model_config.max_model_len
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    is_windowed = any("sliding" in kind for kind in getattr(config, "layer_types", None) or ())
+    window = is_windowed and getattr(config, "sliding_window", None)
+    if window and longest > window and not any(getattr(layer, "sliding_window", None) for layer in layers):
+        raise ValueError(f"vLLM ignores its sliding windows; set rollout.max_model_len = {window}")
+
+
 def renew_tied_head(model: Any, config: Any) -> None:
     """Renew the packed copy of the embedding's weights in a tied output head.
 

@@ -21,7 +21,7 @@ from hybridflow.errors import RolloutError, WeightSyncError
 from hybridflow.models.loading import model_config
 from hybridflow.rollout import base
 from hybridflow.rollout.vllm.arguments import EngineOptions, engine_arguments
-from hybridflow.rollout.vllm.families import pack_experts, renew_tied_head, separate_model_code
+from hybridflow.rollout.vllm.families import pack_experts, renew_tied_head, require_windows, separate_model_code
 from hybridflow.rollout.vllm.process import (
     clean_up,
     join_own_group_if_none,
@@ -99,9 +99,10 @@ class VLLMEngine:
 
     def require_steps(self) -> None:
         """Raise the error of a first step, where kernels for CPUs refuse sizes and dtypes of a model, and close."""
-        if self._on_gpu:
-            return
         try:
+            require_windows(self._engine.vllm_config)
+            if self._on_gpu:
+                return
             self.add("first", [0, 0], base.SamplingParams(2, temperature=0.0), seed=0, cache_salt="")
             while self._sequences:
                 self.step()
