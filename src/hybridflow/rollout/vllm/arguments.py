@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hybridflow.config import LoRAConfig
 from hybridflow.errors import RolloutConfigError
 from hybridflow.models.loading import model_config
 from hybridflow.models.quantized_weights import QUANTIZED, quantized_form
-from hybridflow.rollout.vllm.families import family_arguments
+from hybridflow.rollout.vllm.families import caches_prompts, changed_config
 
 KV_CACHE_BYTES_ON_CPU = 2**30
 """Memory of keys and values on a CPU, where vLLM's default is a share of the host's memory."""
@@ -66,11 +67,13 @@ def engine_arguments(options: EngineOptions, on_gpu: bool) -> dict[str, Any]:
             "actor.router_replay=true is not supported with rollout.backend='vllm' on a CPU, where vLLM returns no "
             "routes; use 'auto' or false, or set rollout.backend = 'embedded'."
         )
+    config = model_config(options.path).get_text_config()
+    changes = changed_config(config)
     return {
         "model": options.path,
         "dtype": options.dtype,
         "load_format": "dummy",  # weights come from the trainer
-        "hf_overrides": not_quantized if _is_quantized(options) else {},
+        "hf_overrides": partial(not_quantized, changes) if _is_quantized(options) else changes,
         "use_tqdm_on_load": False,
         "skip_tokenizer_init": True,
         "max_model_len": options.max_model_len,
@@ -95,15 +98,16 @@ def engine_arguments(options: EngineOptions, on_gpu: bool) -> dict[str, Any]:
         "seed": 0,
         "enable_return_routed_experts": options.records_routes,
         "quantization": QUANTIZATIONS[options.quantization],
-        **family_arguments(model_config(options.path).get_text_config(), on_gpu),
+        "enable_prefix_caching": caches_prompts(config, on_gpu),
         **_adapter_arguments(options, on_gpu),
         **_speculation_arguments(options),
     }
 
 
-def not_quantized(config: Any) -> Any:
-    """Return a configuration without what it says of quantized weights: those of the trainer are dequantized."""
+def not_quantized(changes: Mapping[str, Any], config: Any) -> Any:
+    """Change a configuration, and drop what it says of quantized weights: those of the trainer are dequantized."""
     vars(config).pop(QUANTIZED, None)
+    config.update(changes)
     return config
 
 

@@ -12,14 +12,18 @@ ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attent
 """Kinds of layers, in `layer_types` of configurations, that have keys and values instead of a state."""
 
 
-def family_arguments(config: PretrainedConfig, on_gpu: bool) -> dict[str, Any]:
-    """Return the arguments of vLLM's engine that depend on the model."""
-    arguments: dict[str, Any] = {}
-    if not on_gpu and set(getattr(config, "layer_types", None) or ()) - ATTENTION:
-        arguments["enable_prefix_caching"] = False  # vLLM caches states of chunked prompts alone, see engine_arguments
-    if config.model_type == "cohere2" and (window := getattr(config, "sliding_window", None)):
-        arguments["hf_overrides"] = {"sliding_window": window - 1}  # of transformers, to which vLLM adds a token
-    return arguments
+def caches_prompts(config: PretrainedConfig, on_gpu: bool) -> bool | None:
+    """Return whether the engine has a prefix cache; None: as vLLM chooses.
+
+    vLLM caches states only of prompts in chunks, which engines on a CPU do not have, see `engine_arguments`.
+    """
+    return False if not on_gpu and set(getattr(config, "layer_types", None) or ()) - ATTENTION else None
+
+
+def changed_config(config: PretrainedConfig) -> dict[str, Any]:
+    """Return the keys of a configuration that vLLM reads otherwise than transformers: it adds a token to a window."""
+    window = getattr(config, "sliding_window", None)
+    return {"sliding_window": window - 1} if config.model_type == "cohere2" and window else {}
 
 
 @contextmanager
