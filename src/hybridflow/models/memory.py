@@ -1,7 +1,7 @@
 """The memory of one rank, computed from the sizes of a decoder: weights, optimizer, activations, logits, KV cache.
 
-The formula describes the fused forward pass (Llama, Qwen2, Qwen3) and the code of mixtures of experts, and counts what
-autograd keeps for the backward pass. Its parts are those of the moment of the largest need: a backward pass of the head
+The formula describes the fused forward pass (Llama, Qwen2, Qwen3), and counts what autograd keeps for the backward pass.
+For the code of other families these bytes are seen in a pass without memory (`layer_pass`). Its parts are those of the moment of the largest need: a backward pass of the head
 or of a layer, in an update whose gradients and moments exist already. It leaves out what is not a tensor: the CUDA
 context, workspaces of libraries and fragments of the allocator.
 """
@@ -13,7 +13,9 @@ from typing import Literal
 
 from hybridflow.errors import ModelConfigError
 from hybridflow.models.attention import SHORT
+from hybridflow.models.attention_form import BLOCK
 from hybridflow.models.forward import MAX_LOGITS, parts_of_logits
+from hybridflow.models.layer_pass import LayerBytes
 from hybridflow.models.model_sizes import DecoderShape, ModelSizes
 
 Kernels = Literal["compiled", "eager", "cpu"]
@@ -116,10 +118,11 @@ def training_memory(sizes: ModelSizes, layout: MemoryLayout, tokens: int, respon
     layout = _for_model(sizes, layout)
     b, shape, counted = layout.width, sizes.shape, response_tokens or tokens
     hidden = tokens * shape.hidden_size * b
-    layer = tokens * _layer_bytes(sizes, layout)
-    saved = shape.num_layers * (hidden if layout.gradient_checkpointing else layer) + tokens * _rotary_bytes(sizes)
-    recomputed = layer if layout.gradient_checkpointing else 0
-    in_backward = tokens * (_widths(shape) + 2 * shape.intermediate_size // layout.tensor) * b
+    layers = _kept_by_layers(sizes, layout, tokens)
+    kept = shape.num_layers * hidden if layout.gradient_checkpointing else sum(layers)
+    saved = kept + tokens * _rotary_bytes(sizes)
+    recomputed = max(layers) if layout.gradient_checkpointing else 0
+    in_backward = _in_backward(sizes, layout, tokens)
     gathered = _gathered(sizes, layout)
     outer = 2 * counted * shape.hidden_size * b
     head = _Head(sizes, layout, counted)
@@ -158,11 +161,12 @@ def generation_memory(
     `cached_tokens`: tokens of all sequences together, at their ends. `sequences`: those that run at the same time.
     `prompt_tokens`: those of one pass over prompts. On a CPU the engine has a copy of the weights.
     """
+    layout = _for_model(sizes, layout)
     shape, b = sizes.shape, layout.width
     sampling = 2 * sequences * shape.vocab_size * 4
     return RankMemory(
         weights=sizes.parameters * b if layout.kernels == "cpu" else 0,
-        keys_and_values=2 * shape.num_layers * sizes.kv_size * b * cached_tokens,
+        keys_and_values=2 * shape.attention_layers * sizes.kv_size * b * cached_tokens + sizes.state_bytes * sequences,
         logits=sequences * shape.vocab_size * b,
         working=max(sampling, _pass_through_layer(sizes, layout, prompt_tokens)),
     )
@@ -170,22 +174,33 @@ def generation_memory(
 
 def _pass_through_layer(sizes: ModelSizes, layout: MemoryLayout, tokens: int) -> int:
     """Return the bytes of the intermediate results of one layer without gradient, besides its input."""
+    if sizes.layers:
+        return max(
+            max(tokens * layer.forward, (2 + layer.copies) * _scores(layer, layout, tokens)) for layer in sizes.layers
+        )
     shape = sizes.shape
     sharded = 2 * (shape.attention_size + sizes.kv_size) + 3 * shape.intermediate_size
-    return tokens * layout.width * (shape.hidden_size + _widths(shape) + sharded // layout.tensor)
+    return tokens * layout.width * (2 * shape.hidden_size + sharded // layout.tensor)
+
+
+def _in_backward(sizes: ModelSizes, layout: MemoryLayout, tokens: int) -> int:
+    """Return the bytes of the intermediate results of one layer in its backward pass."""
+    is_kept = layout.longest <= BLOCK
+    if sizes.layers:
+        return max(
+            max(tokens * layer.backward, (1 if is_kept else 2 + layer.copies) * _scores(layer, layout, tokens))
+            for layer in sizes.layers
+        )
+    shape = sizes.shape
+    return tokens * (shape.hidden_size + 2 * shape.intermediate_size // layout.tensor) * layout.width
 
 
 def _for_model(sizes: ModelSizes, layout: MemoryLayout) -> MemoryLayout:
-    """Return the layout for a model's code: that of a mixture is eager, and keeps all logits."""
-    if not sizes.shape.experts_per_token:
+    """Return the layout for a model's code: it is eager, and keeps all logits."""
+    if not sizes.layers:
         return layout
     kernels = "cpu" if layout.kernels == "cpu" else "eager"
     return replace(layout, kernels=kernels, max_logits=sys.maxsize)
-
-
-def _widths(shape: DecoderShape) -> int:
-    """Return the width of a token's hidden state, or of its copies for its experts."""
-    return shape.hidden_size * max(1, shape.experts_per_token)
 
 
 def _largest(held: RankMemory, moments: Sequence[RankMemory]) -> RankMemory:
@@ -252,12 +267,37 @@ def _rotary_bytes(sizes: ModelSizes) -> int:
     return 4 * sizes.shape.attention_size // sizes.shape.num_heads
 
 
+def _kept_by_layers(sizes: ModelSizes, layout: MemoryLayout, tokens: int) -> list[int]:
+    """Return the bytes that autograd keeps of each layer, which has a pass over `tokens`."""
+    if not sizes.layers:
+        return [tokens * _layer_bytes(sizes, layout)] * sizes.shape.num_layers
+    inputs = 0
+    if layout.lora_rank:
+        inputs = _adapter_bytes(sizes, layout) - (2 * sizes.shape.hidden_size + sizes.shape.intermediate_size) * layout.width
+    return [
+        tokens * (layer.kept + inputs) + (1 + layer.copies) * _scores(layer, layout, tokens) * (layout.longest <= BLOCK)
+        for layer in sizes.layers
+    ]
+
+
+def _scores(layer: LayerBytes, layout: MemoryLayout, tokens: int) -> int:
+    """Return the bytes of the scores of a layer's attention; 0 if its kernel has none in memory.
+
+    `attention_by_form` computes scores: with soft caps or sinks, and on a CPU with a window that sequences exceed. It
+    keeps them for sequences of one block, and computes them again, block by block, for longer ones.
+    """
+    length, is_cut = layout.longest, 0 < layer.window < layout.longest
+    if not (layer.copies or (is_cut and layout.kernels == "cpu")):
+        return 0
+    keys = min(length, layer.window + BLOCK if layer.window else length)
+    return min(tokens, -(-tokens * BLOCK // length)) * layer.heads * keys * 4
+
+
 def _layer_bytes(sizes: ModelSizes, layout: MemoryLayout) -> int:
-    """Return the bytes that autograd keeps of one token in one layer.
+    """Return the bytes that autograd keeps of one token in one layer of the fused pass.
 
     Two norms keep their input and their output, attention its queries, keys, values and output, the MLP gate, up and
-    their product; each norm one float32 per token, attention one per head. Experts keep copies of their input and of
-    their output.
+    their product; each norm one float32 per token, attention one per head.
     """
     shape, b, tensor = sizes.shape, layout.width, layout.tensor
     hidden, heads, kv = shape.hidden_size, shape.attention_size // tensor, sizes.kv_size // tensor
@@ -269,7 +309,7 @@ def _layer_bytes(sizes: ModelSizes, layout: MemoryLayout) -> int:
         attention += heads * b  # the output before and after the exchange
     if layout.kernels == "cpu" and b == 2 and layout.longest > SHORT:
         attention += (2 * heads + 2 * kv) * b + heads * b  # PyTorch's attention in float32, and its output cast
-    if layout.kernels == "eager" or shape.experts_per_token:
+    if layout.kernels == "eager":
         gated += mlp * b
         norms += 2 * hidden * (b if b == 4 else 4)
         if sizes.normalizes_heads:
@@ -277,8 +317,7 @@ def _layer_bytes(sizes: ModelSizes, layout: MemoryLayout) -> int:
     if layout.lora_rank:
         norms, gated = norms - 2 * hidden * b, gated - mlp * b  # inputs of frozen weights are not kept
         norms += _adapter_bytes(sizes, layout)
-    copies = 2 * _widths(shape) * b if shape.experts_per_token else 0
-    return norms + attention + gated + copies + 4 * (num_heads + 2)
+    return norms + attention + gated + 4 * (num_heads + 2)
 
 
 def _adapter_bytes(sizes: ModelSizes, layout: MemoryLayout) -> int:
@@ -314,13 +353,9 @@ def _gathered(sizes: ModelSizes, layout: MemoryLayout) -> _Gathered:
     The next layer is gathered while one computes. Gradients are reduced in float32, from a buffer that FSDP2 frees when
     it reduces the next ones. An embedding that is the head too is gathered all the time.
     """
-    layer, b = (
-        sizes.layer // (layout.tensor * layout.expert),
-        layout.width,
-    )  # a layer of a mixture is mostly its experts
-    largest = sizes.shape.hidden_size * sizes.shape.intermediate_size // layout.tensor * b
-    if sizes.shape.experts_per_token:
-        largest = 2 * sizes.layer // 3 * b  # gate and up of all experts, with those which compute no token
+    b, elsewhere = layout.width, sizes.experts - sizes.experts // layout.expert
+    layer = (sizes.layer - elsewhere) // layout.tensor
+    largest = (sizes.largest or sizes.shape.hidden_size * sizes.shape.intermediate_size) // layout.tensor * b
     if layout.is_alone and layout.offload != "host":
         return _Gathered(0, largest)
     embedding, head = sizes.embedding // layout.tensor, sizes.head // layout.tensor

@@ -26,6 +26,12 @@ def require_supported_config(config: PretrainedConfig) -> None:
         raise ModelError(f"{kind} models with layers of different sizes are not supported; {USE_INSTEAD}")
 
 
+def is_plain_decoder(config: PretrainedConfig) -> bool:
+    """Whether all layers are those of a fused family, with attention to all tokens before."""
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    return config.model_type in FUSED_FAMILIES and not others
+
+
 def require_classifier(config: PretrainedConfig, auto_class: Any) -> None:
     """Raise ModelError if transformers has no class of such models with a scalar head."""
     if type(config) not in auto_class._model_mapping:
