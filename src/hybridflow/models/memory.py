@@ -159,13 +159,14 @@ def generation_memory(
     """Return the memory of the embedded engine besides the trainer's weights, which it shares.
 
     `cached_tokens`: tokens of all sequences together, at their ends. `sequences`: those that run at the same time.
-    `prompt_tokens`: those of one pass over prompts. On a CPU the engine has a copy of the weights.
+    `prompt_tokens`: those of one pass over prompts. On a CPU the fused pass has a copy of the weights. A window does not
+    bound what the engine keeps.
     """
     layout = _for_model(sizes, layout)
     shape, b = sizes.shape, layout.width
     sampling = 2 * sequences * shape.vocab_size * 4
     return RankMemory(
-        weights=sizes.parameters * b if layout.kernels == "cpu" else 0,
+        weights=sizes.parameters * b if layout.kernels == "cpu" and not sizes.layers else 0,
         keys_and_values=2 * shape.attention_layers * sizes.kv_size * b * cached_tokens + sizes.state_bytes * sequences,
         logits=sequences * shape.vocab_size * b,
         working=max(sampling, _pass_through_layer(sizes, layout, prompt_tokens)),
@@ -271,9 +272,7 @@ def _kept_by_layers(sizes: ModelSizes, layout: MemoryLayout, tokens: int) -> lis
     """Return the bytes that autograd keeps of each layer, which has a pass over `tokens`."""
     if not sizes.layers:
         return [tokens * _layer_bytes(sizes, layout)] * sizes.shape.num_layers
-    inputs = 0
-    if layout.lora_rank:
-        inputs = _adapter_bytes(sizes, layout) - (2 * sizes.shape.hidden_size + sizes.shape.intermediate_size) * layout.width
+    inputs = _adapter_bytes(sizes, layout) if layout.lora_rank else 0
     return [
         tokens * (layer.kept + inputs) + (1 + layer.copies) * _scores(layer, layout, tokens) * (layout.longest <= BLOCK)
         for layer in sizes.layers

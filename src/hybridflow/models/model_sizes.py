@@ -228,14 +228,19 @@ class ModelSizes:
 
 
 def model_sizes(
-    path: str | Path, head: Literal["policy", "value"] = "policy", dtype: torch.dtype = torch.bfloat16
+    path: str | Path,
+    head: Literal["policy", "value"] = "policy",
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    is_frozen: bool = False,
 ) -> ModelSizes | None:
-    """Read the sizes of a model directory, without its weights; `dtype`: that of its computation.
+    """Read the sizes of a model directory, without its weights.
 
-    None if its code needs the values of tensors, so that its layers cannot be seen without them. Raises ModelError if
+    `dtype`: that of its computation. `is_frozen`: only adapters learn, so that inputs of weights are not kept. None if its code needs the values of tensors, so that its layers cannot be seen without them. Raises ModelError if
     the configuration cannot be read or is unsupported.
     """
     model = build_without_weights(path, head, dtype)
+    model.requires_grad_(not is_frozen)
     shape = _by_config(model.config, has_lm_head=head == "policy")
     is_plain = is_plain_decoder(model.config)
     seen = SeeingPlan() if is_plain else see_layers(model)

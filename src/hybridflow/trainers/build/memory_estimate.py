@@ -60,7 +60,9 @@ def estimate_memory(
             continue
         key, path = _model_of(config, role)
         require_model_directory(key, path)
-        sizes = model_sizes(path, "value" if role in VALUE_HEADS else "policy", DTYPES[dtype])
+        head = "value" if role in VALUE_HEADS else "policy"
+        has_adapters = role is Role.ActorRollout and config.lora.rank > 0
+        sizes = model_sizes(path, head, DTYPES[dtype], is_frozen=has_adapters)
         if sizes is None:
             logger.warning("%s: '%s' has no estimate: its code cannot be followed without weights", role.value, path)
         else:
