@@ -20,7 +20,7 @@ BF16 = MemoryLayout(dtype="bfloat16")
 
 
 LAYERS = {"gemma2": ["sliding_attention", "full_attention"], "lfm2": ["conv", "full_attention"]}
-LAYERS |= {"qwen3_5_text": ["linear_attention", "full_attention"]}
+LAYERS |= {"gpt_oss": LAYERS["gemma2"], "qwen3_5_text": ["linear_attention", "full_attention"]}
 OWN_CODE = {"linear_num_value_heads": 8, "linear_num_key_heads": 4, "linear_key_head_dim": 32}
 OWN_CODE |= {"linear_value_head_dim": 32, "sliding_window": 128}
 

@@ -60,9 +60,7 @@ class SeeingPlan:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Return a tensor with the shape of the output, for which autograd keeps what kernels of attention keep."""
-        self.attention[layer] = AttentionSize(
-            query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], form
-        )
+        self.attention[layer] = AttentionSize(query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], form)
         return _AttentionWithoutMemory.apply(query, key, value)  # pyright: ignore[reportReturnType]
 
     def recur(self, layer: int, hidden: Tensor, compute: Recurrence) -> Tensor:
@@ -72,11 +70,12 @@ class SeeingPlan:
         self.states[layer] = States(layer)
         return compute(hidden, self.states[layer])
 
-
     @property
     def state_size(self) -> int:
         """The numbers of a sequence's recurrent states, besides those of convolutions."""
-        return sum(x.numel() for states in self.states.values() for (kind, _), x in states.tensors.items() if kind != "conv")
+        return sum(
+            x.numel() for states in self.states.values() for (kind, _), x in states.tensors.items() if kind != "conv"
+        )
 
     @property
     def state_bytes(self) -> int:
@@ -154,7 +153,9 @@ def _bytes_of(layer: nn.Module, arguments: tuple, named: dict) -> tuple[int, int
     rest = arguments[1:] if arguments else ()
     named = {name: value for name, value in named.items() if name != "hidden_states"}
     given = [x for x in tree_leaves((hidden, rest, named, *layer.parameters(), *layer.buffers())) if torch.is_tensor(x)]
-    weights = {shape for x in layer.parameters() for shape in (x.shape, x.shape[::-1], x.mT.shape if x.ndim > 1 else ())}
+    weights = {
+        shape for x in layer.parameters() for shape in (x.shape, x.shape[::-1], x.mT.shape if x.ndim > 1 else ())
+    }
 
     def compute() -> Tensor:
         out = layer(hidden, *rest, **named)

@@ -262,10 +262,14 @@ def cannot_be_loaded(path: str | Path, auto_class: Any, error: Exception) -> Mod
         return ModelError(f"{model_type} models are not supported: their attention is not replaceable; {USE_INSTEAD}")
     if "trust_remote_code" in reason:
         reason = "it needs code of its directory, which hybridflow does not run"
+    if "for this kind of AutoModel" in reason:  # the list of all families follows
+        model_type = AutoConfig.from_pretrained(Path(path), trust_remote_code=False).model_type
+        return ModelError(f"'{path}': transformers has no {kind} model of {model_type}; {USE_INSTEAD}")
+    if isinstance(error, KeyError):
+        reason = f"its code does not know {reason}, a name in config.json"
     return ModelError(
         f"'{path}' cannot be loaded as a {kind} model: {reason[:300].rstrip('.')}. The directory must hold the "
-        "config.json of a supported model and its whole weights as model.safetensors (or shards with their index); "
-        f"{USE_INSTEAD}"
+        "config.json of a supported model and its whole weights as model.safetensors (or shards with their index)."
     )
 
 

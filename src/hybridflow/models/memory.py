@@ -1,9 +1,9 @@
 """The memory of one rank, computed from the sizes of a decoder: weights, optimizer, activations, logits, KV cache.
 
-The formula describes the fused forward pass (Llama, Qwen2, Qwen3), and counts what autograd keeps for the backward pass.
-For the code of other families these bytes are seen in a pass without memory (`layer_pass`). Its parts are those of the moment of the largest need: a backward pass of the head
-or of a layer, in an update whose gradients and moments exist already. It leaves out what is not a tensor: the CUDA
-context, workspaces of libraries and fragments of the allocator.
+The formula describes the fused forward pass (Llama, Qwen2, Qwen3), and counts what autograd keeps for the backward
+pass; of other families' code these bytes are seen in a pass without memory (`layer_pass`). Its parts are those of the
+moment of the largest need: a backward pass of the head or of a layer, in an update whose gradients and moments exist
+already. It leaves out what is not a tensor: the CUDA context, workspaces of libraries and fragments of the allocator.
 """
 
 import sys
@@ -16,7 +16,7 @@ from hybridflow.models.attention import SHORT
 from hybridflow.models.attention_form import BLOCK
 from hybridflow.models.forward import MAX_LOGITS, parts_of_logits
 from hybridflow.models.layer_pass import LayerBytes
-from hybridflow.models.model_sizes import DecoderShape, ModelSizes
+from hybridflow.models.model_sizes import ModelSizes
 
 Kernels = Literal["compiled", "eager", "cpu"]
 """compiled: layers of torch.compile on a GPU; eager: PyTorch's operations on a GPU; cpu: the fused kernels of a CPU."""
@@ -159,17 +159,21 @@ def generation_memory(
     """Return the memory of the embedded engine besides the trainer's weights, which it shares.
 
     `cached_tokens`: tokens of all sequences together, at their ends. `sequences`: those that run at the same time.
-    `prompt_tokens`: those of one pass over prompts. On a CPU the fused pass has a copy of the weights. A window does not
-    bound what the engine keeps.
+    `prompt_tokens`: those of one pass over prompts. On a CPU the fused pass has a copy of the weights. The keys of
+    layers with a window are kept like those of others.
     """
     layout = _for_model(sizes, layout)
     shape, b = sizes.shape, layout.width
     sampling = 2 * sequences * shape.vocab_size * 4
+    of_layer = 2 * sizes.kv_size * b * cached_tokens
+    # Keys and values are cast to float32 on a CPU, and values that were never written are masked.
+    copied = of_layer * 3 if layout.kernels == "cpu" and b == 2 else of_layer // 2
+    read = copied if any(_scores(layer, layout, 1) for layer in sizes.layers) else 0
     return RankMemory(
         weights=sizes.parameters * b if layout.kernels == "cpu" and not sizes.layers else 0,
-        keys_and_values=2 * shape.attention_layers * sizes.kv_size * b * cached_tokens + sizes.state_bytes * sequences,
+        keys_and_values=shape.attention_layers * of_layer + sizes.state_bytes * sequences,
         logits=sequences * shape.vocab_size * b,
-        working=max(sampling, _pass_through_layer(sizes, layout, prompt_tokens)),
+        working=max(sampling, read, _pass_through_layer(sizes, layout, prompt_tokens)),
     )
 
 

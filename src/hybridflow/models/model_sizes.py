@@ -236,8 +236,9 @@ def model_sizes(
 ) -> ModelSizes | None:
     """Read the sizes of a model directory, without its weights.
 
-    `dtype`: that of its computation. `is_frozen`: only adapters learn, so that inputs of weights are not kept. None if its code needs the values of tensors, so that its layers cannot be seen without them. Raises ModelError if
-    the configuration cannot be read or is unsupported.
+    `dtype`: that of its computation. `is_frozen`: only adapters learn, so that inputs of weights are not kept. None if
+    the code needs the values of tensors, so that its layers cannot be seen without them. Raises ModelError if the
+    configuration cannot be read or is unsupported.
     """
     model = build_without_weights(path, head, dtype)
     model.requires_grad_(not is_frozen)

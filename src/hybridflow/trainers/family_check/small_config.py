@@ -13,8 +13,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from hybridflow.models.config_values import EXPERTS
 from hybridflow.models.loading import parameters_on_meta, quiet_transformers
-from hybridflow.models.model_files import EXPERTS, LOADING_ERRORS
+from hybridflow.models.model_files import LOADING_ERRORS
 from hybridflow.models.parameters import layers_of
 
 VOCABULARY = 128
