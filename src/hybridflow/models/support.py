@@ -32,6 +32,13 @@ def is_plain_decoder(config: PretrainedConfig) -> bool:
     return config.model_type in FUSED_FAMILIES and not others
 
 
+def other_parts(config: PretrainedConfig) -> list[str]:
+    """Return the names of the parts besides the language model, such as vision_config; none of a text model."""
+    text = config.get_text_config()
+    found = {name: part for name, part in vars(config).items() if isinstance(part, PretrainedConfig)}
+    return [name for name, part in found.items() if part is not text] if text is not config else []
+
+
 def require_classifier(config: PretrainedConfig, auto_class: Any) -> None:
     """Raise ModelError if transformers has no class of such models with a scalar head."""
     if type(config) not in auto_class._model_mapping:
