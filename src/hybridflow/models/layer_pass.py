@@ -15,8 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from hybridflow.errors import ModelError
 from hybridflow.models.attention_form import AttentionForm
 from hybridflow.models.experts import experts_of
+from hybridflow.models.model_files import LOADING_ERRORS
 from hybridflow.models.parameters import layers_of
 from hybridflow.models.recurrence import Recurrence, States
 
@@ -142,7 +144,7 @@ def _pass(model: PreTrainedModel, plan: SeeingPlan, tokens: int) -> bool:
     try:
         with torch.no_grad(), _Products():
             model.base_model(inputs_embeds=hidden, position_ids=places, attention_plan=plan, use_cache=False)
-    except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError):
+    except (*LOADING_ERRORS, ModelError):
         return False
     return True
 

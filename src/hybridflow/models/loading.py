@@ -36,6 +36,7 @@ from hybridflow.models.recurrence import plan_recurrences
 from hybridflow.models.stored_model import ModelTensors, StoredModel
 from hybridflow.models.support import (
     USE_INSTEAD,
+    WITH_HEAD,
     require_classifier,
     require_supported_config,
 )
@@ -213,7 +214,7 @@ def require_value_head(model: PreTrainedModel) -> None:
     if not hasattr(model, VALUE_HEAD.rstrip(".")):
         raise ModelError(
             f"{model.config.model_type} models cannot be a critic or a reward model: their head is not named "
-            f"{VALUE_HEAD.rstrip('.')}; {USE_INSTEAD}"
+            f"{VALUE_HEAD.rstrip('.')}; {WITH_HEAD}"
         )
 
 

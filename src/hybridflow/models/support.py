@@ -12,6 +12,7 @@ FUSED_FAMILIES = ("llama", "qwen2", "qwen3")
 a gated SiLU, with or without biases."""
 
 USE_INSTEAD = "use a model with causal attention such as Llama, Qwen2 or Qwen3."
+WITH_HEAD = "use a family whose classifier has a head for tokens, such as Llama, Qwen2 or Qwen3."
 
 
 def require_supported_config(config: PretrainedConfig) -> None:
@@ -23,7 +24,7 @@ def require_supported_config(config: PretrainedConfig) -> None:
             f"{kind} models are masked language models, but a causal language model is required; {USE_INSTEAD}"
         )
     if getattr(text, "is_heterogeneous", False):
-        raise ModelError(f"{kind} models with layers of different sizes are not supported; {USE_INSTEAD}")
+        raise ModelError(f"{kind} models with layers of different sizes are not supported; use one with equal layers.")
 
 
 def is_plain_decoder(config: PretrainedConfig) -> bool:
@@ -45,7 +46,7 @@ def require_classifier(config: PretrainedConfig, auto_class: Any) -> None:
         kind = auto_class.__name__.removeprefix("AutoModelFor")
         raise ModelError(
             f"{config.model_type} models cannot be a critic or a reward model: transformers has no {kind} class of "
-            f"them; {USE_INSTEAD}"
+            f"them; {WITH_HEAD}"
         )
 
 
