@@ -137,7 +137,7 @@ def _pass(model: PreTrainedModel, plan: SeeingPlan, tokens: int) -> bool:
     """Compute the body of a model without gradient; return whether that is possible without values."""
     if experts_of(model):
         model.set_experts_implementation("grouped_mm")
-    model.to("meta")
+    model.to(torch.device("meta"))  # pyright: ignore[reportArgumentType]
     embedding: Any = model.get_input_embeddings()
     hidden = torch.empty(1, tokens, embedding.weight.shape[-1], dtype=embedding.weight.dtype, device="meta")
     places = torch.arange(tokens, device="meta")[None]
