@@ -63,12 +63,12 @@ def _problems_of_text(config: dict[str, Any]) -> Iterator[str]:
     kind = config.get("model_type")
     family = CONFIG_MAPPING[kind] if isinstance(kind, str) and kind in CONFIG_MAPPING else None
     names = {own: name for name, own in getattr(family, "attribute_map", {}).items()}
-    integers, told = dict[str, int](), dict[str, str]()
+    integers, shown = dict[str, int](), dict[str, str]()
     for key, value in config.items():
         if type(value) is not int:
             continue
         name = names.get(key, key)
-        integers[name], told[name] = value, f"{key}={value}"
+        integers[name], shown[name] = value, f"{key}={value}"
         ranges = ((least, most) for pattern, least, most in INTEGERS if re.fullmatch(pattern, name))
         least, most = next(ranges, (-sys.maxsize, sys.maxsize))
         is_unused = key == "sliding_window" and config.get("use_sliding_window") is False
@@ -87,14 +87,14 @@ def _problems_of_text(config: dict[str, Any]) -> Iterator[str]:
             yield f"{name}={value} is out of range: expected 0 or more"
     for whole, part in MULTIPLES:
         if integers.get(whole, 0) > 0 < integers.get(part, 0) and integers[whole] % integers[part]:
-            yield f"{told[part]} is invalid: expected a divisor of {told[whole]}"
+            yield f"{shown[part]} is invalid: expected a divisor of {shown[whole]}"
     most = max((integers[key] for key in EXPERTS if key in integers), default=0)
     for key, limit, what in (
         ("num_experts_per_tok", most, f"the {most} experts of a layer"),
         ("topk_group", integers.get("n_group", 0), "n_group"),
     ):
         if limit > 0 and not 0 < integers.get(key, 1) <= limit:
-            yield f"{told[key]} is out of range: expected 1 to {what}"
+            yield f"{shown[key]} is out of range: expected 1 to {what}"
     yield from _problems_of_layers(config.get("layer_types"), integers.get("num_hidden_layers"), config)
     pad, entries = config.get("pad_token_id"), integers.get("vocab_size")
     if isinstance(pad, int) and entries is not None and not -entries <= pad < entries:

@@ -75,9 +75,8 @@ class SeeingPlan:
     @property
     def state_size(self) -> int:
         """The numbers of a sequence's recurrent states, besides those of convolutions."""
-        return sum(
-            x.numel() for states in self.states.values() for (kind, _), x in states.tensors.items() if kind != "conv"
-        )
+        tensors = (each for states in self.states.values() for each in states.tensors.items())
+        return sum(x.numel() for (kind, _), x in tensors if kind != "conv")
 
     @property
     def state_bytes(self) -> int:
@@ -155,9 +154,8 @@ def _bytes_of(layer: nn.Module, arguments: tuple, named: dict) -> tuple[int, int
     rest = arguments[1:] if arguments else ()
     named = {name: value for name, value in named.items() if name != "hidden_states"}
     given = [x for x in tree_leaves((hidden, rest, named, *layer.parameters(), *layer.buffers())) if torch.is_tensor(x)]
-    weights = {
-        shape for x in layer.parameters() for shape in (x.shape, x.shape[::-1], x.mT.shape if x.ndim > 1 else ())
-    }
+    shapes = [x.shape for x in layer.parameters()]
+    weights = {*shapes, *((*shape[:-2], shape[-1], shape[-2]) for shape in shapes if len(shape) > 1)}
 
     def compute() -> Tensor:
         out = layer(hidden, *rest, **named)

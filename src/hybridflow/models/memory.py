@@ -277,10 +277,20 @@ def _kept_by_layers(sizes: ModelSizes, layout: MemoryLayout, tokens: int) -> lis
     if not sizes.layers:
         return [tokens * _layer_bytes(sizes, layout)] * sizes.shape.num_layers
     inputs = _adapter_bytes(sizes, layout) if layout.lora_rank else 0
-    return [
-        tokens * (layer.kept + inputs) + (1 + layer.copies) * _scores(layer, layout, tokens) * (layout.longest <= BLOCK)
-        for layer in sizes.layers
-    ]
+
+    def kept(layer: LayerBytes) -> int:
+        scores = _scores(layer, layout, tokens)
+        of_token = layer.kept + inputs + (_cast_bytes(sizes, layout) if layer.heads and not scores else 0)
+        return tokens * of_token + ((1 + layer.copies) * scores if layout.longest <= BLOCK else 0)
+
+    return [kept(layer) for layer in sizes.layers]
+
+
+def _cast_bytes(sizes: ModelSizes, layout: MemoryLayout) -> int:
+    """Return the bytes of a token that a CPU's attention of long sequences keeps in float32, and of its output cast."""
+    if layout.kernels != "cpu" or layout.width == 4 or layout.longest <= SHORT:
+        return 0
+    return (3 * sizes.shape.attention_size + 2 * sizes.kv_size) * layout.width
 
 
 def _scores(layer: LayerBytes, layout: MemoryLayout, tokens: int) -> int:
@@ -310,8 +320,7 @@ def _layer_bytes(sizes: ModelSizes, layout: MemoryLayout) -> int:
         attention += (heads + kv) * b + 4 * (num_heads + shape.num_key_value_heads // tensor)
     if layout.sequence > 1:
         attention += heads * b  # the output before and after the exchange
-    if layout.kernels == "cpu" and b == 2 and layout.longest > SHORT:
-        attention += (2 * heads + 2 * kv) * b + heads * b  # PyTorch's attention in float32, and its output cast
+    attention += _cast_bytes(sizes, layout) // tensor
     if layout.kernels == "eager":
         gated += mlp * b
         norms += 2 * hidden * (b if b == 4 else 4)
