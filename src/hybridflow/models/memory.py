@@ -179,11 +179,11 @@ def generation_memory(
 
 def _pass_through_layer(sizes: ModelSizes, layout: MemoryLayout, tokens: int) -> int:
     """Return the bytes of the intermediate results of one layer without gradient, besides its input."""
-    if sizes.layers:
-        return max(
-            max(tokens * layer.forward, (2 + layer.copies) * _scores(layer, layout, tokens)) for layer in sizes.layers
-        )
     shape = sizes.shape
+    if sizes.layers:
+        given = tokens * (shape.attention_size + 2 * sizes.kv_size) * layout.width
+        with_scores = (given + (2 + layer.copies) * _scores(layer, layout, tokens) for layer in sizes.layers)
+        return max(*with_scores, *(tokens * layer.forward for layer in sizes.layers))
     sharded = 2 * (shape.attention_size + sizes.kv_size) + 3 * shape.intermediate_size
     return tokens * layout.width * (2 * shape.hidden_size + sharded // layout.tensor)
 
