@@ -117,13 +117,11 @@ def training_memory(sizes: ModelSizes, layout: MemoryLayout, tokens: int, respon
     """
     layout = _for_model(sizes, layout)
     b, shape, counted = layout.width, sizes.shape, response_tokens or tokens
-    hidden = tokens * shape.hidden_size * b
     layers = _kept_by_layers(sizes, layout, tokens)
-    kept = shape.num_layers * hidden if layout.gradient_checkpointing else sum(layers)
+    kept = shape.num_layers * tokens * shape.hidden_size * b if layout.gradient_checkpointing else sum(layers)
     saved = kept + tokens * _rotary_bytes(sizes)
     recomputed = max(layers) if layout.gradient_checkpointing else 0
-    in_backward = _in_backward(sizes, layout, tokens)
-    gathered = _gathered(sizes, layout)
+    gathered, in_layer = _gathered(sizes, layout), _in_backward(sizes, layout, tokens)
     outer = 2 * counted * shape.hidden_size * b
     head = _Head(sizes, layout, counted)
     kept_head_gradient = 0 if sizes.head else head.weight_gradient
@@ -133,7 +131,7 @@ def training_memory(sizes: ModelSizes, layout: MemoryLayout, tokens: int, respon
     ]
     moments += [
         RankMemory(activations=saved, working=gathered.head),
-        RankMemory(activations=saved + recomputed, working=gathered.backward + in_backward + kept_head_gradient),
+        RankMemory(activations=saved + recomputed, working=gathered.backward + in_layer + kept_head_gradient),
         RankMemory(working=gathered.embedding),
     ]
     return _largest(_held(sizes, layout, learns=True), moments)
@@ -190,14 +188,11 @@ def _pass_through_layer(sizes: ModelSizes, layout: MemoryLayout, tokens: int) ->
 
 def _in_backward(sizes: ModelSizes, layout: MemoryLayout, tokens: int) -> int:
     """Return the bytes of the intermediate results of one layer in its backward pass."""
-    is_kept = layout.longest <= BLOCK
     if sizes.layers:
-        return max(
-            max(tokens * layer.backward, (1 if is_kept else 2 + layer.copies) * _scores(layer, layout, tokens))
-            for layer in sizes.layers
-        )
-    shape = sizes.shape
-    return tokens * (shape.hidden_size + 2 * shape.intermediate_size // layout.tensor) * layout.width
+        copies = [1 if layout.longest <= BLOCK else 2 + layer.copies for layer in sizes.layers]
+        scores = (count * _scores(x, layout, tokens) for count, x in zip(copies, sizes.layers, strict=True))
+        return max(*scores, *(tokens * layer.backward for layer in sizes.layers))
+    return tokens * (sizes.shape.hidden_size + 2 * sizes.shape.intermediate_size // layout.tensor) * layout.width
 
 
 def _for_model(sizes: ModelSizes, layout: MemoryLayout) -> MemoryLayout:
@@ -216,7 +211,7 @@ def _largest(held: RankMemory, moments: Sequence[RankMemory]) -> RankMemory:
 
 def _held(sizes: ModelSizes, layout: MemoryLayout, *, learns: bool) -> RankMemory:
     """Return weights, masters, gradients and moments of one rank; with offload="host" the host has all of them."""
-    b, parameters = layout.width, -(-_per_tensor_rank(sizes, layout) // layout.shards)
+    b, parameters = layout.width, -(-sizes.parameters // (layout.tensor * layout.shards))  # norms are small
     nothing = RankMemory(communication=_communication(layout))
     if layout.offload == "host":
         return nothing
@@ -240,11 +235,6 @@ def _communication(layout: MemoryLayout) -> int:
     """Return the bytes of a ring for each group of ranks, and of a connection to each sequence parallel rank."""
     rings = sum(ranks > 1 for ranks in (layout.shards, layout.replicas, layout.tensor))
     return 0 if layout.kernels == "cpu" else (rings + layout.sequence - 1) * NCCL_CONNECTION
-
-
-def _per_tensor_rank(sizes: ModelSizes, layout: MemoryLayout) -> int:
-    """Return the parameters that one tensor parallel rank has: its share of the matrices; norms are small."""
-    return -(-sizes.parameters // layout.tensor)
 
 
 def _adapter_parameters(sizes: ModelSizes, layout: MemoryLayout) -> int:
