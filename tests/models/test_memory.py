@@ -234,7 +234,7 @@ def test_memory_of_sharded_ranks_is_within_15_percent(tiny_model, run_world, tmp
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["qwen2", "mistral", "qwen3_5_text", "lfm2", "qwen2_moe"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_5_text", "lfm2", "qwen2_moe"])
 def test_generation_memory_is_within_15_percent(directory_of, dtype, family):
     from fixtures.peak_memory import peak_bytes
     from hybridflow.models.loading import load_causal_lm
@@ -242,7 +242,7 @@ def test_generation_memory_is_within_15_percent(directory_of, dtype, family):
 
     engine = EmbeddedRollout(load_causal_lm(directory_of(family), dtype))
     requests = [Request(i, [5] * 64, SamplingParams(192), 8, (0, i)) for i in range(16)]
-    layout = MemoryLayout(dtype=str(dtype).removeprefix("torch."), kernels="cpu", longest=256)
+    layout = MemoryLayout(dtype=str(dtype).removeprefix("torch."), kernels="cpu", longest=64)
     sizes = model_sizes(directory_of(family), dtype=dtype)
     estimate = generation_memory(sizes, layout, 128 * 256, 128, prompt_tokens=16 * 64)
     check(estimate, peak_bytes(lambda: generate(engine, requests)))
@@ -342,6 +342,13 @@ def test_recurrent_layers_have_states_instead_of_keys_and_values(directory_of):
     assert cached == 1000 * 2 * 2 * 2 * 32 * 2  # 2 of 4 layers, 2 heads of 32 numbers
     convolutions = 2 * (8 + 2 * 4) * 32 * 4  # 2 layers: values, queries and keys of the last 4 tokens
     assert more - cached == 2 * convolutions + 4 * 2 * 8 * 32 * 32  # states are float32
+
+
+def test_a_window_bounds_what_a_cpu_keeps_and_a_gpu_keeps_all():
+    windowed = replace(HAND, shape=replace(HAND.shape, windows=(50, 0)))
+    layouts = (MemoryLayout(kernels="cpu"), BF16)
+    kept = [generation_memory(windowed, layout, cached_tokens=1000, sequences=10) for layout in layouts]
+    assert [each.keys_and_values for each in kept] == [(500 + 1000) * 2 * 4 * 2, 2000 * 2 * 4 * 2]
 
 
 def test_experts_of_other_ranks_are_not_gathered(directory_of):

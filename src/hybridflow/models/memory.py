@@ -157,21 +157,20 @@ def generation_memory(
     """Return the memory of the embedded engine besides the trainer's weights, which it shares.
 
     `cached_tokens`: tokens of all sequences together, at their ends. `sequences`: those that run at the same time.
-    `prompt_tokens`: those of one pass over prompts. On a CPU the fused pass has a copy of the weights. The keys of
-    layers with a window are kept like those of others.
+    `prompt_tokens`: those of one pass over prompts. On a CPU the fused pass has a copy of the weights, and layers with
+    a window keep that many tokens of a sequence; on a GPU all layers share one table of pages.
     """
     layout = _for_model(sizes, layout)
     shape, b = sizes.shape, layout.width
     sampling = 2 * sequences * shape.vocab_size * 4
-    of_layer = 2 * sizes.kv_size * b * cached_tokens
-    # Keys and values are cast to float32 on a CPU, and values that were never written are masked.
-    copied = of_layer * 3 if layout.kernels == "cpu" and b == 2 else of_layer // 2
-    read = copied if any(_scores(layer, layout, 1) for layer in sizes.layers) else 0
+    windows = (0,) * shape.num_layers if shape.windows is None else shape.windows
+    seen = [min(cached_tokens, window * sequences or cached_tokens) for window in windows]
+    kept, of_token = seen if layout.kernels == "cpu" else [cached_tokens] * len(seen), 2 * sizes.kv_size * b
     return RankMemory(
         weights=sizes.parameters * b if layout.kernels == "cpu" and not sizes.layers else 0,
-        keys_and_values=shape.attention_layers * of_layer + sizes.state_bytes * sequences,
+        keys_and_values=of_token * sum(kept) + sizes.state_bytes * sequences,
         logits=sequences * shape.vocab_size * b,
-        working=max(sampling, read, _pass_through_layer(sizes, layout, prompt_tokens)),
+        working=max(sampling, _pass_through_layer(sizes, layout, prompt_tokens)),
     )
 
 

@@ -51,11 +51,6 @@ class DecoderShape:
         return self.num_heads * (self.head_dim or self.hidden_size // self.num_heads)
 
     @property
-    def attention_layers(self) -> int:
-        """Number of layers with keys and values."""
-        return self.num_layers if self.windows is None else len(self.windows)
-
-    @property
     def num_matrix_weights(self) -> int:
         """Number of weights in matrix products of a token: projections, MLP and lm head, not embeddings and norms."""
         if self.matrix_weights:
