@@ -3,6 +3,7 @@
 import inspect
 import os
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -10,8 +11,10 @@ from pathlib import Path
 from types import MethodType
 
 import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from fixtures.gpu_settings import sizes_of_models, step_table, tables
+from fixtures.published_models import DENSE
 from hybridflow.checkpoint import CheckpointStore
 from hybridflow.cli.exit_codes import exit_codes_markdown
 from hybridflow.cli.main import COMMANDS, main
@@ -174,6 +177,15 @@ def test_table_of_gpu_settings_equals_the_generated_one(tmp_path):
     models = sizes_of_models(tmp_path)
     assert tables(models) in page("gpu.md")
     assert step_table(models) in page("gpu.md"), step_table(models)
+
+
+def test_page_shows_the_memory_that_the_command_prints(tmp_path, monkeypatch, capsys):
+    kind, sizes, *_ = DENSE["gemma-3-1b"]
+    CONFIG_MAPPING[kind](**sizes).save_pretrained(tmp_path / "models" / "gemma-3-1b")
+    command, printed = re.search(r"^\$ hybridflow (memory .*)\n((?:.*\n)*?)```$", page("gpu.md"), re.MULTILINE).groups()
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(command)) == 0
+    assert capsys.readouterr().out == printed
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda text: str(text.relative_to(ROOT)))

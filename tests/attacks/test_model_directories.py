@@ -99,6 +99,49 @@ CONFIGS = [
     ("a rotary base of text", rope(rope_theta="x"), r"cannot be loaded"),
     ("a negative epsilon", config(rms_norm_eps=-1.0), r"rms_norm_eps=-1\.0 is out of range: expected 0 or more"),
     ("no position", config(max_position_embeddings=0), r"max_position_embeddings=0 is out of range: expected 1 to"),
+    ("a window of 0", config(sliding_window=0), r"sliding_window=0 is out of range: expected 1 to .*, or null for a"),
+    ("a negative window", config(sliding_window=-3), r"sliding_window=-3 is out of range"),
+    ("a huge head", config(head_dim=100_000), r"head_dim=100000 is out of range: expected 1 to 4,096"),
+    (
+        "heads that do not divide",
+        config(num_key_value_heads=3),
+        r"num_key_value_heads=3 is invalid: expected a divisor of num_attention_heads=4",
+    ),
+    (
+        "heads of a linear layer that do not divide",
+        config(linear_num_value_heads=4, linear_num_key_heads=3),
+        r"linear_num_key_heads=3 is invalid: expected a divisor of linear_num_value_heads=4",
+    ),
+    ("groups of experts", config(n_routed_experts=4, n_group=3), r"n_group=3 .* a divisor of n_routed_experts=4"),
+    ("more groups than there are", config(n_group=2, topk_group=3), r"topk_group=3 is out of range: expected 1 to n_g"),
+    ("too many types of layers", config(layer_types=["full_attention"] * 3), r"layer_types has 3 names: .*layers=2"),
+    ("an unknown layer", config(layer_types=["evil"] * 2), r"layer_types has 'evil': expected some of full_attention"),
+    (
+        "windows without a size",
+        config(layer_types=["sliding_attention"] * 2, sliding_window=None),
+        r"sliding_window=null is invalid: expected the window of its layers",
+    ),
+    ("a soft cap of 0", config(attn_logit_softcapping=0), r"attn_logit_softcapping=0 is out of range: expected a num"),
+    ("a scale of 0", config(logits_scaling=0.0), r"logits_scaling=0\.0 is out of range: expected a number above 0"),
+    (
+        "too much rotation",
+        config(partial_rotary_factor=1.5),
+        r"partial_rotary_factor=1\.5 is out of range: .* most 1",
+    ),
+    ("no vocabulary", config(vocab_size=0), r"vocab_size=0 is out of range: expected 1 to 10,000,000"),
+    ("a negative rank", config(kv_lora_rank=-1), r"kv_lora_rank=-1 is out of range: expected 0 to"),
+    ("a key of a family's own", config(model_type="gpt2", n_layer=-1), r"n_layer=-1 is out of range: expected 1 to"),
+    ("an unknown function", config(hidden_act="evil"), r"its code does not know 'evil', a name in config\.json"),
+    (
+        "a bad language model",
+        config(text_config={"sliding_window": 0}),
+        r"text_config\.sliding_window=0 is out of",
+    ),
+    (
+        "a bad language model's heads",
+        config(text_config={"num_attention_heads": 4, "num_key_value_heads": 3}),
+        r"text_config\.num_key_value_heads=3 is invalid",
+    ),
     ("a padding token beyond the vocabulary", config(pad_token_id=40), r"pad_token_id=40 is not in the vocabulary"),
     ("an unknown dtype", config(dtype="evil"), r"dtype='evil' is not a floating-point type"),
     ("a dtype of integers", config(torch_dtype="int8"), r"torch_dtype='int8' is not a floating-point type"),
@@ -146,6 +189,7 @@ def test_a_bad_config_is_a_model_error(directory, damage, message):
     with pytest.raises(ModelError, match="(?is)" + message) as error:
         load_causal_lm(directory)
     assert "trust_remote_code" not in str(error.value)
+    assert "such as Llama" not in str(error.value)  # the family is not the problem
     assert str(directory) in str(error.value)
 
 

@@ -10,6 +10,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     GPT2Config,
     LlamaConfig,
@@ -18,7 +19,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from fixtures.families import small_config, write_family
+from fixtures.families import small_config, write_family, write_with_images
 from hybridflow.checkpoint import CheckpointStore, export_model, save_state
 from hybridflow.checkpoint.model_fingerprint import model_fingerprint
 from hybridflow.errors import CheckpointError, ModelError
@@ -161,6 +162,23 @@ def test_experts_leave_as_they_came_in_several_files(tmp_path, monkeypatch, as_p
     assert any(tensor is not None and torch.equal(tensor, came[bias]) for tensor in written)
 
 
+@pytest.mark.parametrize(("kind", "text"), [("gemma3", "gemma3_text"), ("qwen3_5", "qwen3_5_text")])
+def test_weights_of_other_parts_leave_as_they_came(tmp_path, monkeypatch, kind, text):
+    came = write_with_images(tmp_path / "came", kind, text)
+    monkeypatch.setattr("hybridflow.checkpoint.export.MAX_FILE_BYTES", 20_000)
+    trained = {name: weight + 0.5 * ("vis" not in name) for name, weight in load_causal_lm(came).named_parameters()}
+    export_model(trained, came, tmp_path / "left")
+    before = AutoModelForImageTextToText.from_pretrained(came).state_dict()
+    model, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "left", output_loading_info=True)
+    assert not any(info.values())
+    after = model.state_dict()
+    same = {name for name, weight in before.items() if torch.equal(weight, after[name])}
+    assert len(same) > 10
+    assert same == {name for name in before if "vis" in name}
+    architectures = [json.loads((each / "config.json").read_text())["architectures"] for each in tmp_path.iterdir()]
+    assert architectures[0] == architectures[1]
+
+
 def test_files_of_a_body_with_masks_leave_with_their_names(tmp_path):
     model_dir = make_model_directory(tmp_path / "base", CONFIGS["gpt2"])
     published = {n.removeprefix("transformer."): w for n, w in load_file(model_dir / "model.safetensors").items()}
@@ -296,7 +314,7 @@ def test_weights_that_cannot_be_exported_are_an_error(llama, tmp_path, changes, 
         ("{", "cannot be loaded as a CausalLM model: It looks like the config file"),
         ('{"model_type": "unheard_of"}', "model_type='unheard_of' is unknown to the installed transformers"),
         ('{"auto_map": {"AutoConfig": "modeling_evil.Config"}, "model_type": "evil"}', "model_type='evil' is unknown"),
-        ('{"model_type": "vit"}', "cannot be loaded as a CausalLM model: Unrecognized configuration class"),
+        ('{"model_type": "vit"}', "transformers has no CausalLM model of vit; use a model with causal attention"),
     ],
 )
 def test_directory_without_causal_model_is_an_error(tmp_path, config, message):

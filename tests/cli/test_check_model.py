@@ -42,6 +42,16 @@ def test_the_command_fails_with_the_line_the_kind_and_the_remedy(config_of, caps
     assert failed[0]["difference"]["error"] == "ZeroDivisionError: division by zero"
 
 
+def test_one_cause_of_all_lines_is_printed_once(config_of, capsys):
+    assert main(["check-model", config_of("stablelm")]) == 1
+    *table, cause = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in table].count("FAILED") == len(LINES)
+    assert cause.startswith("all lines: ModelError: StableLmAttention was called without attention_plan")
+    assert cause.endswith(
+        "in layers of StableLmAttention, StableLmMLP; use another model, or other versions of transformers and torch."
+    )
+
+
 @pytest.mark.runs
 @OWN_RUN
 def test_two_ranks_are_compared_with_one(config_of, capsys):

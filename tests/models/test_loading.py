@@ -159,7 +159,7 @@ def test_loading_keeps_log_settings_of_transformers(tiny_model):
         (lambda path: (path / "config.json").write_text('{"model_type":'), "not a valid JSON file. The directory must"),
         (lambda path: (path / "config.json").write_text("{}"), "should have a `model_type` key"),
         (lambda path: edit_config(path, hidden_size="wide"), "'hidden_size' expected int, got str"),
-        (lambda path: edit_config(path, num_attention_heads=3), r"\(32\) is not a multiple .* heads \(3\)"),
+        (lambda path: edit_config(path, num_attention_heads=6), r"\(32\) is not a multiple .* heads \(6\)"),
         (lambda path: (path / "model.safetensors").unlink(), "no file named model.safetensors"),
         (lambda path: (path / "model.safetensors").write_bytes(b""), "deserializing header.* The directory must hold"),
         (

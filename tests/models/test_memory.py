@@ -1,11 +1,13 @@
 """The memory formula against peaks measured on the CPU, and against hand counts."""
 
 import gc
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import cache
 
 import pytest
 import torch
 
+from fixtures.families import small_config, write_family
 from hybridflow.config import LoRAConfig, MemoryConfig, ModelConfig, OptimizerConfig
 from hybridflow.models.memory import MemoryLayout, forward_memory, generation_memory, training_memory
 from hybridflow.models.model_sizes import DecoderShape, ModelSizes, model_sizes
@@ -17,9 +19,23 @@ HAND = ModelSizes(DecoderShape(2, 8, 16, 4, 2, 100), layer=500, embedding=800, h
 BF16 = MemoryLayout(dtype="bfloat16")
 
 
+LAYERS = {"gemma2": ["sliding_attention", "full_attention"], "lfm2": ["conv", "full_attention"]}
+LAYERS |= {"gpt_oss": LAYERS["gemma2"], "qwen3_5_text": ["linear_attention", "full_attention"]}
+OWN_CODE = {"linear_num_value_heads": 8, "linear_num_key_heads": 4, "linear_key_head_dim": 32}
+OWN_CODE |= {"linear_value_head_dim": 32, "sliding_window": 128}
+
+
 @pytest.fixture(scope="module")
-def directory_of(tiny_model):
-    return lambda family="qwen2", vocab_size=512: tiny_model(family, **SIZES, vocab_size=vocab_size)
+def directory_of(tiny_model, tmp_path_factory):
+    @cache
+    def build(family="qwen2", vocab_size=512):
+        if family in ("qwen2", "qwen3", "qwen2_moe"):
+            return tiny_model(family, **SIZES, vocab_size=vocab_size)
+        sizes = {name: size for name, size in OWN_CODE.items() if hasattr(small_config(family), name)}
+        sizes |= {"layer_types": LAYERS[family] * 2} if family in LAYERS else {}
+        return write_family(tmp_path_factory.mktemp(family), family, **SIZES | sizes, vocab_size=vocab_size)
+
+    return build
 
 
 def loss(outputs, part):
@@ -69,10 +85,20 @@ def check(estimate, bytes_measured):
         ("qwen3", "bfloat16", 512, True, 256),
         ("qwen2", "float32", 512, False, 256),
         ("qwen2_moe", "bfloat16", 512, False, 256),
+        ("gemma2", "bfloat16", 512, False, 256),
+        ("qwen3_5_text", "float32", 512, False, 256),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in (
                 ("qwen2_moe", "float32", 512, True, 256),
+                ("gemma2", "float32", 512, False, 1024),
+                ("gpt_oss", "bfloat16", 512, False, 256),
+                ("qwen3_5_text", "bfloat16", 512, True, 1024),
+                ("lfm2", "bfloat16", 512, False, 256),
+                ("mistral", "float32", 512, False, 256),
+                ("phi3", "bfloat16", 512, True, 1024),
+                ("olmo2", "bfloat16", 20000, False, 256),
+                ("gpt2", "float32", 512, False, 256),
                 ("qwen2", "float32", 512, True, 256),
                 ("qwen2", "float32", 20000, False, 1024),
                 ("qwen2", "bfloat16", 512, False, 1024),
@@ -87,18 +113,20 @@ def test_training_memory_is_within_15_percent(directory_of, family, dtype, lengt
     directory = directory_of(family, vocab_size)
     layout = MemoryLayout(dtype=dtype, gradient_checkpointing=recomputes, kernels="cpu", longest=length)
     peak = measured(directory, length, dtype=dtype, gradient_checkpointing=recomputes)
-    check(training_memory(model_sizes(directory), layout, TOKENS, responses(length)), peak)
+    sizes = model_sizes(directory, dtype=getattr(torch, dtype))
+    check(training_memory(sizes, layout, TOKENS, responses(length)), peak)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("vocab_size", [512, 20000])
-def test_forward_memory_is_within_15_percent(directory_of, dtype, vocab_size):
-    directory = directory_of(vocab_size=vocab_size)
+@pytest.mark.parametrize(
+    ("family", "vocab_size"), [("qwen2", 512), ("qwen2", 20000), ("qwen3_5_text", 512), ("gpt_oss", 512)]
+)
+def test_forward_memory_is_within_15_percent(directory_of, dtype, family, vocab_size):
+    directory = directory_of(family, vocab_size)
     peak = measured(directory, 256, learns=False, dtype=dtype)
-    check(
-        forward_memory(model_sizes(directory), MemoryLayout(dtype=dtype, kernels="cpu"), TOKENS, responses(256)), peak
-    )
+    sizes = model_sizes(directory, dtype=getattr(torch, dtype))
+    check(forward_memory(sizes, MemoryLayout(dtype=dtype, kernels="cpu", longest=256), TOKENS, responses(256)), peak)
 
 
 @pytest.mark.exhaustive
@@ -124,11 +152,13 @@ def test_kept_logits_are_counted_with_the_gradient_of_one_part(monkeypatch, max_
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_memory_of_adapters_is_within_15_percent(directory_of, dtype):
+@pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma2"])
+def test_memory_of_adapters_is_within_15_percent(directory_of, dtype, family):
     pytest.importorskip("peft")
-    peak = measured(directory_of(), 256, dtype=dtype, lora_rank=16)
-    layout = MemoryLayout(dtype=dtype, kernels="cpu", lora_rank=16)
-    check(training_memory(model_sizes(directory_of()), layout, TOKENS, responses(256)), peak)
+    peak = measured(directory_of(family), 256, dtype=dtype, lora_rank=16)
+    layout = MemoryLayout(dtype=dtype, kernels="cpu", lora_rank=16, longest=256)
+    sizes = model_sizes(directory_of(family), dtype=getattr(torch, dtype), is_frozen=True)
+    check(training_memory(sizes, layout, TOKENS, responses(256)), peak)
 
 
 @pytest.fixture
@@ -178,6 +208,8 @@ def test_eager_norms_in_bfloat16_keep_a_float32_copy_of_their_input(directory_of
         {"dtype": "float32", "tensor": 2},
         {"dtype": "float32", "data": 2, "replicas": 2},
         {"dtype": "bfloat16", "data": 2, "gradient_checkpointing": True, "large_vocabulary": True},
+        {"dtype": "bfloat16", "data": 2, "family": "qwen2_moe"},
+        {"dtype": "bfloat16", "data": 2, "expert": 2, "family": "qwen2_moe"},
     ],
     ids=lambda layout: "-".join(f"{name}_{value}" for name, value in layout.items()),
 )
@@ -187,27 +219,32 @@ def test_memory_of_sharded_ranks_is_within_15_percent(tiny_model, run_world, tmp
     layout, prompt_len, vocab_size, is_tied = dict(layout), PROMPT_LEN, 4000, True
     if layout.pop("large_vocabulary", False):  # embedding and head need most
         prompt_len, vocab_size, is_tied = 252, 20000, False
-    directory = tiny_model("qwen2", **SIZES | {"tie_word_embeddings": is_tied}, vocab_size=vocab_size)
+    family = layout.pop("family", "qwen2")
+    experts = {"num_experts": 16, "moe_intermediate_size": 256} if family == "qwen2_moe" else {}
+    directory = tiny_model(family, **SIZES | experts | {"tie_word_embeddings": is_tied}, vocab_size=vocab_size)
     axes = {"dtype": layout["dtype"], "checkpointing": layout.get("gradient_checkpointing", False)}
-    axes |= {axis: layout[axis] for axis in ("tensor", "sequence", "replicas") if axis in layout}
+    axes |= {axis: layout[axis] for axis in ("tensor", "sequence", "replicas", "expert") if axis in layout}
     job = {"name": "rank", "do": "measure", "model": directory, "max_tokens": TOKENS, **axes}
     job |= {"num_rows": 2 * TOKENS * layout.get("sequence", 1) // 256, "lengths": [prompt_len, 256 - prompt_len]}
     peak = run_jobs(run_world, tmp_path, [(2, job)])["rank"].peak
     responses = TOKENS // 256 * (256 - prompt_len)
-    check(training_memory(model_sizes(directory), MemoryLayout(kernels="cpu", **layout), TOKENS, responses), peak)
+    sizes = model_sizes(directory, dtype=getattr(torch, layout["dtype"]))
+    check(training_memory(sizes, MemoryLayout(kernels="cpu", **layout), TOKENS, responses), peak)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_generation_memory_is_within_15_percent(directory_of, dtype):
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_5_text", "lfm2", "qwen2_moe"])
+def test_generation_memory_is_within_15_percent(directory_of, dtype, family):
     from fixtures.peak_memory import peak_bytes
     from hybridflow.models.loading import load_causal_lm
     from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate
 
-    engine = EmbeddedRollout(load_causal_lm(directory_of(), dtype))
+    engine = EmbeddedRollout(load_causal_lm(directory_of(family), dtype))
     requests = [Request(i, [5] * 64, SamplingParams(192), 8, (0, i)) for i in range(16)]
-    layout = MemoryLayout(dtype=str(dtype).removeprefix("torch."), kernels="cpu")
-    estimate = generation_memory(model_sizes(directory_of()), layout, 128 * 256, 128, prompt_tokens=16 * 64)
+    layout = MemoryLayout(dtype=str(dtype).removeprefix("torch."), kernels="cpu", longest=64)
+    sizes = model_sizes(directory_of(family), dtype=dtype)
+    estimate = generation_memory(sizes, layout, 128 * 256, 128, prompt_tokens=16 * 64)
     check(estimate, peak_bytes(lambda: generate(engine, requests)))
 
 
@@ -299,8 +336,29 @@ def test_a_critic_has_a_head_of_one_output(directory_of):
     assert (sizes.head, sizes.shape.vocab_size) == (SIZES["hidden_size"] + 1, 1)
 
 
-def test_sizes_of_a_family_without_a_fused_pass_are_unknown(tiny_model):
-    assert model_sizes(tiny_model("mistral", sliding_window=None)) is None
+def test_recurrent_layers_have_states_instead_of_keys_and_values(directory_of):
+    sizes = model_sizes(directory_of("qwen3_5_text"))
+    cached, more = (generation_memory(sizes, BF16, 1000, sequences).keys_and_values for sequences in (0, 1))
+    assert cached == 1000 * 2 * 2 * 2 * 32 * 2  # 2 of 4 layers, 2 heads of 32 numbers
+    convolutions = 2 * (8 + 2 * 4) * 32 * 4  # 2 layers: values, queries and keys of the last 4 tokens
+    assert more - cached == 2 * convolutions + 4 * 2 * 8 * 32 * 32  # states are float32
+
+
+def test_a_window_bounds_what_a_cpu_keeps_and_a_gpu_keeps_all():
+    windowed = replace(HAND, shape=replace(HAND.shape, windows=(50, 0)))
+    layouts = (MemoryLayout(kernels="cpu"), BF16)
+    kept = [generation_memory(windowed, layout, cached_tokens=1000, sequences=10) for layout in layouts]
+    assert [each.keys_and_values for each in kept] == [(500 + 1000) * 2 * 4 * 2, 2000 * 2 * 4 * 2]
+
+
+def test_experts_of_other_ranks_are_not_gathered(directory_of):
+    sizes = replace(model_sizes(directory_of("qwen2_moe")), experts=100_000)
+    one, half = (training_memory(sizes, MemoryLayout(data=2, expert=ranks), 1) for ranks in (1, 2))
+    assert (one.working - half.working, one.resident) == (50_000 * (2 * 2 + 2 + 4), half.resident)
+
+
+def test_code_that_needs_the_values_of_tensors_has_no_sizes(tmp_path):
+    assert model_sizes(write_family(tmp_path, "jetmoe")) is None
 
 
 def test_logits_of_a_layout_are_those_that_its_device_holds_at_once():

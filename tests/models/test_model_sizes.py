@@ -1,9 +1,15 @@
+from collections import Counter
+from dataclasses import replace
+
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from fixtures.families import write_family
-from fixtures.published_models import MIXTURES
+from fixtures.published_models import DENSE, MIXTURES
+from hybridflow.models.layer_pass import SeeingPlan
 from hybridflow.models.loading import load_causal_lm, parameters_on_meta
 from hybridflow.models.model_sizes import (
     DecoderShape,
@@ -12,7 +18,7 @@ from hybridflow.models.model_sizes import (
     forward_flops,
     mfu,
     model_sizes,
-    shape_of_mixture,
+    shape_of_model,
     training_flops,
 )
 
@@ -45,6 +51,44 @@ def test_mfu_is_the_share_of_peak_flops_or_zero():
     assert mfu(0.0, 0.0, 1e12) == mfu(1e12, 1.0, 0.0) == 0.0
 
 
+WINDOWED = replace(SMALL, windows=(3, 0), state_size=7)
+
+
+def test_windows_bound_the_tokens_that_a_layer_attends_to():
+    # a state takes 6 FLOPs a number; a layer with a window of 3 sees 3 of 5 tokens, the other all
+    assert flops_per_token(WINDOWED, 5) == 2 * 1232 + 2 * 2 * 8 * (3 + 5) + 6 * 7
+    assert forward_flops(WINDOWED, [7, 2]) == sum(flops_per_token(WINDOWED, i) for i in (*range(1, 8), 1, 2))
+    assert flops_per_token(replace(SMALL, windows=(0,)), 5) == 2 * 1232 + 2 * 2 * 8 * 5
+
+
+IN_EACH_RUN = ("gemma-3-1b", "Mistral-7B-v0.1")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in IN_EACH_RUN else pytest.param(name, marks=pytest.mark.exhaustive) for name in DENSE]
+)
+def test_a_dense_model_has_the_published_number_of_parameters(name, tmp_path):
+    kind, sizes, published, layers = DENSE[name]
+    CONFIG_MAPPING[kind](**sizes).save_pretrained(tmp_path)
+    found = model_sizes(tmp_path)
+    assert found.parameters == published
+    assert Counter(found.shape.windows) == layers
+    assert found.shape == decoder_shape(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "qwen3_5_text", "gpt2", "phi3", "glm4"])
+def test_weights_in_products_are_those_that_torch_counts(kind, tmp_path):
+    path = write_family(tmp_path, kind)
+    shape, model, tokens = decoder_shape(path), load_causal_lm(path), 64
+    ids = torch.zeros(1, tokens, dtype=torch.int64)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(ids, position_ids=torch.arange(tokens)[None], attention_plan=SeeingPlan(), use_cache=False)
+    counts = counter.get_flop_counts()["Global"]
+    products = sum(n for op, n in counts.items() if op in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    in_convolutions = sum(p.numel() for name, p in model.named_parameters() if "conv" in name)
+    assert products == 2 * tokens * (shape.num_matrix_weights - in_convolutions)
+
+
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_mixture_has_the_published_numbers_of_all_and_active_parameters(name):
     kind, sizes, published, active = MIXTURES[name]
@@ -53,7 +97,7 @@ def test_a_mixture_has_the_published_numbers_of_all_and_active_parameters(name):
         model = AutoModelForCausalLM.from_config(config)
     assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(published, abs=0.051)
     dense = DecoderShape(config.num_hidden_layers, config.hidden_size, 1, 1, 1, config.vocab_size)
-    found = shape_of_mixture(dense, model).num_matrix_weights  # some cards count the embedding, some do not
+    found = shape_of_model(dense, model, None).num_matrix_weights  # some cards count the embedding, some do not
     assert found / 1e9 - 0.06 <= active <= (found + config.vocab_size * config.hidden_size) / 1e9 + 0.06
 
 

@@ -17,7 +17,7 @@ from hybridflow.models.experts import experts_of
 from hybridflow.models.recurrence import States
 from hybridflow.trainers.build.preconditions import with_required_files
 from hybridflow.trainers.family_check import lines, required
-from hybridflow.trainers.family_check.check import LINES, Finding, Report, run_check
+from hybridflow.trainers.family_check.check import LINES, OTHER_MODEL, Finding, Report, run_check
 from hybridflow.trainers.family_check.lines import Difference
 from hybridflow.trainers.family_check.small_config import SmallConfig, kinds_of
 
@@ -261,6 +261,19 @@ def test_a_family_is_checked_once_for_its_sizes_and_versions(kept, monkeypatch):
 @pytest.mark.parametrize("kind", ["mamba", "gpt2", "deepseek_v3", "gemma3", "granitemoehybrid"])
 def test_any_configuration_has_a_result_of_its_own(kept, kind):
     assert required.report_of(CONFIG_MAPPING[kind]()).model_type == kind
+
+
+def test_lines_that_fail_by_one_cause_have_one_remedy_or_that_of_any_failure():
+    fails, differs = Difference(error="it fails"), Difference(0.5, 0.0, "w")
+    found = {"transformers": Difference(), "packed": fails, "order": fails, "padded": differs, "shared": Difference()}
+    report = Report("x", ("a",), tuple(Finding(line, each, "" if each.is_ok else "a") for line, each in found.items()))
+    first, second = report.causes()
+    titles = "rows packed = alone, rows packed in another order = alone"
+    assert first == f"{titles}: it fails, in layers of a; set memory.packing = false."
+    assert second.endswith("in layers of a; set memory.packing = true.")
+    assert report.causes(["padded"]) == [second]
+    mixed = Report("x", ("a",), (Finding("packed", fails, "a"), Finding("padded", fails, "a")))
+    assert mixed.causes() == [f"all lines: it fails, in layers of a; {OTHER_MODEL}."]
 
 
 def test_a_run_stops_only_for_lines_that_it_needs(kept, tiny_model):

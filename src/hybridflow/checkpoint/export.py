@@ -147,6 +147,7 @@ class _Model:
     """A model directory without its weights.
 
     `shapes` has each parameter once; `tied` has the other names of tied parameters; `buffers` are the persistent ones.
+    `architectures`: the classes that read what is written.
     """
 
     directory: Path
@@ -154,6 +155,9 @@ class _Model:
     shapes: dict[str, tuple[int, ...]]
     buffers: dict[str, Tensor]
     tied: set[str]
+    architectures: list[str]
+    is_part: bool
+    """Whether it is the language model of a directory that has more, such as an encoder of images."""
 
     @classmethod
     def of(cls, directory: Path, *, is_reward_model: bool = False) -> "_Model":
@@ -164,6 +168,7 @@ class _Model:
         from hybridflow.models.loading import cannot_be_loaded, parameters_on_meta
         from hybridflow.models.model_files import LOADING_ERRORS, require_sound_config
         from hybridflow.models.parameters import persistent_buffers
+        from hybridflow.models.support import other_parts
 
         if not (directory / "config.json").exists():
             raise ModelConfigError(
@@ -183,7 +188,10 @@ class _Model:
         model.tie_weights()
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         buffers = persistent_buffers(model)
-        return cls(directory, model, shapes, buffers, model.state_dict().keys() - shapes.keys() - buffers.keys())
+        tied = model.state_dict().keys() - shapes.keys() - buffers.keys()
+        is_part = not is_reward_model and bool(other_parts(config))
+        whole = config.architectures if is_part else None  # a reader of the whole directory finds all of it
+        return cls(directory, model, shapes, buffers, tied, whole or [type(model).__name__], is_part)
 
     @property
     def stated_dtype(self) -> torch.dtype | None:
@@ -234,20 +242,23 @@ class _Model:
     def write(self, out_dir: Path, weight_of: Callable[[str], Tensor], dtype: torch.dtype) -> None:
         """Write the weights in files of at most MAX_FILE_BYTES, of which one is in memory at a time.
 
-        Names are those of the directory's files. Buffers keep their dtype.
+        Names are those of the directory's files. Buffers keep their dtype. Weights of other parts of the directory's
+        model, such as an encoder of images, are copied.
         """
-        from hybridflow.models.stored_model import PublishedForm, StoredModel
+        from hybridflow.models.stored_model import ModelTensors, PublishedForm, StoredModel
 
         form = PublishedForm(self.empty, [*self.shapes, *self.buffers])
         prefix = f"{self.empty.base_model_prefix}."
         with StoredModel(self.directory) as stored:  # files of a body alone, such as those of GPT-2, lack the prefix
             is_body = not any(name.startswith(prefix) for name in stored.names)
+            others = ModelTensors(self.empty, stored).ignored if self.is_part else []
+            sizes = {name: math.prod(stored.shape(name)) * dtype.itemsize for name in others}
         prefix = prefix if is_body and all(name.startswith(prefix) for name in self.shapes) else ""
-        sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in self.shapes.items()}
+        sizes |= {name: math.prod(shape) * dtype.itemsize for name, shape in self.shapes.items()}
         sizes |= {name: buffer.nbytes for name, buffer in self.buffers.items()}
         files: list[list[tuple[str, ...]]] = [[]]
         filled = 0
-        for group in form.groups:
+        for group in (*form.groups, *((name,) for name in others)):
             size = sum(sizes[name] for name in group)
             if files[-1] and filled + size > MAX_FILE_BYTES:
                 files.append([])
@@ -259,9 +270,14 @@ class _Model:
         for number, in_file in enumerate(files, 1):
             file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
             tensors: dict[str, Tensor] = {}
-            for group in in_file:
-                own = {n: weight_of(n) if n in self.buffers else _cast(n, weight_of(n), dtype) for n in group}
-                tensors |= {name.removeprefix(prefix): each.contiguous() for name, each in form.of(own).items()}
+            with StoredModel(self.directory) as stored:
+                for group in in_file:
+                    if group[0] in others:
+                        own = {name: _cast(name, stored.read(name), dtype) for name in group}
+                    else:
+                        own = {n: weight_of(n) if n in self.buffers else _cast(n, weight_of(n), dtype) for n in group}
+                        own = {name.removeprefix(prefix): each.contiguous() for name, each in form.of(own).items()}
+                    tensors |= own
             save_file(tensors, out_dir / file, metadata={"format": "pt"})
             note_progress()
             index |= dict.fromkeys(tensors, file)
@@ -335,7 +351,7 @@ def _write_config(out_dir: Path, model: _Model, dtype: torch.dtype) -> None:
     config.pop("auto_map", None)  # code of the directory, which is neither executed nor copied
     config.pop("quantization_config", None)  # weights are written as they were trained
     names = [name for name in ("dtype", "torch_dtype") if name in config] or ["dtype"]
-    config |= {"architectures": [type(model.empty).__name__], **dict.fromkeys(names, str(dtype).removeprefix("torch."))}
+    config |= {"architectures": model.architectures, **dict.fromkeys(names, str(dtype).removeprefix("torch."))}
     _write_json(out_dir / "config.json", config)
 
 

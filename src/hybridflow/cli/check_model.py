@@ -65,7 +65,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _lines(report: "Report") -> Iterator[str]:
     """Yield the kinds of layers, the table with the bounds in its last line, and what fails."""
-    from hybridflow.trainers.family_check.check import LINES
     from hybridflow.trainers.family_check.lines import GRADIENTS, LOG_PROBS
 
     for kind in report.kinds:
@@ -80,11 +79,7 @@ def _lines(report: "Report") -> Iterator[str]:
     yield from aligned([*rows, ["at most", f"{LOG_PROBS:.1e}", f"{GRADIENTS:.1e}", ""]], ends_with_text=True)
     if idle := report.without_gradient:
         yield f"{len(idle)} parameters get no gradient: {', '.join(idle[:3])}{', ...' if len(idle) > 3 else ''}"
-    for finding in report.findings:
-        if not finding.is_ok:
-            layers = f", in layers of {finding.kind}" if finding.kind else ""
-            remedy = f"; {LINES[finding.line].remedy}" if finding.line in LINES else ""
-            yield f"{finding.title}: {finding.difference.text.rstrip('.')}{layers}{remedy}."
+    yield from report.causes()
 
 
 def _facts(report: "Report") -> dict[str, Any]:

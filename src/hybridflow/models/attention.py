@@ -224,7 +224,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     name = type(module).__name__
     if attention_plan is None:
-        raise ModelError(f"{name} was called without attention_plan=...: give the model a PackedPlan or PaddedPlan")
+        raise ModelError(f"{name} was called without attention_plan=..., such as a PackedPlan, or does not pass it on")
     if not getattr(module, "is_causal", True):
         raise ModelError(f"{name} is not causal")
     if attention_mask is not None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from hybridflow.models.model_files import EXPERTS
+from hybridflow.models.config_values import EXPERTS
 
 ALIGNED = 8
 """Sizes of matrices whose rows begin at multiples of 16 bytes in bfloat16, which torch's grouped products need."""

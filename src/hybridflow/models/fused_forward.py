@@ -34,7 +34,7 @@ from hybridflow.models.kernels.library import serves
 from hybridflow.models.kv_cache import DecodePlan
 from hybridflow.models.paged_kv_cache import PagedDecodePlan
 from hybridflow.models.routes import RecordingForward
-from hybridflow.models.support import FUSED_FAMILIES, has_angles_of_length
+from hybridflow.models.support import has_angles_of_length, is_plain_decoder
 from hybridflow.models.tensor_parallel import TensorRanks, VocabularyRanks
 from hybridflow.models.varlen import packed_kernel
 from hybridflow.runtime.boxes import local
@@ -315,9 +315,7 @@ def _add_linear(residual: Tensor, x: Tensor, module: nn.Module) -> Tensor:
 def _is_fusable(model: PreTrainedModel) -> bool:
     config = model.config
     is_gated_silu = getattr(config, "hidden_act", None) in ("silu", "swish")
-    if config.model_type not in FUSED_FAMILIES or not is_gated_silu or has_angles_of_length(config):
-        return False
-    if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
+    if not is_plain_decoder(config) or not is_gated_silu or has_angles_of_length(config):
         return False
     body: Any = model.model
     cos, _ = _angles(body, torch.zeros(1, dtype=torch.int64, device=model.device), torch.float32)

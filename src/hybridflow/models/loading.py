@@ -36,6 +36,7 @@ from hybridflow.models.recurrence import plan_recurrences
 from hybridflow.models.stored_model import ModelTensors, StoredModel
 from hybridflow.models.support import (
     USE_INSTEAD,
+    WITH_HEAD,
     require_classifier,
     require_supported_config,
 )
@@ -213,7 +214,7 @@ def require_value_head(model: PreTrainedModel) -> None:
     if not hasattr(model, VALUE_HEAD.rstrip(".")):
         raise ModelError(
             f"{model.config.model_type} models cannot be a critic or a reward model: their head is not named "
-            f"{VALUE_HEAD.rstrip('.')}; {USE_INSTEAD}"
+            f"{VALUE_HEAD.rstrip('.')}; {WITH_HEAD}"
         )
 
 
@@ -262,10 +263,14 @@ def cannot_be_loaded(path: str | Path, auto_class: Any, error: Exception) -> Mod
         return ModelError(f"{model_type} models are not supported: their attention is not replaceable; {USE_INSTEAD}")
     if "trust_remote_code" in reason:
         reason = "it needs code of its directory, which hybridflow does not run"
+    if "for this kind of AutoModel" in reason:  # the list of all families follows
+        model_type = AutoConfig.from_pretrained(Path(path), trust_remote_code=False).model_type
+        return ModelError(f"'{path}': transformers has no {kind} model of {model_type}; {USE_INSTEAD}")
+    if isinstance(error, KeyError):
+        reason = f"its code does not know {reason}, a name in config.json"
     return ModelError(
         f"'{path}' cannot be loaded as a {kind} model: {reason[:300].rstrip('.')}. The directory must hold the "
-        "config.json of a supported model and its whole weights as model.safetensors (or shards with their index); "
-        f"{USE_INSTEAD}"
+        "config.json of a supported model and its whole weights as model.safetensors (or shards with their index)."
     )
 
 

@@ -1,9 +1,9 @@
 """The memory of one rank, computed from the sizes of a decoder: weights, optimizer, activations, logits, KV cache.
 
-The formula describes the fused forward pass (Llama, Qwen2, Qwen3) and the code of mixtures of experts, and counts what
-autograd keeps for the backward pass. Its parts are those of the moment of the largest need: a backward pass of the head
-or of a layer, in an update whose gradients and moments exist already. It leaves out what is not a tensor: the CUDA
-context, workspaces of libraries and fragments of the allocator.
+The formula describes the fused forward pass (Llama, Qwen2, Qwen3), and counts what autograd keeps for the backward
+pass; of other families' code these bytes are seen in a pass without memory (`layer_pass`). Its parts are those of the
+moment of the largest need: a backward pass of the head or of a layer, in an update whose gradients and moments exist
+already. It leaves out what is not a tensor: the CUDA context, workspaces of libraries and fragments of the allocator.
 """
 
 import sys
@@ -13,8 +13,10 @@ from typing import Literal
 
 from hybridflow.errors import ModelConfigError
 from hybridflow.models.attention import SHORT
+from hybridflow.models.attention_form import BLOCK
 from hybridflow.models.forward import MAX_LOGITS, parts_of_logits
-from hybridflow.models.model_sizes import DecoderShape, ModelSizes
+from hybridflow.models.layer_pass import LayerBytes
+from hybridflow.models.model_sizes import ModelSizes
 
 Kernels = Literal["compiled", "eager", "cpu"]
 """compiled: layers of torch.compile on a GPU; eager: PyTorch's operations on a GPU; cpu: the fused kernels of a CPU."""
@@ -115,12 +117,11 @@ def training_memory(sizes: ModelSizes, layout: MemoryLayout, tokens: int, respon
     """
     layout = _for_model(sizes, layout)
     b, shape, counted = layout.width, sizes.shape, response_tokens or tokens
-    hidden = tokens * shape.hidden_size * b
-    layer = tokens * _layer_bytes(sizes, layout)
-    saved = shape.num_layers * (hidden if layout.gradient_checkpointing else layer) + tokens * _rotary_bytes(sizes)
-    recomputed = layer if layout.gradient_checkpointing else 0
-    in_backward = tokens * (_widths(shape) + 2 * shape.intermediate_size // layout.tensor) * b
-    gathered = _gathered(sizes, layout)
+    layers = _kept_by_layers(sizes, layout, tokens)
+    kept = shape.num_layers * tokens * shape.hidden_size * b if layout.gradient_checkpointing else sum(layers)
+    saved = kept + tokens * _rotary_bytes(sizes)
+    recomputed = max(layers) if layout.gradient_checkpointing else 0
+    gathered, in_layer = _gathered(sizes, layout), _in_backward(sizes, layout, tokens)
     outer = 2 * counted * shape.hidden_size * b
     head = _Head(sizes, layout, counted)
     kept_head_gradient = 0 if sizes.head else head.weight_gradient
@@ -130,7 +131,7 @@ def training_memory(sizes: ModelSizes, layout: MemoryLayout, tokens: int, respon
     ]
     moments += [
         RankMemory(activations=saved, working=gathered.head),
-        RankMemory(activations=saved + recomputed, working=gathered.backward + in_backward + kept_head_gradient),
+        RankMemory(activations=saved + recomputed, working=gathered.backward + in_layer + kept_head_gradient),
         RankMemory(working=gathered.embedding),
     ]
     return _largest(_held(sizes, layout, learns=True), moments)
@@ -156,13 +157,18 @@ def generation_memory(
     """Return the memory of the embedded engine besides the trainer's weights, which it shares.
 
     `cached_tokens`: tokens of all sequences together, at their ends. `sequences`: those that run at the same time.
-    `prompt_tokens`: those of one pass over prompts. On a CPU the engine has a copy of the weights.
+    `prompt_tokens`: those of one pass over prompts. On a CPU the fused pass has a copy of the weights, and layers with
+    a window keep that many tokens of a sequence; on a GPU all layers share one table of pages.
     """
+    layout = _for_model(sizes, layout)
     shape, b = sizes.shape, layout.width
     sampling = 2 * sequences * shape.vocab_size * 4
+    windows = (0,) * shape.num_layers if shape.windows is None else shape.windows
+    seen = [min(cached_tokens, window * sequences or cached_tokens) for window in windows]
+    kept, of_token = seen if layout.kernels == "cpu" else [cached_tokens] * len(seen), 2 * sizes.kv_size * b
     return RankMemory(
-        weights=sizes.parameters * b if layout.kernels == "cpu" else 0,
-        keys_and_values=2 * shape.num_layers * sizes.kv_size * b * cached_tokens,
+        weights=sizes.parameters * b if layout.kernels == "cpu" and not sizes.layers else 0,
+        keys_and_values=of_token * sum(kept) + sizes.state_bytes * sequences,
         logits=sequences * shape.vocab_size * b,
         working=max(sampling, _pass_through_layer(sizes, layout, prompt_tokens)),
     )
@@ -171,21 +177,29 @@ def generation_memory(
 def _pass_through_layer(sizes: ModelSizes, layout: MemoryLayout, tokens: int) -> int:
     """Return the bytes of the intermediate results of one layer without gradient, besides its input."""
     shape = sizes.shape
+    if sizes.layers:
+        given = tokens * (shape.attention_size + 2 * sizes.kv_size) * layout.width
+        with_scores = (given + (2 + layer.copies) * _scores(layer, layout, tokens) for layer in sizes.layers)
+        return max(*with_scores, *(tokens * layer.forward for layer in sizes.layers))
     sharded = 2 * (shape.attention_size + sizes.kv_size) + 3 * shape.intermediate_size
-    return tokens * layout.width * (shape.hidden_size + _widths(shape) + sharded // layout.tensor)
+    return tokens * layout.width * (2 * shape.hidden_size + sharded // layout.tensor)
+
+
+def _in_backward(sizes: ModelSizes, layout: MemoryLayout, tokens: int) -> int:
+    """Return the bytes of the intermediate results of one layer in its backward pass."""
+    if sizes.layers:
+        copies = [1 if layout.longest <= BLOCK else 2 + layer.copies for layer in sizes.layers]
+        scores = (count * _scores(x, layout, tokens) for count, x in zip(copies, sizes.layers, strict=True))
+        return max(*scores, *(tokens * layer.backward for layer in sizes.layers))
+    return tokens * (sizes.shape.hidden_size + 2 * sizes.shape.intermediate_size // layout.tensor) * layout.width
 
 
 def _for_model(sizes: ModelSizes, layout: MemoryLayout) -> MemoryLayout:
-    """Return the layout for a model's code: that of a mixture is eager, and keeps all logits."""
-    if not sizes.shape.experts_per_token:
+    """Return the layout for a model's code: it is eager, and keeps all logits."""
+    if not sizes.layers:
         return layout
     kernels = "cpu" if layout.kernels == "cpu" else "eager"
     return replace(layout, kernels=kernels, max_logits=sys.maxsize)
-
-
-def _widths(shape: DecoderShape) -> int:
-    """Return the width of a token's hidden state, or of its copies for its experts."""
-    return shape.hidden_size * max(1, shape.experts_per_token)
 
 
 def _largest(held: RankMemory, moments: Sequence[RankMemory]) -> RankMemory:
@@ -196,7 +210,7 @@ def _largest(held: RankMemory, moments: Sequence[RankMemory]) -> RankMemory:
 
 def _held(sizes: ModelSizes, layout: MemoryLayout, *, learns: bool) -> RankMemory:
     """Return weights, masters, gradients and moments of one rank; with offload="host" the host has all of them."""
-    b, parameters = layout.width, -(-_per_tensor_rank(sizes, layout) // layout.shards)
+    b, parameters = layout.width, -(-sizes.parameters // (layout.tensor * layout.shards))  # norms are small
     nothing = RankMemory(communication=_communication(layout))
     if layout.offload == "host":
         return nothing
@@ -220,11 +234,6 @@ def _communication(layout: MemoryLayout) -> int:
     """Return the bytes of a ring for each group of ranks, and of a connection to each sequence parallel rank."""
     rings = sum(ranks > 1 for ranks in (layout.shards, layout.replicas, layout.tensor))
     return 0 if layout.kernels == "cpu" else (rings + layout.sequence - 1) * NCCL_CONNECTION
-
-
-def _per_tensor_rank(sizes: ModelSizes, layout: MemoryLayout) -> int:
-    """Return the parameters that one tensor parallel rank has: its share of the matrices; norms are small."""
-    return -(-sizes.parameters // layout.tensor)
 
 
 def _adapter_parameters(sizes: ModelSizes, layout: MemoryLayout) -> int:
@@ -252,12 +261,45 @@ def _rotary_bytes(sizes: ModelSizes) -> int:
     return 4 * sizes.shape.attention_size // sizes.shape.num_heads
 
 
+def _kept_by_layers(sizes: ModelSizes, layout: MemoryLayout, tokens: int) -> list[int]:
+    """Return the bytes that autograd keeps of each layer, which has a pass over `tokens`."""
+    if not sizes.layers:
+        return [tokens * _layer_bytes(sizes, layout)] * sizes.shape.num_layers
+    inputs = _adapter_bytes(sizes, layout) if layout.lora_rank else 0
+
+    def kept(layer: LayerBytes) -> int:
+        scores = _scores(layer, layout, tokens)
+        of_token = layer.kept + inputs + (_cast_bytes(sizes, layout) if layer.heads and not scores else 0)
+        return tokens * of_token + ((1 + layer.copies) * scores if layout.longest <= BLOCK else 0)
+
+    return [kept(layer) for layer in sizes.layers]
+
+
+def _cast_bytes(sizes: ModelSizes, layout: MemoryLayout) -> int:
+    """Return the bytes of a token that a CPU's attention of long sequences keeps in float32, and of its output cast."""
+    if layout.kernels != "cpu" or layout.width == 4 or layout.longest <= SHORT:
+        return 0
+    return (3 * sizes.shape.attention_size + 2 * sizes.kv_size) * layout.width
+
+
+def _scores(layer: LayerBytes, layout: MemoryLayout, tokens: int) -> int:
+    """Return the bytes of the scores of a layer's attention; 0 if its kernel has none in memory.
+
+    `attention_by_form` computes scores: with soft caps or sinks, and on a CPU with a window that sequences exceed. It
+    keeps them for sequences of one block, and computes them again, block by block, for longer ones.
+    """
+    length, is_cut = layout.longest, 0 < layer.window < layout.longest
+    if not (layer.copies or (is_cut and layout.kernels == "cpu")):
+        return 0
+    keys = min(length, layer.window + BLOCK if layer.window else length)
+    return min(tokens, -(-tokens * BLOCK // length)) * layer.heads * keys * 4
+
+
 def _layer_bytes(sizes: ModelSizes, layout: MemoryLayout) -> int:
-    """Return the bytes that autograd keeps of one token in one layer.
+    """Return the bytes that autograd keeps of one token in one layer of the fused pass.
 
     Two norms keep their input and their output, attention its queries, keys, values and output, the MLP gate, up and
-    their product; each norm one float32 per token, attention one per head. Experts keep copies of their input and of
-    their output.
+    their product; each norm one float32 per token, attention one per head.
     """
     shape, b, tensor = sizes.shape, layout.width, layout.tensor
     hidden, heads, kv = shape.hidden_size, shape.attention_size // tensor, sizes.kv_size // tensor
@@ -267,9 +309,8 @@ def _layer_bytes(sizes: ModelSizes, layout: MemoryLayout) -> int:
         attention += (heads + kv) * b + 4 * (num_heads + shape.num_key_value_heads // tensor)
     if layout.sequence > 1:
         attention += heads * b  # the output before and after the exchange
-    if layout.kernels == "cpu" and b == 2 and layout.longest > SHORT:
-        attention += (2 * heads + 2 * kv) * b + heads * b  # PyTorch's attention in float32, and its output cast
-    if layout.kernels == "eager" or shape.experts_per_token:
+    attention += _cast_bytes(sizes, layout) // tensor
+    if layout.kernels == "eager":
         gated += mlp * b
         norms += 2 * hidden * (b if b == 4 else 4)
         if sizes.normalizes_heads:
@@ -277,8 +318,7 @@ def _layer_bytes(sizes: ModelSizes, layout: MemoryLayout) -> int:
     if layout.lora_rank:
         norms, gated = norms - 2 * hidden * b, gated - mlp * b  # inputs of frozen weights are not kept
         norms += _adapter_bytes(sizes, layout)
-    copies = 2 * _widths(shape) * b if shape.experts_per_token else 0
-    return norms + attention + gated + copies + 4 * (num_heads + 2)
+    return norms + attention + gated + 4 * (num_heads + 2)
 
 
 def _adapter_bytes(sizes: ModelSizes, layout: MemoryLayout) -> int:
@@ -314,13 +354,9 @@ def _gathered(sizes: ModelSizes, layout: MemoryLayout) -> _Gathered:
     The next layer is gathered while one computes. Gradients are reduced in float32, from a buffer that FSDP2 frees when
     it reduces the next ones. An embedding that is the head too is gathered all the time.
     """
-    layer, b = (
-        sizes.layer // (layout.tensor * layout.expert),
-        layout.width,
-    )  # a layer of a mixture is mostly its experts
-    largest = sizes.shape.hidden_size * sizes.shape.intermediate_size // layout.tensor * b
-    if sizes.shape.experts_per_token:
-        largest = 2 * sizes.layer // 3 * b  # gate and up of all experts, with those which compute no token
+    b, elsewhere = layout.width, sizes.experts - sizes.experts // layout.expert
+    layer = (sizes.layer - elsewhere) // layout.tensor
+    largest = (sizes.largest or sizes.shape.hidden_size * sizes.shape.intermediate_size) // layout.tensor * b
     if layout.is_alone and layout.offload != "host":
         return _Gathered(0, largest)
     embedding, head = sizes.embedding // layout.tensor, sizes.head // layout.tensor

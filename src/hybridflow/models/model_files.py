@@ -1,17 +1,15 @@
 """Checks of the files of a model directory before any library reads them: what a file says is not yet trusted."""
 
 import json
-import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hybridflow.errors import ModelError
+from hybridflow.models.config_values import problems
 from hybridflow.models.quantized_weights import quantized_form
 from hybridflow.runtime.plain_files import require_model_files
 
@@ -22,20 +20,6 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 MASK_DIMS = 4
 """Dimensions of a causal mask, which old files have beside the weights, such as those of GPT-2 and Pythia."""
-
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names of the number of experts of a layer."""
-MOST_EXPERTS = 10_000
-
-LARGEST = {"num_hidden_layers": 10_000, "vocab_size": 10_000_000, "max_position_embeddings": 1_000_000_000}
-"""The largest number of a key of config.json, beyond which building the model would take all memory."""
-LARGEST_OTHER = 1_000_000
-SIZES = (
-    *("num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
-)
-POSITIVE = ("rope_theta", "factor")
-NOT_NEGATIVE = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
 
 LOADING_ERRORS = (
     *(OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, RuntimeError),
@@ -58,62 +42,9 @@ def require_sound_config(path: str | Path) -> None:
         config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
         return
-    problem = next(_problems(config), None)
+    problem = next(problems(config), None)
     if problem:
         raise ModelError(f"'{path}': config.json: {problem}; copy the file from the model's original directory.")
-
-
-def _problems(config: Any) -> Iterator[str]:
-    if not isinstance(config, dict):
-        yield f"expected a table, got {type(config).__name__}"
-        return
-    names = config.get("architectures")
-    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        yield f"architectures={names!r} is not a list of names"
-    kind = config.get("model_type")
-    if kind is not None and (not isinstance(kind, str) or kind not in CONFIG_MAPPING):
-        yield f"model_type={kind!r} is unknown to the installed transformers, which has no code for this model"
-    for key in SIZES:
-        value, largest = config.get(key), LARGEST.get(key, LARGEST_OTHER)
-        if isinstance(value, int) and not 0 < value <= largest:
-            yield f"{key}={value} is out of range: expected 1 to {largest:,}"
-    experts = {key: config[key] for key in EXPERTS if isinstance(config.get(key), int)}
-    wrong = {key: count for key, count in experts.items() if not 0 <= count <= MOST_EXPERTS}
-    yield from (f"{key}={count} is out of range: expected 0 to {MOST_EXPERTS:,}" for key, count in wrong.items())
-    chosen, most = config.get("num_experts_per_tok"), max(experts.values(), default=0)
-    if most and isinstance(chosen, int) and not 0 < chosen <= most:
-        yield f"num_experts_per_tok={chosen} is out of range: expected 1 to the {most} experts of a layer"
-    for name, value in _numbers(config, ""):
-        leaf = name.rpartition(".")[2]
-        if not abs(value) <= sys.float_info.max:
-            yield f"{name}={str(value)[:40]} is not a finite number"
-        elif leaf in POSITIVE and value <= 0:
-            yield f"{name}={value} is out of range: expected a number above 0"
-        elif leaf in NOT_NEGATIVE and value < 0:
-            yield f"{name}={value} is out of range: expected 0 or more"
-    pad, entries = config.get("pad_token_id"), config.get("vocab_size")
-    if isinstance(pad, int) and isinstance(entries, int) and not -entries <= pad < entries:
-        yield f"pad_token_id={pad} is not in the vocabulary of {entries}"
-    for key in ("dtype", "torch_dtype"):
-        dtype = config.get(key)
-        if dtype is not None and not _is_float_type(dtype):
-            yield f"{key}={dtype!r:.100} is not a floating-point type, such as 'bfloat16'"
-
-
-def _is_float_type(name: Any) -> bool:
-    found = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else None
-    return isinstance(found, torch.dtype) and found.is_floating_point
-
-
-def _numbers(value: Any, name: str) -> Iterator[tuple[str, int | float]]:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        yield name, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _numbers(item, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, list):
-        for item in value:
-            yield from _numbers(item, name)
 
 
 def weight_files(path: str | Path) -> list[Path]:

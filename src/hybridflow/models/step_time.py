@@ -66,8 +66,8 @@ def step_seconds(model: ModelSizes, step: StepSizes) -> StepSeconds:
     """Return the estimate: phases one after another; collectives overlap with computing, so that the longer counts."""
     length, weights = step.prompt_len + step.response_len, WIDTH * model.parameters
     of_engine = -(-step.responses // step.engines)
-    cached = min(of_engine, step.running) * (step.prompt_len + step.response_len / 2)
-    read = weights + cached * 2 * WIDTH * model.shape.num_layers * model.kv_size
+    cached = 2 * WIDTH * model.kv_size * model.shape.attended(step.prompt_len + step.response_len / 2)
+    read = weights + min(of_engine, step.running) * (cached + model.state_bytes)
     rounds = -(-of_engine // step.running)
     rate = step.engine_ranks * READ_BANDWIDTH * READ_SHARES[step.backend]
     prompts = forward_flops(model.shape, [step.prompt_len]) * step.prompts / (step.engines * step.engine_ranks)

@@ -12,6 +12,7 @@ FUSED_FAMILIES = ("llama", "qwen2", "qwen3")
 a gated SiLU, with or without biases."""
 
 USE_INSTEAD = "use a model with causal attention such as Llama, Qwen2 or Qwen3."
+WITH_HEAD = "use a family whose classifier has a head for tokens, such as Llama, Qwen2 or Qwen3."
 
 
 def require_supported_config(config: PretrainedConfig) -> None:
@@ -23,7 +24,20 @@ def require_supported_config(config: PretrainedConfig) -> None:
             f"{kind} models are masked language models, but a causal language model is required; {USE_INSTEAD}"
         )
     if getattr(text, "is_heterogeneous", False):
-        raise ModelError(f"{kind} models with layers of different sizes are not supported; {USE_INSTEAD}")
+        raise ModelError(f"{kind} models with layers of different sizes are not supported; use one with equal layers.")
+
+
+def is_plain_decoder(config: PretrainedConfig) -> bool:
+    """Whether all layers are those of a fused family, with attention to all tokens before."""
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    return config.model_type in FUSED_FAMILIES and not others
+
+
+def other_parts(config: PretrainedConfig) -> list[str]:
+    """Return the names of the parts besides the language model, such as vision_config; none of a text model."""
+    text = config.get_text_config()
+    found = {name: part for name, part in vars(config).items() if isinstance(part, PretrainedConfig)}
+    return [name for name, part in found.items() if part is not text] if text is not config else []
 
 
 def require_classifier(config: PretrainedConfig, auto_class: Any) -> None:
@@ -32,7 +46,7 @@ def require_classifier(config: PretrainedConfig, auto_class: Any) -> None:
         kind = auto_class.__name__.removeprefix("AutoModelFor")
         raise ModelError(
             f"{config.model_type} models cannot be a critic or a reward model: transformers has no {kind} class of "
-            f"them; {USE_INSTEAD}"
+            f"them; {WITH_HEAD}"
         )
 
 

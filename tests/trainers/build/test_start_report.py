@@ -2,8 +2,9 @@ import logging
 
 import pytest
 
+from fixtures.families import write_family, write_with_images
 from hybridflow.config import load_config
-from hybridflow.trainers.build.start_report import report_start
+from hybridflow.trainers.build.start_report import report_parts, report_start
 
 POOLS = ("controller.backend=ray", "placement.pools={learn=[1],generate=[1]}", "placement.roles.rollout=generate")
 OF_ROLLOUT = "actor.old_log_probs_from=rollout"
@@ -43,3 +44,11 @@ def test_a_replay_names_the_keys_that_differ_from_its_run(caplog, tmp_path):
     assert "rollout.on_new_weights was 'wait' and is 'retract'" in line
     assert "lr" not in line
     assert "placement" not in line
+
+
+def test_a_model_with_images_is_said_to_train_as_a_language_model(caplog, tmp_path):
+    with caplog.at_level(logging.INFO):
+        report_parts(str(write_family(tmp_path / "text", "gemma3_text")))
+        report_parts(str(write_with_images(tmp_path / "images", "gemma3", "gemma3_text")))
+    (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("hybridflow")]
+    assert "is a gemma3 model, of which only the language model trains; weights of vision_config do not change" in line

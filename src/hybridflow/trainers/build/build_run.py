@@ -20,6 +20,7 @@ from hybridflow.runtime.threads import set_deterministic, set_num_threads, use_f
 from hybridflow.trainers.build.groups import build_backend, build_groups, closing_on_error, groups_of_pools
 from hybridflow.trainers.build.pool_sizes import pool_sizes_of
 from hybridflow.trainers.build.preconditions import require_one_rank, require_profile_steps, require_snapshot_dir
+from hybridflow.trainers.build.start_report import report_parts
 from hybridflow.trainers.build.token_budgets import TokenBudgets
 from hybridflow.trainers.run.recovery.failures import Tries
 from hybridflow.trainers.run.run_directory import RunDirectory, require_unused
@@ -86,6 +87,7 @@ def build_run(config: Config, program: TrainingKind[D, T]) -> T:
         logger.info("trainer.val_every=%d has no effect: data.val_files is empty", trainer.val_every)
     total_steps = trainer.total_steps or trainer.epochs * len(loader)
     require_profile_steps(config, total_steps)
+    report_parts(config.model.path)
     with named_if_slow("checking the run on placeholders"):
         classes = program.classes(total_steps)
     with named_if_slow("hashing the models"):

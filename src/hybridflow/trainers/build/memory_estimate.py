@@ -8,7 +8,7 @@ from hybridflow.config.roles import pool_of, ranks_of
 from hybridflow.controller import Role
 from hybridflow.errors import ConfigError
 from hybridflow.models.forward import max_logits_of, memory_of
-from hybridflow.models.loading import model_config
+from hybridflow.models.loading import DTYPES, model_config
 from hybridflow.models.memory import MemoryLayout, RankMemory, forward_memory, generation_memory, training_memory
 from hybridflow.models.model_sizes import ModelSizes, model_sizes
 from hybridflow.models.tensor_parallel import require_tensor_parallel
@@ -45,13 +45,14 @@ def estimate_memory(
 
     A GPU of more than 8 GiB keeps more logits. `gpu_memory_bytes`: the memory of each GPU; 0: that of this process's
     GPU, or at most 8 GiB without one.
-    A role whose model is dense and has no fused forward pass is left out, with a warning; so is generation by vLLM with
-    a share of a GPU whose memory is unknown. Raises ConfigError for float64, for ranks that the parallel sizes do not
+    A role whose model's code needs values of tensors is left out, with a warning; so is generation by vLLM with a share
+    of a GPU whose memory is unknown. Raises ConfigError for float64, for ranks that the parallel sizes do not
     divide and for a model that parallel.tensor does not divide, and ModelError for a model that cannot be read.
     """
     if config.model.dtype == "float64":
         raise ConfigError("model.dtype=float64 has no memory estimate; use float32 or bfloat16.")
     estimates: list[RoleEstimate] = []
+    dtype = config.with_dtype("float32" if device == "cpu" else "bfloat16").model.dtype
     gpu_memory_bytes = 0 if device == "cpu" else gpu_memory_bytes or memory_of(own_device())
     max_logits = max_logits_of(gpu_memory_bytes)
     for role in role_classes(config):
@@ -59,13 +60,11 @@ def estimate_memory(
             continue
         key, path = _model_of(config, role)
         require_model_directory(key, path)
-        sizes = model_sizes(path, "value" if role in VALUE_HEADS else "policy")
+        head = "value" if role in VALUE_HEADS else "policy"
+        has_adapters = role is Role.ActorRollout and config.lora.rank > 0
+        sizes = model_sizes(path, head, DTYPES[dtype], is_frozen=has_adapters)
         if sizes is None:
-            logger.warning(
-                "%s: '%s' has no estimate; expected a Llama, Qwen2 or Qwen3 model, or a mixture of experts",
-                role.value,
-                path,
-            )
+            logger.warning("%s: '%s' has no estimate: its code cannot be followed without weights", role.value, path)
         else:
             require_tensor_parallel(model_config(path), config.parallel.tensor)
             found, layout = _estimate_of(config, role, sizes, device, max_logits)

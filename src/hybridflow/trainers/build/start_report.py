@@ -1,4 +1,4 @@
-"""What a run logs at its start: keys without effect, and what a stream and a lag do in its placement."""
+"""What a run logs at its start: keys without effect, parts of the model that do not train, and what a lag does."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,6 +6,8 @@ from pathlib import Path
 from hybridflow.config import Config, leaf_keys, load_config
 from hybridflow.errors import ConfigError
 from hybridflow.models.hub import with_names
+from hybridflow.models.loading import model_config
+from hybridflow.models.support import other_parts
 from hybridflow.runtime.observe import get_logger
 from hybridflow.trainers.stages import updates_per_step
 from hybridflow.workers.algorithm_functions import keys_without_effect
@@ -26,6 +28,17 @@ def report_start(config: Config, total_steps: int) -> None:
         _report_replay(config)
     if lag := config.trainer.lag:
         _report_lag(config, lag, total_steps)
+
+
+def report_parts(path: str) -> None:
+    """Log what happens to the parts of the policy's directory that are not a language model."""
+    config = model_config(path)
+    if parts := other_parts(config):
+        logger.info(
+            "model.path='%s' is a %s model, of which only the language model trains; weights of %s do not change, and "
+            "an export copies them",
+            *(path, config.model_type, " and ".join(parts)),
+        )
 
 
 def _corrections_without_effect(config: Config) -> Iterator[str]:

@@ -18,7 +18,6 @@ from transformers import PretrainedConfig
 from hybridflow.config import ParallelConfig
 from hybridflow.errors import ModelError
 from hybridflow.models.model_files import LOADING_ERRORS
-from hybridflow.models.support import USE_INSTEAD
 from hybridflow.trainers.family_check.copy import write_copy
 from hybridflow.trainers.family_check.layouts import layout_difference, layout_title
 from hybridflow.trainers.family_check.lines import Comparison, Difference
@@ -86,6 +85,26 @@ class Report:
     kinds: tuple[str, ...]
     findings: tuple[Finding, ...]
     without_gradient: tuple[str, ...] = ()
+
+    def causes(self, lines: Collection[str] = ()) -> list[str]:
+        """Return what fails, once for all lines that fail in the same words, and what to do; of `lines`, if any.
+
+        Where lines with different remedies fail by one cause, none of these helps.
+        """
+        groups = defaultdict[tuple[str, str], list[Finding]](list)
+        for finding in self.findings:
+            if not finding.is_ok:
+                groups[finding.difference.text.rstrip("."), finding.kind].append(finding)
+        found = []
+        for (text, kind), failed in groups.items():
+            if lines and not any(finding.line in lines for finding in failed):
+                continue
+            remedies = {LINES[finding.line].remedy for finding in failed if finding.line in LINES}
+            where = "all lines" if len(failed) == len(self.findings) > 1 else ", ".join(each.title for each in failed)
+            remedy = OTHER_MODEL if len(remedies) > 1 else next(iter(remedies), "")
+            layers = f", in layers of {kind}" if kind else ""
+            found.append(f"{where}: {text}{layers}{remedy and '; '}{remedy}.")
+        return found
 
 
 def run_check(config: PretrainedConfig) -> Report:
@@ -162,7 +181,7 @@ def on_small_copy(
                 reason = " ".join(str(error).split())[:300].rstrip(".")
                 raise ModelError(
                     f"{config.model_type} models are not supported: a small copy cannot be computed "
-                    f"({type(error).__name__}: {reason}); {USE_INSTEAD}"
+                    f"({type(error).__name__}: {reason}); {OTHER_MODEL}."
                 ) from error
     raise AssertionError("there are candidates")
 

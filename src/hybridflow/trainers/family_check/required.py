@@ -38,12 +38,9 @@ def require_families(config: Config, models: Mapping[str, str], *, generates: bo
         if type(settings) not in AutoModelForCausalLM._model_mapping:  # loading the model reports it
             continue
         report = report_of(settings)
-        failed = [finding for finding in report.findings if finding.line in needed and not finding.is_ok]
-        if failed:
-            first = failed[0]
+        if causes := report.causes(needed):
             raise ModelError(
-                f"{key}='{path}': {report.model_type} models fail the check of their family: {first.title}: "
-                f"{first.difference.text}, in layers of {first.kind}; {LINES[first.line].remedy}. "
+                f"{key}='{path}': {report.model_type} models fail the check of their family: {causes[0]} "
                 f"`hybridflow check-model {path}` prints all lines."
             )
 

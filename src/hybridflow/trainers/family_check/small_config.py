@@ -13,8 +13,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from hybridflow.models.config_values import EXPERTS
 from hybridflow.models.loading import parameters_on_meta, quiet_transformers
-from hybridflow.models.model_files import EXPERTS, LOADING_ERRORS
+from hybridflow.models.model_files import LOADING_ERRORS
+from hybridflow.models.parameters import layers_of
 
 VOCABULARY = 128
 WINDOW = 8
@@ -144,13 +146,6 @@ def build_empty(config: PretrainedConfig) -> PreTrainedModel:
     model_of: Any = AutoModelForCausalLM
     with quiet_transformers(), no_init_weights(), parameters_on_meta():
         return model_of.from_config(config, attn_implementation="eager", trust_remote_code=False)
-
-
-def layers_of(model: PreTrainedModel) -> Sequence[nn.Module]:
-    """Return the layers of a model's text part."""
-    count = model.config.get_text_config().num_hidden_layers
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
-    return list(max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()), default=[]))
 
 
 def _kinds(model: PreTrainedModel) -> list[Kind]:
