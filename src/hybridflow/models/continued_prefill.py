@@ -12,6 +12,7 @@ from torch import Tensor
 from hybridflow.models.attention import pytorch_attention
 from hybridflow.models.attention_backend import AttentionCase, supports_flash
 from hybridflow.models.attention_form import AttentionForm, attention_up_to
+from hybridflow.models.kernels.exact import attend
 from hybridflow.models.kernels.paged_attention import append_to_pages
 from hybridflow.models.kv_cache import KVCache, NewRows
 from hybridflow.models.paged_kv_cache import PAGE_SIZE, PagedKVCache
@@ -41,6 +42,8 @@ class ContinuedPlan:
         self._cache, self._new = cache, NewRows(counts, source, first_row)
         self._positions = self._new.positions + torch.tensor(starts, device=device)[source][self._new.rows - first_row]
         own_row = first_row + torch.searchsorted(source, torch.arange(len(counts), device=device))
+        self._rows = own_row.repeat_interleave(torch.tensor(counts, device=device))  # of each new token
+        self._num_keys = torch.cat([torch.arange(s, e) for s, e in zip(starts, lengths, strict=True)]).to(device) + 1
         self._batches = [
             _PrefillBatch.of(own_row[part], lengths[part], counts[part], device) for part in _parts(lengths, counts)
         ]
@@ -55,6 +58,10 @@ class ContinuedPlan:
             rows.transpose(1, 2)[new.rows, self._positions] = x[new.tokens]
             if len(self._unwritten[0]):
                 rows.transpose(1, 2)[*self._unwritten] = 0
+        if form.exact:
+            heads = {"kv_heads": keys.shape[1], "places": keys.shape[2]}
+            first_keys = self._rows * keys[0, :, :, 0].numel()
+            return attend(query, keys, values, first_keys, self._num_keys, form.scaling, **heads)[0][None]
         queries = query.split([len(batch.new.slots) for batch in self._batches])
         outputs = []
         for batch, q in zip(self._batches, queries, strict=True):
