@@ -28,6 +28,7 @@ from hybridflow.errors import BatchError
 from hybridflow.models.attention_backend import AttentionCase, AttentionName, attention_for
 from hybridflow.models.experts import ExpertLoad
 from hybridflow.models.forward import Forward
+from hybridflow.models.kernels.exact import exact_log_probs
 from hybridflow.models.kernels.fused_log_probs import fused_log_probs
 from hybridflow.models.model_sizes import decoder_shape, sequence_costs
 from hybridflow.models.routes import ReplayedRoutes, Routers
@@ -183,6 +184,9 @@ class RowForward:
             if self._fuses_log_probs and settings["shared"] is None and len(logits):
                 results = fused_log_probs(logits, labels, temperature=temperature or 1.0, with_entropy=with_entropy)
                 return tuple(result for result in results if result is not None)
+            if self._model_forward.is_exact:
+                entropies = [log_probs_and_entropy_from_logits(logits, labels, **settings)[1]] if with_entropy else []
+                return exact_log_probs(logits, labels, temperature or 1.0), *entropies
             if with_entropy:
                 return log_probs_and_entropy_from_logits(logits, labels, **settings)
             return (log_probs_from_logits(logits, labels, **settings),)

@@ -128,6 +128,8 @@ class FusedForward:
 
         One compilation serves all layers and all models of a process with the same kind of layer.
         """
+        if self.is_exact:
+            raise ModelConfigError("rollout.exact=true computes layers by its own kernels; set model.compile = false.")
         import torch._dynamo.config
         import torch._inductor.config
 
