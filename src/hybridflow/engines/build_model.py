@@ -31,7 +31,8 @@ def build_model(
 ) -> tuple[PreTrainedModel, Forward]:
     """Load the model, whole or this rank's shards, and choose its forward pass; adapters are not yet filled.
 
-    `dtype` is that of its weights; `exact` as in `forward_of`. Raises ModelError if the parallel sizes are not supported for the model.
+    `dtype` is that of its weights; `exact` as in `forward_of`. Raises ModelError if the parallel sizes are not
+    supported for the model.
     """
     if ranks.is_alone:
         load = load_causal_lm if head == "policy" else load_value_model

@@ -50,9 +50,9 @@ class TorchEngine:
     """A policy (log-probs of response tokens) or a critic (values at response tokens).
 
     `optimizer` None makes an engine that only computes, as a reference does. `total_updates` is where the schedule
-    of the learning rate ends. `exact`: log-probs are those of decoding, bit for bit. Without `merge_adapters`, `weights` are the adapters alone. If the process is in a group
-    of several ranks when the engine is built, parameters are sharded over these ranks (FSDP2), and every call is one
-    that all ranks make.
+    of the learning rate ends. Without `merge_adapters`, `weights` are the adapters alone. `exact`: log-probs are those
+    of decoding. If the process is in a group of several ranks when the engine is built, parameters are sharded over
+    these ranks (FSDP2), and every call is one that all ranks make.
     """
 
     def __init__(

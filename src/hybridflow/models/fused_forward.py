@@ -358,8 +358,8 @@ def _require_exact(model: PreTrainedModel, tensor: TensorRanks | None) -> None:
     )
     if problem:
         raise ModelConfigError(
-            f"rollout.exact=true is not possible: {problem}; it needs a CPU, float32 or bfloat16, and a Llama, Qwen2 or "
-            "Qwen3 model; or use rollout.exact=false."
+            f"rollout.exact=true is not possible: {problem}; it needs a CPU, float32 or bfloat16, and a Llama, Qwen2 "
+            "or Qwen3 model; or use rollout.exact=false."
         )
 
 

@@ -3,7 +3,6 @@
 With equal weights it is rounding; different numerics, stale weights and a wrong weight sync increase it.
 """
 
-import torch
 from torch import Tensor
 
 from hybridflow.algorithms.kl import kl_k3
@@ -44,6 +43,6 @@ def require_exact(rows: DataProto, log_probs: Tensor) -> None:
     raise RolloutError(
         f"rollout.exact=true: {int(different.sum())} of {int(mask.sum())} sampled tokens have another log-prob in "
         f"training, the first in row {row}, token {token}: {float(log_probs[row, token]):.9g}, sampled with "
-        f"{float(sampled[row, token]):.9g}. Weights or arithmetic of the two differ; `hybridflow doctor` and this message "
-        "belong in a report. rollout.exact=false goes on without this check."
+        f"{float(sampled[row, token]):.9g}. Weights or arithmetic of the two differ, which is a fault: please report it "
+        "with the output of `hybridflow doctor`. rollout.exact=false goes on without this check."
     )

@@ -36,8 +36,8 @@ class RolloutConfig(Section):
     )
     exact: bool = Field(
         default=False,
-        description="embedded, on a CPU: the trainer's log-prob of each sampled token is the sampler's, bit for bit, and "
-        "a step in which one differs is an error. Llama, Qwen2 and Qwen3 in float32 or bfloat16 (docs/exact.md).",
+        description="embedded, on a CPU: the trainer's log-prob of each sampled token is the sampler's, bit for bit, "
+        "and a step in which one differs is an error. Llama, Qwen2 and Qwen3 in float32 or bfloat16.",
     )
     stop_strings: tuple[str, ...] = Field(
         default=(),
