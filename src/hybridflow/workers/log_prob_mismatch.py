@@ -43,6 +43,6 @@ def require_exact(rows: DataProto, log_probs: Tensor) -> None:
     raise RolloutError(
         f"rollout.exact=true: {int(different.sum())} of {int(mask.sum())} sampled tokens have another log-prob in "
         f"training, the first in row {row}, token {token}: {float(log_probs[row, token]):.9g}, sampled with "
-        f"{float(sampled[row, token]):.9g}. Weights or arithmetic of the two differ, which is a fault: please report it "
-        "with the output of `hybridflow doctor`. rollout.exact=false goes on without this check."
+        f"{float(sampled[row, token]):.9g}. Weights or arithmetic of the two differ, which is a fault: please report "
+        "it with the output of `hybridflow doctor`. rollout.exact=false goes on without this check."
     )
