@@ -144,8 +144,16 @@ def split_heads(query, key, value, families, scaling):
     return exact.exact_attention(query.flip(2), key.flip(2), value, families, scaling)
 
 
-def log_prob_in_reverse(logits, labels, temperature):
-    return exact.exact_log_probs(logits.flip(1), logits.shape[1] - 1 - labels, temperature)
+def log_prob_in_reverse(logits, labels, **settings):
+    return exact.exact_log_probs(logits.flip(1), logits.shape[1] - 1 - labels, **settings)
+
+
+def log_prob_by_torch(logits, labels, temperature, with_entropy):
+    return log_probs_from_logits(logits, labels, temperature=temperature), None
+
+
+def log_prob_of_divided(logits, labels, temperature, with_entropy):
+    return exact.exact_log_probs(logits / temperature, labels)
 
 
 PRODUCTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
@@ -161,17 +169,9 @@ REORDERED = {
     "attention of the training kernel": (attention, "exact_attention", causal_attention, None),
     "attention by torch": (attention, "exact_attention", one_by_one, None),
     "attention with heads in reverse": (attention, "exact_attention", split_heads, None),
-    "log-probs by torch": (
-        *(row_forward, "exact_log_probs"),
-        lambda logits, labels, temperature: log_probs_from_logits(logits, labels, temperature=temperature),
-        None,
-    ),
+    "log-probs by torch": (row_forward, "exact_log_probs", log_prob_by_torch, None),
     "log-probs in reverse": (row_forward, "exact_log_probs", log_prob_in_reverse, None),
-    "logits divided first": (
-        *(row_forward, "exact_log_probs"),
-        lambda logits, labels, temperature: exact.exact_log_probs(logits / temperature, labels, 1.0),
-        None,
-    ),
+    "logits divided first": (row_forward, "exact_log_probs", log_prob_of_divided, None),
 }
 """Operations of training in which a sum is made in another order: the module, its name there, and of which weights."""
 
@@ -182,7 +182,7 @@ def trained(tiny_model):
     built = {}
     for dtype in ("float32", "bfloat16"):
         sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 160}
-        path = tiny_model("llama", vocab_size=VOCABULARY, max_position_embeddings=2048, **sizes)
+        path = tiny_model("qwen2", vocab_size=VOCABULARY, max_position_embeddings=2048, **sizes)
         memory, model = MemoryConfig(share_prompts=False), ModelConfig(dtype=dtype)
         engine = TorchEngine(str(path), "policy", model=model, memory=memory, exact=True)
         rollout = EmbeddedRollout(engine.model, exact=True)
@@ -202,31 +202,44 @@ def test_another_order_of_a_sum_is_seen(trained, change, monkeypatch):
     real = getattr(where, name)
     chosen = {p.data_ptr() for key, p in engine.model.named_parameters() if weights and weights in key}
 
-    def patched(x, *arguments):
+    def patched(x, *arguments, **settings):
         is_chosen = not chosen or arguments[0].data_ptr() in chosen
-        return (planted if is_chosen else real)(x, *arguments)
+        return (planted if is_chosen else real)(x, *arguments, **settings)
 
     monkeypatch.setattr(where, name, patched)
     with pytest.raises(RolloutError, match="sampled tokens have another log-prob in training, the first in row"):
         require_exact(rows, engine.forward(rows, temperature=0.7)["log_probs"])
 
 
-def test_gradients_are_those_of_float64(tiny_model, trained):
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gradients_are_those_of_other_kernels(trained, dtype):
     engine, rows = trained["float32"]
-    path, columns = engine.path, rows.batch
-    learner = {"memory": MemoryConfig(), "optimizer": OptimizerConfig(lr=0.0)}
-    found, wanted = {}, {}
-    for dtype, into in (("float32", found), ("float64", wanted)):
-        of_dtype = TorchEngine(path, "policy", model=ModelConfig(dtype=dtype), exact=dtype == "float32", **learner)
 
-        def loss(outputs, part):
-            return (outputs["log_probs"] * part.batch["response_mask"]).sum() / 100, {}
+    def loss(outputs, part):
+        mask = part.batch["response_mask"]
+        return (outputs["log_probs"] * mask).sum() / 100 - (outputs["entropies"] * mask).sum() / 300, {}
 
-        norm = of_dtype.update(rows, loss, temperature=0.7).grad_norm
-        into |= {"norm": norm, "log_probs": of_dtype.forward(rows, temperature=0.7)["log_probs"].double()}
-    assert abs(found["norm"] / wanted["norm"] - 1) < 1e-5
-    mask = columns["response_mask"]
-    torch.testing.assert_close(found["log_probs"][mask], wanted["log_probs"][mask], atol=1e-5, rtol=1e-5)
+    def results(exact, dtype):
+        parts = {"model": ModelConfig(dtype=dtype), "memory": MemoryConfig(), "optimizer": OptimizerConfig(lr=0.0)}
+        learner = TorchEngine(engine.path, "policy", exact=exact, **parts)
+        gradients = gradients_of(learner, rows, loss)
+        return gradients, learner.forward(rows, temperature=0.7, with_entropy=True)
+
+    (found, outputs), (wanted, others) = results(True, "float32"), results(False, dtype)
+    assert found.keys() == wanted.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient.double(), wanted[name].double(), rtol=1e-3, atol=1e-5)
+    for name in ("log_probs", "entropies"):
+        difference = (outputs[name] - others[name])[rows.batch["response_mask"]]
+        assert difference.abs().max() < 5e-5
+
+
+def gradients_of(learner, rows, loss):
+    kept = {}
+    for name, parameter in learner.model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: kept.update({name: p.grad.clone()}))
+    learner.update(rows, loss, temperature=0.7, with_entropy=True)
+    return kept
 
 
 @pytest.mark.parametrize(

@@ -181,12 +181,11 @@ class RowForward:
 
         def of_labels(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
             """Return log-probs, and entropies if wanted."""
-            if self._fuses_log_probs and settings["shared"] is None and len(logits):
-                results = fused_log_probs(logits, labels, temperature=temperature or 1.0, with_entropy=with_entropy)
+            kernel = exact_log_probs if self._model_forward.is_exact else fused_log_probs
+            is_fused = self._fuses_log_probs and settings["shared"] is None and len(logits)
+            if self._model_forward.is_exact or is_fused:
+                results = kernel(logits, labels, temperature=temperature or 1.0, with_entropy=with_entropy)
                 return tuple(result for result in results if result is not None)
-            if self._model_forward.is_exact:
-                entropies = [log_probs_and_entropy_from_logits(logits, labels, **settings)[1]] if with_entropy else []
-                return exact_log_probs(logits, labels, temperature or 1.0), *entropies
             if with_entropy:
                 return log_probs_and_entropy_from_logits(logits, labels, **settings)
             return (log_probs_from_logits(logits, labels, **settings),)

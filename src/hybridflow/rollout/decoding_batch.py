@@ -156,7 +156,7 @@ class DecodingBatch:
         columns, position = self._columns, self._counts[:, None]
         tokens, log_probs = sample_tokens(logits, columns["uniforms"].gather(1, position).squeeze(1), self.sampling)
         if self.forward.is_exact and (self.sampling.top_k or self.sampling.top_p < 1):  # of all tokens
-            log_probs = exact_log_probs(logits, tokens, self.sampling.temperature or 1.0)
+            log_probs, _ = exact_log_probs(logits, tokens, temperature=self.sampling.temperature or 1.0)
         self._require_finite(log_probs)
         columns["tokens"].scatter_(1, position, tokens[:, None])
         columns["log_probs"].scatter_(1, position, log_probs[:, None])

@@ -63,9 +63,14 @@ def attend(
     return out, log_normalizers
 
 
-def exact_log_probs(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """Return log softmax(logits / temperature) at labels, (rows,) float32, as `draw` returns it of a sampled token."""
-    return _LogProbs.apply(logits, labels, temperature)
+def exact_log_probs(
+    logits: Tensor, labels: Tensor, *, temperature: float = 1.0, with_entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Return log-probs at labels of softmax(logits / temperature), as `draw` returns them, and entropies or None.
+
+    logits (rows, vocabulary); labels (rows,) int64; both results (rows,) float32.
+    """
+    return _LogProbs.apply(logits, labels, temperature, with_entropy)
 
 
 class _Linear(torch.autograd.Function):
@@ -116,21 +121,29 @@ class _Attention(torch.autograd.Function):
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, labels, temperature):
-        logits, labels, inverse = logits.contiguous(), labels.contiguous(), 1 / temperature
+    def forward(ctx, logits, labels, temperature, with_entropy):
+        logits, labels, ctx.inverse = logits.contiguous(), labels.contiguous(), 1 / temperature
+        ctx.set_materialize_grads(False)
         log_probs, log_normalizers = (torch.empty(len(logits), dtype=torch.float32) for _ in range(2))
-        call("log_probs", logits.dtype, logits, labels, log_probs, log_normalizers, *logits.shape, float(inverse))
-        ctx.save_for_backward(logits, labels, log_normalizers)
-        ctx.inverse = inverse
-        return log_probs
+        entropies = torch.empty_like(log_probs) if with_entropy else None
+        results = (log_probs, log_normalizers, entropies)
+        call("log_probs", logits.dtype, logits, labels, *results, *logits.shape, float(ctx.inverse))
+        ctx.save_for_backward(logits, labels, log_normalizers, entropies)
+        return log_probs, entropies
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):  # d log p_label / d z_j = [j = label] - p_j
-        logits, labels, log_normalizers = ctx.saved_tensors
-        p = logits.float().mul_(ctx.inverse).sub_(log_normalizers[:, None]).exp_()
-        p = p.mul_(-grad[:, None]).scatter_add_(1, labels[:, None], grad[:, None])
-        return p.mul_(ctx.inverse).to(logits.dtype), None, None
+    def backward(ctx, grad, grad_entropies):
+        # d log p_label / d z_j = [j = label] - p_j;   d H / d z_j = -p_j (log p_j + H)
+        logits, labels, log_normalizers, entropies = ctx.saved_tensors
+        log_p = logits.float().mul_(ctx.inverse).sub_(log_normalizers[:, None])
+        factor = torch.zeros_like(log_p[:, :1]) if grad is None else grad[:, None]
+        if grad_entropies is not None:
+            factor = factor + (log_p.clamp(min=-1e4) + entropies[:, None]) * grad_entropies[:, None]
+        z_grad = log_p.exp_().mul_(-factor)
+        if grad is not None:
+            z_grad.scatter_add_(1, labels[:, None], grad[:, None])
+        return z_grad.mul_(ctx.inverse).to(logits.dtype), None, None, None
 
 
 @lru_cache(4)

@@ -115,10 +115,10 @@ ONCE float NAME(log_prob_of)(T logit, float largest, double total, float inverse
     return (UP(logit) - largest) * inverse_temperature - (float)log(total);
 }
 
-/* log_probs (rows,) of the tokens under softmax(logits * inverse_temperature), as `draw` returns them, and the logs of
- * the sums of exp(logit * inverse_temperature). */
-void NAME(log_probs)(const T *logits, const int64_t *tokens, float *log_probs, float *log_normalizers, int64_t rows,
-                     int64_t vocabulary, float inverse_temperature) {
+/* log_probs (rows,) of the tokens under softmax(logits * inverse_temperature), as `draw` returns them, the logs of the
+ * sums of exp(logit * inverse_temperature), and the entropies, which may be NULL. */
+void NAME(log_probs)(const T *logits, const int64_t *tokens, float *log_probs, float *log_normalizers,
+                     float *entropies, int64_t rows, int64_t vocabulary, float inverse_temperature) {
 #pragma omp parallel if (rows * vocabulary > SMALL)
     {
         float *sums = malloc((vocabulary + BLOCK - 1) / BLOCK * sizeof(float));
@@ -129,6 +129,19 @@ void NAME(log_probs)(const T *logits, const int64_t *tokens, float *log_probs, f
             double total = NAME(total_of)(in, sums, &largest, vocabulary, inverse_temperature);
             log_probs[row] = NAME(log_prob_of)(in[tokens[row]], largest, total, inverse_temperature);
             log_normalizers[row] = largest * inverse_temperature + (float)log(total);
+            if (!entropies) continue;
+            double weighted = 0; /* the sum of exp(x) * x, where exp(x) is 0 below -87 */
+            for (int64_t start = 0; start < vocabulary; start += BLOCK) {
+                int64_t end = start + BLOCK < vocabulary ? start + BLOCK : vocabulary;
+                float sum = 0;
+#pragma omp simd reduction(+ : sum)
+                for (int64_t i = start; i < end; i++) {
+                    float x = (UP(in[i]) - largest) * inverse_temperature;
+                    sum += x < -87.0f ? 0.0f : fast_exp(x) * x;
+                }
+                weighted += sum;
+            }
+            entropies[row] = (float)(log(total) - weighted / total);
         }
         free(sums);
     }
