@@ -17,8 +17,8 @@ from hybridflow.models.kernels.attention import causal_attention
 from hybridflow.models.kernels.library import serves
 from hybridflow.protocol import DataProto
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate, load_weights
+from hybridflow.workers.exact_samples import require_exact
 from hybridflow.workers.generating import rollout_batch
-from hybridflow.workers.log_prob_mismatch import require_exact
 
 pytestmark = pytest.mark.skipif(not serves(torch.zeros(0)), reason="no compiled kernels")
 VOCABULARY = 300

@@ -8,8 +8,9 @@ from hybridflow.algorithms import POLICY_LOSSES
 from hybridflow.config import Config
 from hybridflow.errors import RolloutError
 from hybridflow.protocol import DataProto
+from hybridflow.workers.exact_samples import exactly
 from hybridflow.workers.log_prob_mismatch import KL, MEAN, SHARE, log_prob_mismatch_of
-from hybridflow.workers.losses import actor_columns, actor_loss, critic_loss, exactly
+from hybridflow.workers.losses import actor_columns, actor_loss, critic_loss
 
 # Two rows: two tokens and one token. Advantages 1 and -2.
 MASK = torch.tensor([[True, True], [True, False]])

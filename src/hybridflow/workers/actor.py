@@ -16,8 +16,9 @@ from hybridflow.rollout.weight_sync.sender import SendsWeights, WeightSender, bo
 from hybridflow.rollout.weight_sync.transports import build_sending_transport
 from hybridflow.runtime.random_streams import derive_seed
 from hybridflow.workers.algorithm_functions import reads_column, token_selection
-from hybridflow.workers.log_prob_mismatch import KL, MEAN, SHARE, log_prob_mismatch_of, require_exact
-from hybridflow.workers.losses import actor_columns, actor_loss, exactly
+from hybridflow.workers.exact_samples import exactly, require_exact, samples_exactly
+from hybridflow.workers.log_prob_mismatch import KL, MEAN, SHARE, log_prob_mismatch_of
+from hybridflow.workers.losses import actor_columns, actor_loss
 from hybridflow.workers.model_worker import MODEL_COLUMNS, TO_REPLICAS, ModelWorker, parts_of_replicas
 from hybridflow.workers.streamed_update import StreamedUpdate
 from hybridflow.workers.updates import MiniBatch, run_updates
@@ -128,7 +129,7 @@ class ActorWorker(SendsWeights, ModelWorker):
         """Return one row of sums over this rank's tokens: their number, entropies, and log-prob mismatch."""
         columns = batch.batch
         mask = columns["response_mask"].bool() & (columns["row_ids"] >= 0)[:, None]
-        if self.config.samples_exactly:
+        if samples_exactly(self.config):
             require_exact(batch, columns["old_log_probs"])
         mismatch = {
             name: torch.where(mask, values, 0).double()
@@ -158,7 +159,7 @@ class ActorWorker(SendsWeights, ModelWorker):
 
         def loss_of(step: MiniBatch) -> LossFunction:
             loss = actor_loss(config, meta_info["kl_coef"], step.num_tokens, step.num_sequences)
-            return exactly(loss) if config.samples_exactly and step.number == 0 else loss
+            return exactly(loss) if samples_exactly(config) and step.number == 0 else loss
 
         return run_updates(
             engine,

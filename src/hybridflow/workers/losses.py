@@ -11,20 +11,10 @@ from hybridflow.config import Config
 from hybridflow.engines import LossFunction, Outputs
 from hybridflow.protocol import DataProto
 from hybridflow.workers.algorithm_functions import policy_loss
-from hybridflow.workers.log_prob_mismatch import LARGEST, MEAN, log_prob_mismatch_of, require_exact
+from hybridflow.workers.log_prob_mismatch import LARGEST, MEAN, log_prob_mismatch_of
 
 AGGREGATED_METRICS = ("actor/policy_loss", "actor/kl_loss", "actor/teacher_loss")
 """Metrics of `actor_loss` that `actor.loss_aggregation` averages; the others are means over tokens, or the largest."""
-
-
-def exactly(loss: LossFunction) -> LossFunction:
-    """Return the same loss, which first raises RolloutError if a sampled token has another log-prob in training."""
-
-    def checked(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
-        require_exact(rows, outputs["log_probs"].detach())
-        return loss(outputs, rows)
-
-    return checked
 
 
 def actor_columns(config: Config) -> tuple[str, ...]:

@@ -9,8 +9,9 @@ from hybridflow.config import Config
 from hybridflow.engines import TrainEngine
 from hybridflow.errors import BatchError
 from hybridflow.protocol import DataProto
+from hybridflow.workers.exact_samples import exactly, samples_exactly
 from hybridflow.workers.log_prob_mismatch import LARGEST
-from hybridflow.workers.losses import AGGREGATED_METRICS, actor_loss, exactly
+from hybridflow.workers.losses import AGGREGATED_METRICS, actor_loss
 from hybridflow.workers.updates import figures_of, metrics_of_steps
 
 
@@ -39,7 +40,7 @@ class StreamedUpdate:
         loss = actor_loss(config, meta_info["kl_coef"], self._most_tokens, self._most_sequences)
         self._engine.add_to_update(
             rows,
-            exactly(loss) if config.samples_exactly else loss,
+            exactly(loss) if samples_exactly(config) else loss,
             number=number,
             is_last=number == num_parts - 1,
             with_entropy=True,

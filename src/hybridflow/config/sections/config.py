@@ -82,11 +82,6 @@ class Config(Section):
         return self.algorithm.rollout_weights != "none" or bool(self.algorithm.rollout_reject)
 
     @property
-    def samples_exactly(self) -> bool:
-        """Whether sampled tokens have the same log-probs in training: with a lag, the weights are others."""
-        return self.rollout.exact and not self.trainer.lag
-
-    @property
     def replays_routes(self) -> bool:
         """Whether training takes the experts of the rollout engine; a run settles "auto" before it starts."""
         return self.actor.router_replay is True
