@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from fixtures.families import write_family
 from fixtures.layout_program import largest_errors, rows_for_losses, run_jobs
+from fixtures.quantized import MXFP4, quantize
 
 pytestmark = [pytest.mark.runs, pytest.mark.own_run("grpo: several ranks, and layouts of one")]
 
@@ -273,6 +274,7 @@ def test_mixtures_of_other_families_train_on_two_ranks(run_world, rollout_rows, 
     layouts = {"one": {}, "data": {"max_tokens": 10}, "expert": {"expert": 2, "checkpointing": True}}
     kinds = ("gpt_oss", "deepseek_v3", "olmoe", "mixtral")
     models = {kind: write_family(tmp_path / kind, kind) for kind in kinds}
+    models["gpt_oss"] = quantize(write_family(tmp_path / "mxfp4", "gpt_oss", intermediate_size=64), MXFP4)
     common = {"rows": tmp_path / "rows", "dtype": "float32", "steps": 3}
     jobs = [
         (1 if name == "one" else 2, {"name": f"{kind} {name}", "model": model, **common, **options})

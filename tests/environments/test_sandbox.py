@@ -219,7 +219,7 @@ def test_a_container_is_used_by_its_command_line(docker, tmp_path):
 
 @in_processes
 @pytest.mark.parametrize(("program", "code"), [("exec timeout -s KILL 0.1 sleep 1000", LATE), ("exit 2", 2)])
-def test_what_ends_while_nobody_looks_is_late_if_it_was_killed(program, code):
+def test_a_program_whose_end_is_seen_late_is_late_if_it_was_killed(program, code):
     async def run():
         started = await module.Program.start(["sh", "-c", program], {})
         with suppress(ChildProcessError):  # a thread of asyncio has waited for it

@@ -63,6 +63,20 @@ def test_the_example_of_a_small_model_measures_trains_and_measures_again(tmp_pat
     assert re.fullmatch(r"after: \d\.\d{3}, before: \d\.\d{3}", output.splitlines()[-1])
 
 
+def test_the_small_model_gets_questions_and_scores_of_reasoning_gym(tmp_path, capsys, monkeypatch):
+    task = "needle_haystack"
+    monkeypatch.setitem(small_model.TASKS[task], "data.max_prompt_length", 500)  # this model's tokens are characters
+    write_model(tmp_path / "model", tuple("0123456789+= \n"), by_characters=True)
+    small_model.main([str(tmp_path / "model"), "--task", task, "--before-only", "--run-dir", str(tmp_path / "run")])
+    assert "before: 0.000 of 208 held-out questions are right" in capsys.readouterr().out
+    first, second = small_model.questions(task, 0, 2, "examples")
+    assert first["prompt"].count("Answer:") == 2
+    assert first["prompt"].endswith("Reply only with a name.\nAnswer:")
+    answers = (f" {first['answer']}", second["answer"], f"{first['answer']}.")
+    assert [small_model.score(answer, first["entry"]) for answer in answers] == [1.0, 0.0, 0.0]
+    assert small_model.questions(task, 0, 1, "chat")[0]["prompt"] in first["prompt"]
+
+
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("steps", [(1, 1, 3, 1), pytest.param((40, 80, 12, 60), marks=ALL)], ids=sum)
 def test_a_reward_model_is_learned_from_pairs_and_policies_improve(tmp_path, steps):

@@ -26,7 +26,8 @@ def test_new_tokens_see_what_came_before_and_their_keys_are_in_the_rows(lengths,
     whole = tokens_of(lengths)
     expected = PackedPlan.from_lengths(lengths).attend(0, *(x[None] for x in whole), FORM)[0].split(lengths)
     _, keys, values = (x.transpose(0, 1).split(lengths) for x in whole)
-    known = [KeysValues([k[:start]], [v[:start]]) for k, v, start in zip(keys, values, starts, strict=True)]
+    parts = zip(keys, values, starts, strict=True)
+    known = [KeysValues([k[:start]], [v[:start]], start, [None]) for k, v, start in parts]
     cache, source = KVCache(torch.device("cpu")), torch.arange(4).repeat_interleave(torch.tensor(group_sizes))
     cache.append_known(known[:1], lengths[:1], torch.tensor([0]), capacity=70, room=len(source))
     for storage in cache._storage:

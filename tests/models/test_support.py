@@ -1,12 +1,20 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
 from fixtures.families import small_config, write_family
-from hybridflow.errors import ModelError
+from hybridflow.config import Config, DataConfig, MemoryConfig, ModelConfig
+from hybridflow.engines import TorchEngine
+from hybridflow.errors import BatchError, DataConfigError, ModelError, RolloutError
 from hybridflow.models.attention import PackedPlan
 from hybridflow.models.loading import build_without_weights, load_causal_lm, load_value_model
+from hybridflow.models.support import has_angles_of_length, num_positions
+from hybridflow.rollout.base import Request, SamplingParams
+from hybridflow.rollout.embedded import EmbeddedRollout
+from hybridflow.trainers.build.preconditions import require_positions
 
 SMALL = {
     "vocab_size": 40,
@@ -39,22 +47,38 @@ def test_other_families_with_full_attention_work(tmp_path, family, config):
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("family", "config", "message"),
-    [
-        ("Llama", SMALL | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "'dynamic'"),
-        (
-            "Falcon",
-            {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
-            "falcon models are not supported: their attention is not replaceable",
-        ),
-    ],
-)
-def test_models_without_planned_attention_are_rejected(tmp_path, family, config, message):
-    config = getattr(transformers, f"{family}Config")(**config)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=f"{message}.*use a model with causal attention such as Llama"):
+def test_models_without_planned_attention_are_rejected(tmp_path):
+    sizes = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    AutoModelForCausalLM.from_config(transformers.FalconConfig(**sizes)).save_pretrained(tmp_path)
+    message = "falcon models are not supported: their attention is not replaceable; use a model with causal attention"
+    with pytest.raises(ModelError, match=message):
         load_causal_lm(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["phi3 longrope", "llama dynamic"])
+def test_tokens_beyond_which_angles_depend_on_other_rows_are_an_error(tmp_path, rollout_rows, kind):
+    path = str(write_family(tmp_path, kind))
+    why = r"64 positions \(beyond them, its rotary angles depend on the longest sequence of a batch\)"
+    engine = TorchEngine(path, "policy", model=ModelConfig(path=path), memory=MemoryConfig())
+    assert engine.num_positions == 64
+    engine.forward(rollout_rows([5, 2], [59, 3]))
+    with pytest.raises(BatchError, match=f"a row has 65 tokens, but '.*' has {why}; lower data.max_prompt_length"):
+        engine.forward(rollout_rows([5, 2], [60, 3]))
+    with pytest.raises(RolloutError, match="5 prompt tokens and 60 new ones exceed the model's 64 positions"):
+        EmbeddedRollout(engine.rollout_model()).submit(Request(0, [3] * 5, SamplingParams(60)))
+    config = Config(model=ModelConfig(path=path), data=DataConfig(max_response_length=60))
+    message = f"prompt has 5 tokens and data.max_response_length=60, but the model has {why}; lower one of the limits"
+    with pytest.raises(DataConfigError, match=message):
+        require_positions(config, SimpleNamespace(longest_prompt=5))
+
+
+def test_each_kind_of_layer_may_limit_the_positions():
+    longrope = small_config("phi3 longrope").rope_parameters
+    config = small_config("gemma3_text", rope_parameters={"full_attention": longrope, "sliding_attention": {}})
+    config.max_position_embeddings = 256
+    assert num_positions(config) == 64
+    assert has_angles_of_length(config)
+    assert num_positions(small_config("gpt2")) == 64  # n_positions
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from fixtures.families import write_family
 from fixtures.rollouts import serve
 from hybridflow.errors import RolloutConfigError
 from hybridflow.models.attention import PackedPlan
@@ -134,6 +135,17 @@ def test_later_turns_reuse_kept_pages(tiny_model, gpu, full_precision):
         turn = [replace(r, prompt_ids=[*tokens, *range(20)]) for r, tokens in zip(turn, sequences, strict=True)]
     engine.forget_kept()
     assert engine._running is None
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_5_text"])
+def test_layers_with_a_window_or_a_state_decode_in_pages(tmp_path, gpu, full_precision, kind):
+    engine = build(write_family(tmp_path, kind, max_position_embeddings=256), gpu, max_running_sequences=12)
+    prompts = [[2 + (7 * i + n) % 38 for n in range(length)] for i, length in enumerate([1, 20, 33, 64, 100])]
+    wanted = [Request(i, prompt, SamplingParams(20 + 9 * i), 3, (5, i)) for i, prompt in enumerate(prompts)]
+    done = serve(engine, wanted)
+    log_probs = engine.log_probs([[*prompts[each.request_id], *each.token_ids] for each in done])
+    for each, exact in zip(done, log_probs, strict=True):
+        assert each.log_probs == pytest.approx(exact[len(prompts[each.request_id]) - 1 :], abs=2e-3)
 
 
 def test_memory_is_given_back(tiny_model, gpu):

@@ -5,11 +5,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fixtures.families import write_family
+from fixtures.recorded_steps import record_steps
 from hybridflow.models.loading import load_causal_lm
 from hybridflow.rollout.base import Request, SamplingParams
 from hybridflow.rollout.embedded import EmbeddedRollout
 
-PROMPTS = [[5, 9, 33, 36, 7, 2, 8], [8, 2, 2], [30, 21, 22], [3, 11, 4, 4, 19, 20, 21, 22, 39, 6]]
+PROMPTS = [[5, 9, 33, 36, 7, 2, 8], [8, 2, 2], [30, 21, 22], [3, 11, 4, 4, 19, 20, 21, 22, 39, 6], [7]]
+"""More sequences than run at once: a prompt of one token, which is not computed in advance, takes a used row."""
 
 
 @pytest.fixture(scope="module")
@@ -54,16 +56,18 @@ def require_equal(reference, prompts, done):
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "qwen3_5_text", "lfm2", "granitemoehybrid"])
-@pytest.mark.parametrize("paged", [False, True])
-def test_groups_generate_what_transformers_computes_also_if_retracted(families, kind, paged):
+@pytest.mark.parametrize("decoding", ["batches", "paged", "graphs"])
+def test_groups_generate_what_transformers_computes_also_if_retracted(families, kind, decoding, monkeypatch):
     reference, model = families(kind)
-    engine = EmbeddedRollout(model, paged=paged, max_running_sequences=6)
+    pool = record_steps(monkeypatch) if decoding == "graphs" else None
+    engine = EmbeddedRollout(model, paged=decoding != "batches", max_running_sequences=6)
     requests = [request(i, prompt, group_size=1 + i % 2) for i, prompt in enumerate(PROMPTS)]
     first = generate(engine, requests)
-    assert len(first) == 6
+    assert len(first) == 7
     require_equal(reference, PROMPTS, first)
     retracted = generate(engine, requests, after_step=engine.retract)
     require_equal(reference, PROMPTS, retracted)
+    assert pool is None or pool.captured > 2
 
 
 @pytest.mark.parametrize(("kind", "is_kept"), [("gemma2", True), ("gpt_oss", True), ("qwen3_5_text", False)])
@@ -78,13 +82,16 @@ def test_a_later_turn_continues_what_is_kept_but_states_are_computed_anew(famili
     assert (engine.reused_tokens > 0) is is_kept
 
 
-def test_states_count_as_memory_of_the_cache(families):
-    _, model = families("qwen3_5_text")
-    engine = EmbeddedRollout(model, kv_cache_bytes=20_000)
+@pytest.mark.parametrize(("paged", "num_bytes"), [(False, 40_000), (True, 80_000)])
+def test_states_count_as_memory_of_the_cache(families, paged, num_bytes):
+    """One sequence is longer, so that pages alone would suffice for more rows."""
+    reference, model = families("qwen3_5_text")
+    engine = EmbeddedRollout(model, paged=paged, max_running_sequences=40, kv_cache_bytes=num_bytes)
     for i in range(12):
-        engine.submit(Request(i, [5, 6, 7], SamplingParams(8), noise_key=(i,)))
+        engine.submit(Request(i, [5, 6, 7], SamplingParams(8 if i else 40), noise_key=(i,)))
     engine.step()
-    cache = engine._running._batches[0]._cache
+    cache = engine._running._cache if paged else engine._running._batches[0]._cache
     tensors = [*cache.keys, *cache.values, *(x for states in cache.states.values() for x in states.tensors.values())]
-    assert sum(x.nbytes for x in tensors) <= 20_000
-    assert len(cache.lengths) > 1
+    assert sum(x.nbytes for x in tensors) <= num_bytes
+    assert 12 > engine._running.num_running == len(cache.states[0].tensors["conv", 0]) > 1
+    require_equal(reference, [[5, 6, 7]] * 12, generate(engine, []))

@@ -8,6 +8,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from fixtures.families import write_family
 from fixtures.recorded_steps import look_up_pages, record_steps
 from fixtures.rollouts import Broken, breaks_at, require_as_computed, stock_model, weights_of
 from hybridflow.models.kv_cache import KVCache
@@ -19,7 +20,9 @@ from hybridflow.rollout.decoding_state import DecodingState, Emitted
 from hybridflow.rollout.paged_decoding import PagedDecoding
 from hybridflow.rollout.running_row import RunningRow
 
-PAGE_BYTES = PAGE_SIZE * 2 * 2 * 32 * 8  # 2 layers of keys and values of one head of 32, in float64
+TOKEN_BYTES = {"plain": 2 * 2 * 32 * 8, "windows": 2 * 2 * 32 * 8, "states": 2 * 2 * 8 * 8}
+"""Keys and values of 2 layers with one head of 32, or of 1 layer with two heads of 8, in float64."""
+
 BREAKABLE = {
     False: [
         (EmbeddedRollout, "_finish"),
@@ -167,17 +170,33 @@ OUTLIVED += [("break", 0, 0), ("submit", SHORT, 0), ("submit", SHORT, 0), ("brea
 """A sequence that ends before its request restarts, and with new weights would end last."""
 
 
+WINDOW = {"use_sliding_window": True, "sliding_window": 37, "max_window_layers": 1}
+"""A window of no whole number of pages, in the second of two layers."""
+
+
 @pytest.mark.parametrize("decoding", ["batches", "paged", "graphs"])
-@pytest.mark.parametrize("num_examples", [12, pytest.param(500, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("layers", "num_examples"),
+    [
+        *(("plain", 12), ("windows", 3), ("states", 3)),
+        *(pytest.param(layers, 500, marks=pytest.mark.exhaustive) for layers in TOKEN_BYTES),
+    ],
+)
 def test_any_operations_give_the_tokens_of_sequences_alone(
-    tiny_model, use_float64_throughout, decoding, num_examples, monkeypatch
+    tiny_model, tmp_path, use_float64_throughout, decoding, layers, num_examples, monkeypatch
 ):
     paged = decoding != "batches"
     if decoding == "graphs":
         record_steps(monkeypatch)
         look_up_pages(monkeypatch)
-    paths = [tiny_model("qwen2", seed=seed, max_position_embeddings=256) for seed in range(2)]
-    models = [use_float64_throughout(stock_model(path)) for path in paths]
+    if layers == "states":  # with norms and rotary angles in float32
+        paths = [write_family(tmp_path / f"{n}", "qwen3_5_text", seed=n, max_position_embeddings=256) for n in range(2)]
+        use_float64, comparison = (lambda model: model), {"noise": False, "tolerance": 1e-3}
+    else:
+        sizes = {"max_position_embeddings": 256} | (WINDOW if layers == "windows" else {})
+        paths = [tiny_model("qwen2", seed=seed, **sizes) for seed in range(2)]
+        use_float64, comparison = use_float64_throughout, {}
+    models = [use_float64(stock_model(path)) for path in paths]
     weights = [weights_of(path) for path in paths]
 
     @settings(max_examples=num_examples, deadline=None, derandomize=True, database=None)
@@ -189,13 +208,13 @@ def test_any_operations_give_the_tokens_of_sequences_alone(
             load_causal_lm(paths[0], torch.float64),
             paged=paged,
             max_running_sequences=max_running_sequences,
-            kv_cache_bytes=num_pages * PAGE_BYTES if is_small else 0,
+            kv_cache_bytes=num_pages * PAGE_SIZE * TOKEN_BYTES[layers] if is_small else 0,
         )
-        use_float64_throughout(engine.model)
+        use_float64(engine.model)
         session = Session(engine, weights, paged)
         session.run(operations)
         for completion in session.done:
             request = session.asked[completion.request_id]
-            require_as_computed(lambda version: models[version % 2], request, completion)
+            require_as_computed(lambda version: models[version % 2], request, completion, **comparison)
 
     check()

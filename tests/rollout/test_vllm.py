@@ -33,12 +33,14 @@ def test_bfloat16_log_probs_are_close_to_the_embedded_engine(tiny_model):
     torch.testing.assert_close(theirs, ours, rtol=0, atol=0.3)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe", "gemma2"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3_moe", "glm4_moe", "gemma2", pytest.param("phi3 longrope", marks=pytest.mark.exhaustive)]
+)
 def test_experts_buffers_and_windows_are_those_of_the_embedded_engine(tmp_path, kind):
     from fixtures.vllm_engines import close_engines
 
     close_engines()  # beside an engine without experts vLLM can start none with them
-    write_family(tmp_path, kind, head_dim=32, **({} if kind == "gemma2" else {"moe_intermediate_size": 32}))
+    write_family(tmp_path, kind, head_dim=32, **({"moe_intermediate_size": 32} if "moe" in kind else {}))
     engines = (build(tmp_path), EmbeddedRollout(load_causal_lm(tmp_path)))
     theirs, ours = (engine.log_probs([[3, 9, 12, 7, 38, 22, 4], [8, 1, 30]]) for engine in engines)
     torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4)

@@ -1,5 +1,6 @@
 """vLLM with fp8 weights and with speculative decoding: log-probs, seeds, syncs, and what a build cannot do."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -7,10 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from fixtures.families import write_family
+from fixtures.quantized import FP8, MXFP4, quantize
 from fixtures.rollouts import EOS, Letters, require_as_computed, require_equal, stock_model
+from hybridflow.config import LoRAConfig
 from hybridflow.errors import RolloutConfigError
 from hybridflow.models.loading import load_causal_lm
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate, load_weights
+from hybridflow.rollout.vllm.arguments import EngineOptions, engine_arguments
 
 pytestmark = pytest.mark.vllm
 
@@ -102,3 +107,22 @@ def test_fp8_weights_are_quantized_again_at_each_load(tiny_model):
         for ours, theirs in zip(found[-1], exact, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0.2, atol=0.5)
     assert found[0] == found[2] != found[1]
+
+
+def test_an_engine_has_the_dequantized_weights_of_a_quantized_directory(tiny_model, tmp_path):
+    path = quantize(shutil.copytree(tiny_model("qwen3"), tmp_path / "model"), FP8)
+    sequences = [[3, 9, 12, 7, 38, 22, 4], [8, 1, 30]]
+    ours = EmbeddedRollout(load_causal_lm(path)).log_probs(sequences)
+    for of_engine, expected in zip(build(path).log_probs(sequences), ours, strict=True):
+        torch.testing.assert_close(of_engine, expected, rtol=1e-4, atol=1e-4)
+    for options, feature in (
+        ({"adapters": LoRAConfig(rank=8)}, "merge_adapters=false"),
+        ({"speculative": WITH_MODEL | {"model": str(path)}}, "speculative.model"),
+    ):
+        with pytest.raises(RolloutConfigError, match=rf"rollout\.{feature} is not supported with quantized weights"):
+            build(path, **options)
+    from vllm import EngineArgs
+
+    path = quantize(write_family(tmp_path / "mxfp4", "gpt_oss", intermediate_size=64, head_dim=32), MXFP4)
+    config = EngineArgs(**engine_arguments(EngineOptions(str(path), max_model_len=64), on_gpu=False))
+    assert config.create_engine_config().quant_config is None  # vLLM's build for CPUs does not compute this family

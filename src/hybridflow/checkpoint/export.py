@@ -333,6 +333,7 @@ def _write_config(out_dir: Path, model: _Model, dtype: torch.dtype) -> None:
     """Write config.json as it was, in the words of the version of transformers that wrote it, for these weights."""
     config = json.loads((model.directory / "config.json").read_text(encoding="utf-8"))
     config.pop("auto_map", None)  # code of the directory, which is neither executed nor copied
+    config.pop("quantization_config", None)  # weights are written as they were trained
     names = [name for name in ("dtype", "torch_dtype") if name in config] or ["dtype"]
     config |= {"architectures": [type(model.empty).__name__], **dict.fromkeys(names, str(dtype).removeprefix("torch."))}
     _write_json(out_dir / "config.json", config)

@@ -33,6 +33,7 @@ from hybridflow.models.kernels.fused_log_probs import fused_log_probs
 from hybridflow.models.model_sizes import decoder_shape, sequence_costs
 from hybridflow.models.routes import ReplayedRoutes, Routers
 from hybridflow.models.sequence_parallel import GatherTokens, UlyssesPlan
+from hybridflow.models.support import describe_positions, has_angles_of_length, num_positions
 from hybridflow.protocol import DataProto
 
 
@@ -132,13 +133,19 @@ class RowForward:
         return agree_on_micro_batches(plan, spread, self.ranks)
 
     def _require_known_tokens(self, rows: DataProto) -> None:
-        """Raise BatchError for token ids without an embedding in the model, or for routes of another model."""
+        """Raise BatchError for tokens that the model has no embedding or no position of, and for other routes."""
         embedding: Any = self._model.get_input_embeddings()
         ids, entries = rows.batch["input_ids"], embedding.weight.shape[0]
         if ids.numel() and (int(ids.max()) >= entries or int(ids.min()) < 0):
             raise BatchError(
                 f"'{self._path}' has a vocabulary of {entries} entries, but the rows have token ids from "
                 f"{int(ids.min())} to {int(ids.max())}; the rows were made with a different tokenizer."
+            )
+        config, longest = self._model.config, int(sequence_lengths(rows).max()) if len(rows) else 0
+        if has_angles_of_length(config) and longest > (num_positions(config) or longest):
+            raise BatchError(
+                f"a row has {longest} tokens, but '{self._path}' has {describe_positions(config)}; lower "
+                "data.max_prompt_length or data.max_response_length."
             )
         if "routes" in rows.batch:
             Routers.of(self._model).require_valid(rows.batch["routes"])

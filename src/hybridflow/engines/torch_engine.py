@@ -38,6 +38,7 @@ from hybridflow.models.lora import (
     without_adapters,
 )
 from hybridflow.models.routes import Routers, has_routers
+from hybridflow.models.support import num_positions
 from hybridflow.protocol import DataProto
 from hybridflow.runtime.boxes import Box, local, with_local
 from hybridflow.runtime.device import can_compile_for_gpu, own_device, preferred_dtype, require_dtype
@@ -324,7 +325,7 @@ class TorchEngine:
     @property
     def num_positions(self) -> int | None:
         """The length of the longest sequence that the model supports; None if its configuration has no limit."""
-        return getattr(self.model.config, "max_position_embeddings", None)
+        return num_positions(self.model.config)
 
     @property
     def is_sharded(self) -> bool:

@@ -20,7 +20,7 @@ from hybridflow.models.attention_backend import AttentionCase, attention_for, su
 from hybridflow.models.attention_form import AttentionForm, attention_by_form
 from hybridflow.models.kernels.attention import causal_attention
 from hybridflow.models.kernels.exact import exact_attention
-from hybridflow.models.recurrence import Recurrence
+from hybridflow.models.recurrence import Recurrence, States
 from hybridflow.models.varlen import PackedLayout, padded, padded_attention, padding_pays, unpadded, varlen_attention
 
 ATTENTION = "hybridflow"
@@ -107,6 +107,15 @@ class PackedPlan:
         runs = hidden[0].split([count * length for count, length in self.runs])
         rows = [compute(x.unflatten(0, run), None).flatten(0, 1) for x, run in zip(runs, self.runs, strict=True)]
         return torch.cat(rows)[None]
+
+    def recur_with_states(self, layer: int, hidden: Tensor, compute: Recurrence) -> tuple[Tensor, States]:
+        """Compute a recurrent layer run by run, without padding, which would be in the states after each sequence."""
+        rows, states = list[Tensor](), list[States]()
+        parts = hidden[0].split([count * length for count, length in self.runs])
+        for x, run in zip(parts, self.runs, strict=True):
+            states.append(States(layer))
+            rows.append(compute(x.unflatten(0, run), states[-1]).flatten(0, 1))
+        return torch.cat(rows)[None], States.joined(states)
 
     @property
     def lengths(self) -> list[int]:
@@ -229,10 +238,13 @@ def _attention(
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
     types = getattr(module.config, "layer_types", None) or ()
     kind = types[layer] if layer < len(types) else ""
+    if sliding_window is None and ("sliding" in kind or not types):  # which Phi-MoE and Qwen2-MoE tell by a mask alone
+        sliding_window = getattr(module.config, "sliding_window", None)
     if sliding_window is None and any(word in kind for word in MASKED):
         raise ModelError(f"{name} is a layer of {kind}, which it tells by a mask alone; that is not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attention_plan.attend(layer, query, key, value, AttentionForm(scale, sliding_window, softcap, s_aux)), None
+    out = attention_plan.attend(layer, query, key, value, AttentionForm(scale, sliding_window, softcap, s_aux))
+    return out.contiguous(), None  # as those of transformers: a layer may take a view of it
 
 
 AttentionInterface.register(ATTENTION, _attention)

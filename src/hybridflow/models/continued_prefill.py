@@ -31,68 +31,83 @@ class ContinuedPlan:
     """Causal attention of packed new tokens to all tokens before them in the cache row of their sequence.
 
     The rows of the cache from `first_row` on, one for each entry of `source`, are those that `KVCache.append_known` or
-    `extend` has made: of sequence i they know `starts[i]` of `lengths[i]` tokens, at least one less. Keys and values of
-    new tokens are written first. Consecutive sequences are one padded batch, as long as padding adds little.
+    `extend` has made: of sequence i they know `starts[i]` of `lengths[i]` tokens, at least one less. Consecutive
+    sequences are one padded batch, as long as padding adds little.
     """
 
     def __init__(
         self, cache: KVCache, first_row: int, source: Tensor, lengths: Sequence[int], starts: Sequence[int]
     ) -> None:
         counts, device = [length - start for length, start in zip(lengths, starts, strict=True)], source.device
-        self._cache, self._new = cache, NewRows(counts, source, first_row)
-        self._positions = self._new.positions + torch.tensor(starts, device=device)[source][self._new.rows - first_row]
+        self._cache, self._new = cache, NewRows(counts, source, first_row, starts)
         own_row = first_row + torch.searchsorted(source, torch.arange(len(counts), device=device))
         self._rows = own_row.repeat_interleave(torch.tensor(counts, device=device))  # of each new token
         self._num_keys = torch.cat([torch.arange(s, e) for s, e in zip(starts, lengths, strict=True)]).to(device) + 1
-        self._batches = [
-            _PrefillBatch.of(own_row[part], lengths[part], counts[part], device) for part in _parts(lengths, counts)
-        ]
-        # Attention reads them with a weight of 0, so they must not be NaN.
-        self._unwritten = [torch.cat(x) for x in zip(*(batch.unwritten for batch in self._batches), strict=True)]
+        self._parts = [(own_row[part], lengths[part], counts[part]) for part in _parts(lengths, counts)]
+        self._longest = max(lengths)
+        self._batches: dict[int | None, list[_PrefillBatch]] = {}  # by window
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
-        """Write the keys and values of one layer, and compute its attention."""
+        """Compute the attention of one layer, and write its new keys and values."""
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-        (keys, values), new = self._cache.of_layer(layer), self._new
-        for rows, x in ((keys, key), (values, value)):
-            rows.transpose(1, 2)[new.rows, self._positions] = x[new.tokens]
-            if len(self._unwritten[0]):
-                rows.transpose(1, 2)[*self._unwritten] = 0
+        form, (keys, values) = form.within(self._longest), self._cache.of_layer(layer)
         if form.exact:
+            self._cache.write(layer, self._new, key, value)
             heads = {"kv_heads": keys.shape[1], "places": keys.shape[2]}
             first_keys = self._rows * keys[0, :, :, 0].numel()
             return attend(query, keys, values, first_keys, self._num_keys, form.scaling, **heads)[0][None]
-        queries = query.split([len(batch.new.slots) for batch in self._batches])
-        outputs = []
-        for batch, q in zip(self._batches, queries, strict=True):
-            k, v = (x[batch.rows, :, : batch.longest] for x in (keys, values))
-            outputs.append(unpadded(_attention(padded(q, batch.new), k, v, batch.seen, form), batch.new))
+        if form.window not in self._batches:
+            self._batches[form.window] = [_PrefillBatch.of(*part, form.window) for part in self._parts]
+        counts = [sum(part) for _, _, part in self._parts]
+        new = zip(query.split(counts), key.split(counts), value.split(counts), strict=True)
+        batches = zip(self._batches[form.window], new, strict=True)
+        outputs = [batch.attend(q, k, v, keys, values, form) for batch, (q, k, v) in batches]
+        self._cache.write(layer, self._new, key, value)  # where a window has places, in those of tokens read above
         return torch.cat(outputs)[None]
 
 
 @dataclass(frozen=True)
 class _PrefillBatch:
-    """Sequences that are computed as a padded batch: their rows and new tokens, and which keys these see.
+    """Sequences that are computed as a padded batch: which keys their new tokens see, and where these are.
 
-    `unwritten`: rows and places after the ends of sequences, up to the longest one.
+    The token `before.tokens[i]` that the new ones see is at `places[i]` of row `rows[i]` of the cache. It and the new
+    ones go to the rows and positions of `before` and `new` in the batch.
     """
 
-    rows: slice | Tensor
-    longest: int
-    new: PackedLayout
+    rows: Tensor
+    places: Tensor
+    before: NewRows
+    new: NewRows
+    layout: PackedLayout
     seen: "_Seen"
-    unwritten: tuple[Tensor, Tensor]
 
     @classmethod
-    def of(cls, rows: Tensor, lengths: Sequence[int], counts: Sequence[int], device: torch.device) -> "_PrefillBatch":
-        first, end = int(rows[0]), int(rows[-1]) + 1
-        one_each = end - first == len(rows)
-        new, seen = PackedLayout.of(counts, device), _Seen(lengths, counts, device)
-        after = torch.arange(max(lengths), device=device) >= torch.tensor(lengths, device=device)[:, None]
-        sequences, places = after.nonzero(as_tuple=True)
-        return cls(
-            slice(first, end) if one_each else rows, max(lengths), new, seen, unwritten=(rows[sequences], places)
-        )
+    def of(cls, rows: Tensor, lengths: Sequence[int], counts: Sequence[int], window: int | None) -> "_PrefillBatch":
+        starts = [length - count for length, count in zip(lengths, counts, strict=True)]
+        known = [start if window is None else min(start, window - 1) for start in starts]
+        each = torch.arange(len(rows), device=rows.device)
+        before, new = NewRows(known, each, 0), NewRows(counts, each, 0, known)
+        places = before.positions
+        if window is not None:
+            first = [start - count for start, count in zip(starts, known, strict=True)]
+            places = (places + torch.tensor(first, device=rows.device)[before.rows]) % window
+        whole = [a + b for a, b in zip(known, counts, strict=True)]
+        layout, seen = PackedLayout.of(counts, rows.device), _Seen(whole, counts, rows.device)
+        return cls(rows[before.rows], places, before, new, layout, seen)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, form: AttentionForm
+    ) -> Tensor:
+        """Compute attention of new tokens (tokens, heads, dim) to the rows of a layer's cache and to their own."""
+        key, value = self._joined(keys, key), self._joined(values, value)
+        return unpadded(_attention(padded(query, self.layout), key, value, self.seen, form), self.layout)
+
+    def _joined(self, cached: Tensor, new: Tensor) -> Tensor:
+        """Return keys or values of the batch, (sequences, kv_heads, longest, dim), with zeros after the last ones."""
+        joined = new.new_zeros(len(self.seen.last), new.shape[1], self.seen.longest, new.shape[2])
+        joined.transpose(1, 2)[self.before.rows, self.before.positions] = cached.transpose(1, 2)[self.rows, self.places]
+        joined.transpose(1, 2)[self.new.rows, self.new.positions] = new
+        return joined
 
 
 class PagedContinuedPlan:
@@ -119,8 +134,7 @@ class PagedContinuedPlan:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Write the keys and values of one layer, and compute its attention."""
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        addresses = self._cache.addresses[layer]
+        keys, values, addresses = self._cache.of_layer(layer)
         append_to_pages(key[self._tokens], value[self._tokens], keys, values, self._slots, addresses)
         self._batches = self._batches or list(self._split(query, key, value))
         queries = query.split([len(batch.new.slots) for batch in self._batches])
@@ -184,12 +198,12 @@ class _Seen:
     def __init__(self, lengths: Sequence[int], counts: Sequence[int], device: torch.device) -> None:
         starts = torch.tensor([length - count for length, count in zip(lengths, counts, strict=True)], device=device)
         self.last = starts[:, None] + torch.arange(max(counts), device=device)
-        self._longest = max(lengths)
+        self.longest = max(lengths)
 
     @cached_property
     def mask(self) -> Tensor:
         """The same as (sequences, 1, most new tokens, longest) bool, made for the first layer that needs it."""
-        return (torch.arange(self._longest, device=self.last.device) <= self.last[:, :, None])[:, None]
+        return (torch.arange(self.longest, device=self.last.device) <= self.last[:, :, None])[:, None]
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, seen: _Seen, form: AttentionForm) -> Tensor:

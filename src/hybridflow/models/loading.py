@@ -31,6 +31,7 @@ from hybridflow.models.experts import choose_products
 from hybridflow.models.lora import is_adapter, plain_name
 from hybridflow.models.model_files import LOADING_ERRORS, require_finite, require_sound_config
 from hybridflow.models.parameters import part_like, persistent_buffers, replace_parameters
+from hybridflow.models.quantized_weights import QUANTIZED, quantized_form
 from hybridflow.models.recurrence import plan_recurrences
 from hybridflow.models.stored_model import ModelTensors, StoredModel
 from hybridflow.models.support import (
@@ -194,11 +195,13 @@ def parameters_on_meta() -> Iterator[None]:
 def read_config(path: str | Path, **options: object) -> PretrainedConfig:
     """Read the configuration of a model directory; `options` replace keys. Raises ModelError if it is unsupported."""
     if not os.path.exists(Path(path) / "config.json"):  # False also for a name that is too long
+        quantized_form(path)
         raise ModelConfigError(
             f"'{path}' is not a model directory: config.json not found; give a Hugging Face directory as model.path."
         )
     require_sound_config(path)
     config = AutoConfig.from_pretrained(Path(path), trust_remote_code=False, **options)
+    vars(config).pop(QUANTIZED, None)  # `StoredModel` dequantizes
     require_supported_config(config)
     if "num_labels" in options:
         require_classifier(config, AutoModelForTokenClassification)

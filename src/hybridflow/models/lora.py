@@ -34,13 +34,14 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, dtype: torch.dtype)
             f"lora.rank={config.rank} requires peft ({error}); install it with `pip install hybridflow[lora]`."
         ) from error
     plain = torch.nn.Linear.forward  # a router may be a Linear with other outputs
-    names = {name.rpartition(".")[2] for name, m in model.named_modules() if getattr(type(m), "forward", None) is plain}
+    linear = {name: m for name, m in model.named_modules() if getattr(type(m), "forward", None) is plain}
+    names = {name.rpartition(".")[2] for name in linear}
     if missing := [target for target in config.targets if target not in names]:
         raise ModelConfigError(
             f"lora.targets: the model has no linear layer named {', '.join(missing)}; valid names: "
             f"{', '.join(sorted(names))}."
         )
-    _require_suitable_targets(model, config)
+    _require_suitable_targets(model, linear, config)
     model.requires_grad_(False)
     peft_config = LoraConfig(
         r=config.rank,
@@ -61,11 +62,9 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, dtype: torch.dtype)
                 setattr(module, name, torch.nn.Parameter(parameter.detach().to(dtype)))
 
 
-def _require_suitable_targets(model: PreTrainedModel, config: LoRAConfig) -> None:
+def _require_suitable_targets(model: PreTrainedModel, linear: Mapping[str, Any], config: LoRAConfig) -> None:
     """Raise ModelError for a layer whose weight is tied to the embedding, and for a rank larger than all layers."""
-    layers: dict[str, Any] = {
-        name: layer for name, layer in model.named_modules() if name.rpartition(".")[2] in config.targets
-    }
+    layers = {name: layer for name, layer in linear.items() if name.rpartition(".")[2] in config.targets}
     embedding: Any = model.get_input_embeddings().weight
     if tied := [name for name, layer in layers.items() if layer.weight is embedding]:
         raise ModelConfigError(

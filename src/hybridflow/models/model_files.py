@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,13 @@ from safetensors import SafetensorError, safe_open
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hybridflow.errors import ModelError
+from hybridflow.models.quantized_weights import quantized_form
 from hybridflow.runtime.plain_files import require_model_files
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-"""Stored dtypes that are weights; integers are those of a quantized model, whose scales are elsewhere."""
+"""Stored dtypes that are weights; others are those of a quantized model."""
 
 MASK_DIMS = 4
 """Dimensions of a causal mask, which old files have beside the weights, such as those of GPT-2 and Pythia."""
@@ -52,6 +53,7 @@ def require_sound_config(path: str | Path) -> None:
         require_model_files(path)
     except OSError as error:
         raise ModelError(f"the model in '{path}' cannot be read: {error}.") from error
+    quantized_form(path)
     try:
         config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
@@ -71,8 +73,6 @@ def _problems(config: Any) -> Iterator[str]:
     kind = config.get("model_type")
     if kind is not None and (not isinstance(kind, str) or kind not in CONFIG_MAPPING):
         yield f"model_type={kind!r} is unknown to the installed transformers, which has no code for this model"
-    if config.get("quantization_config"):
-        yield "the model is quantized (quantization_config), and cannot be trained; use the original weights"
     for key in SIZES:
         value, largest = config.get(key), LARGEST.get(key, LARGEST_OTHER)
         if isinstance(value, int) and not 0 < value <= largest:
@@ -140,11 +140,11 @@ def _listed(directory: Path) -> list[str]:
     return sorted(set(listed.values()))
 
 
-def require_sound_weights(path: str | Path, *, is_tied: bool) -> None:
+def require_sound_weights(path: str | Path, *, is_tied: bool, quantized: Collection[str] = ()) -> None:
     """Raise ModelError for weights that would load as those of another model, and ValueError as `weight_files`.
 
-    Those are integers, which would be cast to float; a weight in two files, of which one would be ignored; and with
-    `is_tied` a head that differs from the embedding, which would replace it.
+    Those are integers, which would be cast to float, unless they are `quantized`; a weight in two files, of which one
+    would be ignored; and with `is_tied` a head that differs from the embedding, which would replace it.
     """
     file_of: dict[str, Path] = {}
     for file in weight_files(path):
@@ -157,6 +157,8 @@ def require_sound_weights(path: str | Path, *, is_tied: bool) -> None:
                     )
                 file_of[name] = file
                 found = stored.get_slice(name)
+                if name in quantized:
+                    continue
                 if (dtype := found.get_dtype()) not in FLOATS and len(found.get_shape()) != MASK_DIMS:
                     raise ModelError(
                         f"'{path}': {name} in {file.name} is stored as {dtype}, not as one of {', '.join(FLOATS)}: the "

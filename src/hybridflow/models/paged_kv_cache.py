@@ -15,6 +15,7 @@ from hybridflow.models.attention import PackedPlan
 from hybridflow.models.attention_form import AttentionForm, attention_up_to
 from hybridflow.models.kernels.paged_attention import append_to_pages, looks_up_addresses, paged_attention
 from hybridflow.models.kv_cache import PrefillPlan
+from hybridflow.models.recurrence import Recurrence
 from hybridflow.models.varlen import upload
 
 PAGE_SIZE = 32
@@ -61,28 +62,56 @@ class PageTable:
 
 
 class PagedKVCache:
-    """Keys and values by layer, (pages, PAGE_SIZE, kv_heads, dim), of the shapes and dtype of `like`.
+    """Keys and values by layer of attention, (pages, PAGE_SIZE, kv_heads, dim), of the shapes and dtype of `like`.
 
-    `like` is a plan that has computed at least one token. The first `num_scratch` pages are written by rows that do
-    not run, and never read by others. `addresses` (layers, 2): where the keys and values of each layer are, in memory
-    of a fixed address if `addresses_in` is given.
+    `like` is a plan that has computed one token. The first `num_scratch` pages are written by rows that do not run, and
+    never read by others. `addresses` (layers, 2): where the keys and values of each layer are, in memory of a fixed
+    address if `addresses_in` is given. `states`: those of recurrent layers, of `num_rows` rows in order.
     """
 
-    def __init__(self, like: PrefillPlan, num_pages: int, num_scratch: int, addresses_in: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        like: PrefillPlan,
+        num_pages: int,
+        num_scratch: int,
+        addresses_in: Tensor | None = None,
+        num_rows: int = 0,
+    ) -> None:
         def allocated(x: Tensor) -> Tensor:
             return x.new_empty(num_scratch + num_pages, PAGE_SIZE, *x.shape[1:])
 
-        layers = range(len(like.keys))
-        self.keys = [allocated(like.keys[layer]) for layer in layers]
-        self.values = [allocated(like.values[layer]) for layer in layers]
+        self.keys = [allocated(x) for x in like.keys.values()]
+        self.values = [allocated(x) for x in like.values.values()]
+        self.num_rows = num_rows
+        self.states = {layer: states.rows_like(num_rows) for layer, states in like.states.items()}
+        self._index = {layer: index for index, layer in enumerate(like.keys)}
         pairs = list(zip(self.keys, self.values, strict=True))
         pages = [[x.data_ptr() for x in pair] for pair in pairs]
-        addresses = torch.tensor(pages, device=self.keys[0].device)
+        tensors = [*self.keys, *(x for states in self.states.values() for x in states.tensors.values())]
+        addresses = torch.tensor(pages, device=tensors[0].device)
         self.addresses = addresses if addresses_in is None else addresses_in.copy_(addresses)
         self.table = PageTable(num_scratch, num_pages)
-        # What a CUDA graph of a decoding step expects unchanged: nothing if the kernels look the addresses up.
-        is_fixed = not all(looks_up_addresses(*pair) for pair in pairs)
-        self.fixed_addresses = [len(self.keys[0]), *chain.from_iterable(pages)] if is_fixed else []
+        # What a CUDA graph of a decoding step expects unchanged: no pages if the kernels look the addresses up.
+        is_fixed = not all(form.is_plain for form in like.forms.values())
+        is_fixed = is_fixed or not all(looks_up_addresses(*pair) for pair in pairs)
+        self.fixed_addresses = [num_scratch + num_pages, *chain.from_iterable(pages)] if is_fixed else []
+        self.fixed_addresses += [x.data_ptr() for states in self.states.values() for x in states.tensors.values()]
+
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return keys, values and their addresses of a layer, by its number in the model."""
+        index = self._index[layer]
+        return self.keys[index], self.values[index], self.addresses[index]
+
+    def reset_states(self, rows: Sequence[int]) -> None:
+        """Let rows have no tokens in recurrent layers."""
+        for states in self.states.values():
+            states.write(upload(np.array(rows, dtype=np.int64), self.addresses.device), None)
+
+    def move_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy the states of rows to other rows."""
+        for states in self.states.values():
+            source, target = (upload(np.array(rows), self.addresses.device) for rows in (sources, targets))
+            states.write(target, states.of_rows(source))
 
     def copy_page(self, source: int, targets: Sequence[int]) -> None:
         """Copy the keys and values of a page to other pages."""
@@ -99,21 +128,36 @@ class PagedKVCache:
 
 
 class PagedPrefillPlan:
-    """Packed causal attention over prompts that writes their keys and values into pages.
+    """Packed causal attention over prompts that writes their keys and values into pages, and their states into rows.
 
     Token `tokens[i]` of the packed prompts goes to slot `slots[i]` (page * PAGE_SIZE + place), (copies,) int64 each.
+    The states after prompt `prompts[i]` are those of row `rows[i]`, (rows,) int64 each.
     """
 
-    def __init__(self, cache: PagedKVCache, lengths: Sequence[int], tokens: Tensor, slots: Tensor) -> None:
-        self._cache, self._tokens, self._slots = cache, tokens, slots
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        lengths: Sequence[int],
+        tokens: Tensor,
+        slots: Tensor,
+        prompts: Tensor,
+        rows: Tensor,
+    ) -> None:
+        self._cache, self._tokens, self._slots, self._prompts, self._rows = cache, tokens, slots, prompts, rows
         self._packed = PackedPlan.from_lengths(lengths)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Write the keys and values of one layer, and compute its attention."""
         new_key, new_value = (x[0].transpose(0, 1)[self._tokens] for x in (key, value))
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        append_to_pages(new_key, new_value, keys, values, self._slots, self._cache.addresses[layer])
+        keys, values, addresses = self._cache.of_layer(layer)
+        append_to_pages(new_key, new_value, keys, values, self._slots, addresses)
         return self._packed.attend(layer, query, key, value, form)
+
+    def recur(self, layer: int, hidden: Tensor, compute: Recurrence) -> Tensor:
+        """Compute a recurrent layer, and write the states."""
+        out, states = self._packed.recur_with_states(layer, hidden, compute)
+        self._cache.states[layer].write(self._rows, states.of_rows(self._prompts))
+        return out
 
 
 class PagedDecodePlan:
@@ -131,14 +175,31 @@ class PagedDecodePlan:
         page = tables.gather(1, self.ends[:, None] // PAGE_SIZE).squeeze(1)
         slot = page * PAGE_SIZE + self.ends % PAGE_SIZE
         self._slots = torch.where(running, slot, torch.arange(len(ends), device=ends.device))
+        self._windows: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Write the new keys and values of one layer, and compute its attention."""
-        keys, values, addresses = self._cache.keys[layer], self._cache.values[layer], self._cache.addresses[layer]
+        keys, values, addresses = self._cache.of_layer(layer)
         append_to_pages(key[:, :, 0], value[:, :, 0], keys, values, self._slots, addresses)
         form = form.within(self._tables.shape[1] * PAGE_SIZE)
         if form.is_plain:
             query, tables, counts = query[:, :, 0], self._tables, self._counts
             return paged_attention(query, keys, values, tables, counts, form.scaling, addresses).unsqueeze(1)
-        keys, values = (x[self._tables.long()].flatten(1, 2).transpose(1, 2) for x in (keys, values))
-        return attention_up_to(query, keys, values, self.ends[:, None], form).transpose(1, 2)
+        tables, last = self._last_pages(form.window)
+        keys, values = (x[tables.long()].flatten(1, 2).transpose(1, 2) for x in (keys, values))
+        return attention_up_to(query, keys, values, last[:, None], form).transpose(1, 2)
+
+    def recur(self, layer: int, hidden: Tensor, compute: Recurrence) -> Tensor:
+        """Compute a recurrent layer of the new tokens; those of rows that do not run change states that are unused."""
+        return compute(hidden, self._cache.states[layer].of_rows(slice(len(self.ends))))
+
+    def _last_pages(self, window: int | None) -> tuple[Tensor, Tensor]:
+        """Return the pages of each row that a window may reach, and the place of the new token in them."""
+        width = self._tables.shape[1]
+        if window is None or (count := pages_of(window + PAGE_SIZE - 1)) >= width:
+            return self._tables, self.ends
+        if window not in self._windows:
+            first = (self.ends + 1 - window).clamp(min=0) // PAGE_SIZE
+            columns = (first[:, None] + torch.arange(count, device=first.device)).clamp(max=width - 1)
+            self._windows[window] = self._tables.gather(1, columns), self.ends - first * PAGE_SIZE
+        return self._windows[window]

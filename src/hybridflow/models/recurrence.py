@@ -36,6 +36,20 @@ class States:
         """Return the states of some rows: views for a slice, else copies."""
         return States(self.layer, {name: x[index] for name, x in self.tensors.items()})
 
+    def write(self, rows: Tensor, new: "States | None") -> None:
+        """Set the states of some rows; None: to those before the first tokens."""
+        for name, x in self.tensors.items():
+            x[rows] = 0.0 if new is None else new.tensors[name]
+
+    def rows_like(self, count: int) -> "States":
+        """Return states of `count` rows before their first tokens, in memory of their own."""
+        return States(self.layer, {name: x.new_zeros(count, *x.shape[1:]) for name, x in self.tensors.items()})
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of the states, in bytes."""
+        return sum(x.nbytes for x in self.tensors.values())
+
     @classmethod
     def joined(cls, parts: Sequence["States"]) -> "States":
         """Return the states of the rows of all parts, one after another."""
@@ -68,11 +82,6 @@ def plan_recurrences(model: PreTrainedModel) -> None:
     for module in model.modules():
         if name := _cache_argument(module):
             module.forward = partial(_planned, module, module.forward, name)
-
-
-def has_recurrences(model: PreTrainedModel) -> bool:
-    """Whether a layer has a state instead of keys and values."""
-    return any(_cache_argument(module) for module in model.modules())
 
 
 def _cache_argument(module: nn.Module) -> str | None:

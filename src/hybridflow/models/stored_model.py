@@ -28,19 +28,25 @@ from transformers.core_model_loading import (
 from hybridflow.errors import ModelError
 from hybridflow.models.lora import is_adapter, plain_name
 from hybridflow.models.model_files import INDEX, LOADING_ERRORS, SINGLE, require_sound_weights, weight_files
+from hybridflow.models.quantized_weights import UNUSED, quantized_form, quantized_weights
 
 
 class StoredModel:
-    """The tensors of a model directory by their stored names, read one at a time."""
+    """The tensors of a model directory by their stored names, read one at a time; quantized weights are dequantized."""
 
     def __init__(self, path: str | Path, *, is_tied: bool = False) -> None:
         self.path, self._open = Path(path), ExitStack()
         self._files: dict[str, Any] = {}
+        self._form, self._quantized = quantized_form(path), dict[str, tuple[str, str]]()
         try:
-            require_sound_weights(path, is_tied=is_tied)
             for file_path in weight_files(path):
                 file: Any = self._open.enter_context(safe_open(file_path, framework="pt"))
                 self._files |= dict.fromkeys(file.keys(), file)
+            if self._form is not None:
+                slices = {name: file.get_slice(name) for name, file in self._files.items()}
+                self._quantized = quantized_weights(path, self._form, slices)
+            self._parts = {name for parts in self._quantized.values() for name in parts}
+            require_sound_weights(path, is_tied=is_tied, quantized=self._parts)
         except LOADING_ERRORS as error:
             self._open.close()
             raise ModelError(
@@ -50,16 +56,29 @@ class StoredModel:
 
     @property
     def names(self) -> list[str]:
-        """Names of all stored tensors."""
-        return list(self._files)
+        """Names of all tensors."""
+        others = (name for name in self._files if name not in self._parts)
+        return [*self._quantized, *(name for name in others if self._form is None or not name.endswith(UNUSED))]
 
     def shape(self, name: str) -> list[int]:
-        """Return the shape of a stored tensor without reading it."""
+        """Return the shape of a tensor without reading it."""
+        if self._form is not None and name in self._quantized:
+            return self._form.shape(self._stored_shape(self._quantized[name][0]))
+        return self._stored_shape(name)
+
+    def read(self, name: str, some: slice | None = None) -> Tensor:
+        """Read a tensor, or `some` matrices of a stack."""
+        if self._form is not None and name in self._quantized:
+            numbers, scales = (self._read(part, some) for part in self._quantized[name])
+            return self._form.weight(numbers, scales)
+        return self._read(name, some)
+
+    def _stored_shape(self, name: str) -> list[int]:
         return self._files[name].get_slice(name).get_shape()
 
-    def read(self, name: str) -> Tensor:
-        """Read a stored tensor."""
-        return self._files[name].get_tensor(name)
+    def _read(self, name: str, some: slice | None) -> Tensor:
+        file = self._files[name]
+        return file.get_tensor(name) if some is None else file.get_slice(name)[some]
 
     def __enter__(self) -> "StoredModel":
         return self
@@ -129,8 +148,10 @@ class ModelTensors:
         return self._last[1][name]
 
     def read_experts(self, name: str, first: int, end: int) -> Tensor | None:
-        """Read some matrices of a stack of experts; None if the files do not have one matrix per expert."""
+        """Read some matrices of a stack of experts; None if the files have them in another form."""
         source = self._source_of[name]
+        if source.converter is None and len(self._shapes[name]) == 3:
+            return self._files.read(source.stored[-1][1], slice(first, end))
         if source.converter is None or not isinstance(source.converter.operations[0], MergeModulelist) or end == first:
             return None
         of_pattern: dict[str, list[tuple[str, str]]] = {}

@@ -24,9 +24,6 @@ def require_supported_config(config: PretrainedConfig) -> None:
         )
     if getattr(text, "is_heterogeneous", False):
         raise ModelError(f"{kind} models with layers of different sizes are not supported; {USE_INSTEAD}")
-    if has_angles_of_length(text):
-        rope_type = text.rope_parameters["rope_type"]
-        raise ModelError(f"{kind} models with rope_type={rope_type!r} are not supported; {USE_INSTEAD}")
 
 
 def require_classifier(config: PretrainedConfig, auto_class: Any) -> None:
@@ -40,6 +37,25 @@ def require_classifier(config: PretrainedConfig, auto_class: Any) -> None:
 
 
 def has_angles_of_length(config: PretrainedConfig) -> bool:
-    """Whether rotary angles depend on the longest sequence of a call, so that log-probs depend on other rows."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    return rope.get("rope_type") in ("dynamic", "longrope")
+    """Whether rotary angles depend on the longest sequence of a call if it has more than `num_positions` tokens."""
+    return any(rope.get("rope_type") in ("dynamic", "longrope") for rope in _ropes(config))
+
+
+def num_positions(config: PretrainedConfig) -> int | None:
+    """Return the most tokens of a sequence, up to which a row's angles do not depend on others; None: no limit."""
+    limits = [getattr(config.get_text_config(), "max_position_embeddings", None)]
+    ropes = (rope for rope in _ropes(config) if rope.get("rope_type") == "longrope")
+    limits += [rope.get("original_max_position_embeddings") for rope in ropes]
+    return min((limit for limit in limits if isinstance(limit, int)), default=None)
+
+
+def describe_positions(config: PretrainedConfig) -> str:
+    """Return the number of positions for an error, and why `max_position_embeddings` may be larger."""
+    why = " (beyond them, its rotary angles depend on the longest sequence of a batch)"
+    return f"{num_positions(config)} positions{why * has_angles_of_length(config)}"
+
+
+def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
+    """Return the settings of rotary angles: one, or one for each kind of layer."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    return [each for each in (rope, *rope.values()) if isinstance(each, dict)]

@@ -1,7 +1,7 @@
 """Decoding in batches of equal sampling parameters, with the keys and values of a row side by side."""
 
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -9,7 +9,6 @@ import torch
 from hybridflow.errors import RolloutConfigError
 from hybridflow.models.forward import Forward
 from hybridflow.models.kv_cache import PrefillPlan
-from hybridflow.models.paged_kv_cache import PAGE_SIZE, PagedKVCache
 from hybridflow.rollout.base import Completion, Request, SamplingParams
 from hybridflow.rollout.decoding_batch import DecodingBatch
 from hybridflow.rollout.kept_sequences import KeptSequence, KeptSequences
@@ -25,30 +24,29 @@ class CacheBudget:
 
     def __init__(self, forward: Forward, device: torch.device, num_bytes: int) -> None:
         self._forward, self._device, self._num_bytes = forward, device, num_bytes
-        self._sizes: tuple[int, int] | None = None  # bytes of a token, and of the states of a row
+        self._sizes: tuple[Counter[int | None], int] | None = None  # see `_measure`
 
     def holds(
         self,
         running: Mapping[SamplingParams, Rows],
         new: Mapping[SamplingParams, Iterable[Request]],
-        num_kept: int = 0,
+        kept: Sequence[int] = (),
     ) -> bool:
         """Return whether the rows that run and the new requests fit; rows of equal sampling have equal room.
 
-        `num_kept`: tokens of kept sequences beside them. Raises RolloutConfigError if nothing runs, nothing is kept
-        and a single new request does not fit.
+        `kept`: the room of kept sequences beside them. Raises RolloutConfigError if nothing runs, nothing is kept and a
+        single new request does not fit.
         """
         if not self._num_bytes:
             return True
-        token, row = self._sizes = self._sizes or self._measure()
         requests = [request for of_sampling in new.values() for request in of_sampling]
         wanted = dict(running)
         for sampling, of_sampling in new.items():
             for request in of_sampling:
                 rows, room = wanted.get(sampling, (0, 0))
                 wanted[sampling] = rows + request.group_size, max(room, longest_of(request))
-        needed = token * num_kept + sum(rows * (token * room + row) for rows, room in wanted.values())
-        if needed > self._num_bytes and not running and not num_kept and len(requests) == 1:
+        needed = sum(map(self._row_bytes, kept)) + sum(rows * self._row_bytes(room) for rows, room in wanted.values())
+        if needed > self._num_bytes and not running and not kept and len(requests) == 1:
             raise RolloutConfigError(
                 f"request {requests[0].request_id}: its {requests[0].group_size} sequences need {needed} bytes of keys "
                 f"and values; raise rollout.kv_cache_bytes={self._num_bytes} (0: no limit), or lower "
@@ -56,12 +54,19 @@ class CacheBudget:
             )
         return needed <= self._num_bytes
 
-    def _measure(self) -> tuple[int, int]:
-        """Return the bytes of one token in all layers, and of a row's states, by a forward pass over one token."""
+    def _row_bytes(self, room: int) -> int:
+        """Return the bytes of a row that has room for so many tokens."""
+        tokens, states = self._sizes = self._sizes or self._measure()
+        return states + sum(size * min(room, window or room) for window, size in tokens.items())
+
+    def _measure(self) -> tuple[Counter[int | None], int]:
+        """Return the bytes of a token in the layers of each window, and of a row's states, by a pass over one token."""
         like, zero = PrefillPlan([1]), torch.zeros(1, 1, dtype=torch.int64, device=self._device)
         self._forward(zero, position_ids=zero, attention_plan=like)
-        states = sum(x.nbytes for states in like.states.values() for x in states.tensors.values())
-        return PagedKVCache.page_bytes(like) // PAGE_SIZE, states
+        tokens = Counter[int | None]()
+        for layer, form in like.forms.items():
+            tokens[form.window] += like.keys[layer].nbytes + like.values[layer].nbytes
+        return tokens, sum(states.nbytes for states in like.states.values())
 
 
 class DecodingBatches:
@@ -140,8 +145,8 @@ class DecodingBatches:
         """Drop the oldest kept sequences that do not fit beside the rows that run, once finished rows are removed."""
         is_compact = False
         while self._kept:
-            num_kept = sum(parked.rows.cache.capacity for parked in self._kept.storages)
-            if self._budget.holds(self._running_rows(), new, num_kept):
+            kept = [parked.rows.cache.capacity for parked in self._kept.storages]
+            if self._budget.holds(self._running_rows(), new, kept):
                 return
             if is_compact:
                 self._kept.drop_oldest()

@@ -7,7 +7,7 @@ If memory runs out, they start again, half as many at a time.
 import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +17,13 @@ from hybridflow.errors import RolloutConfigError, RolloutError
 from hybridflow.models.fused_forward import forward_of
 from hybridflow.models.kv_cache import PrefillPlan
 from hybridflow.models.loading import placeholder
-from hybridflow.models.recurrence import has_recurrences
+from hybridflow.models.support import num_positions
 from hybridflow.rollout.base import Completion, Request, SleepingPart
+from hybridflow.rollout.decoding import Decoding
 from hybridflow.rollout.decoding_batches import DecodingBatches
 from hybridflow.rollout.kept_sequences import KeptSequences
 from hybridflow.rollout.loading import Loading, require_announced
+from hybridflow.rollout.page_memory import PageMemory
 from hybridflow.rollout.paged_decoding import READ_EVERY, PagedDecoding
 from hybridflow.rollout.requests import StopStrings, TokenDecoder, require_servable
 from hybridflow.rollout.step_graphs import DecodingSteps
@@ -30,42 +32,6 @@ from hybridflow.runtime.device import free_cached_memory
 from hybridflow.runtime.fault_points import fault_point
 from hybridflow.runtime.memory import is_out_of_memory, naming_out_of_memory
 from hybridflow.runtime.progress import note_progress
-
-
-class Decoding(Protocol):
-    """Sequences that run, and finished ones with `Request.keep`, which are added to the engine's KeptSequences.
-
-    After an error in a method the object is unusable; its requests start again in another.
-    """
-
-    @property
-    def num_running(self) -> int:
-        """The number of sequences that run, as far as the host knows."""
-        ...
-
-    def admit(self, waiting: deque[Request], room: int) -> None:
-        """Start requests from the left of `waiting`, at most `room` sequences, as long as they fit in memory.
-
-        Requests that memory no longer holds return to the left.
-        """
-        ...
-
-    def advance(self, version: int) -> list[Completion]:
-        """Add one token to every sequence; return completions, some of which may have ended in earlier steps."""
-        ...
-
-    def abort(self, request_id: int) -> list[Completion]:
-        """End the sequences of a request; return completions of this and of other requests."""
-        ...
-
-    def retract(self) -> list[Completion]:
-        """Compute the keys and values of all sequences again; return completions that ended in earlier steps."""
-        ...
-
-    def use_new_weights(self) -> None:
-        """Forget what depends on the addresses of the weights; keep no running sequence unless it is retracted."""
-        ...
-
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +47,8 @@ class EmbeddedRollout:
     `shares_model`: the model is the trainer's own, so its weights are never freed here. With `pack_weights`, a CPU
     generates from a copy of the weights in the memory order of its matrix products, which exists while sequences run.
     `paged`: keys and values in pages, and steps of fixed shapes; None: on every device except a CPU. `kv_cache_bytes`
-    is the memory of keys and values; 0: what the sequences need, with pages the share `memory_share` of the free memory
-    (1 GiB on a CPU). `records_routes`: completions of a mixture of experts have routes.
+    is the memory of keys, values and states; 0: what the sequences need, with pages the share `memory_share` of the
+    free memory (1 GiB on a CPU). `records_routes`: completions of a mixture of experts have routes.
     `exact`: log-probs are those of an exact trainer, bit for bit.
     """
 
@@ -107,8 +73,8 @@ class EmbeddedRollout:
         self.model = model
         self._forward = forward_of(model, records_routes=records_routes, exact=exact)
         self.routes_shape = self._forward.routes_shape
-        self._paged = False if has_recurrences(model) else paged  # states are rows of a batch, not pages
-        self._kv_cache_bytes, self._memory_share = kv_cache_bytes, memory_share
+        self._paged = paged
+        self._memory = PageMemory(kv_cache_bytes, memory_share)
         self._pack_weights = pack_weights
         self._is_packed = False  # True while sequences run, until the weights change
         self._shares_model = shares_model
@@ -138,7 +104,7 @@ class EmbeddedRollout:
         require_servable(
             request,
             max_running_sequences=self.max_running_sequences,
-            max_len=getattr(config, "max_position_embeddings", None),
+            max_len=num_positions(config),
             vocabulary=config.vocab_size,
         )
         self._stop_strings.require_served(request)
@@ -311,7 +277,7 @@ class EmbeddedRollout:
     def _new_decoding(self) -> Decoding:
         """Return the way to decode on the device of the weights, without memory for sequences."""
         if not self._is_paged():
-            model, num_bytes = self.model, self._kv_cache_bytes
+            model, num_bytes = self.model, self._memory.num_bytes
             return DecodingBatches(self._forward, model.device, model.dtype, self._stop_strings, self._kept, num_bytes)
         if self._steps is None or self._steps.place != (self.model.device, self.model.dtype, self._limit):
             self._forget_steps()
@@ -323,8 +289,7 @@ class EmbeddedRollout:
             kept=self._kept,
             max_running_sequences=self._limit,
             stop_strings=self._stop_strings,
-            kv_cache_bytes=self._kv_cache_bytes,
-            memory_share=self._memory_share,
+            memory=self._memory,
         )
 
     def _halve_limit(self) -> bool:

@@ -15,35 +15,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridflow.errors import RolloutConfigError
 from hybridflow.models.forward import Forward
-from hybridflow.models.kv_cache import PrefillPlan
 from hybridflow.models.paged_kv_cache import PAGE_SIZE, PagedKVCache, PageTable, pages_of
 from hybridflow.rollout.base import Completion, Request
 from hybridflow.rollout.decoding_state import NO_TOKEN, Emitted, StepShape, row_sizes, table_width
 from hybridflow.rollout.kept_sequences import KeptSequences
+from hybridflow.rollout.page_memory import PageMemory
 from hybridflow.rollout.paged_prompts import Prefill, write_prompts
 from hybridflow.rollout.requests import StopStrings, not_finite
 from hybridflow.rollout.running_row import RunningRow, final_length, first_pages, most_pages, shared_pages
 from hybridflow.rollout.sampling import SamplingKinds
 from hybridflow.rollout.step_graphs import DecodingSteps
-from hybridflow.runtime.device import free_device_memory
 from hybridflow.runtime.random_streams import uniform_state
 
 READ_EVERY = 4
 """Steps in a window. A row that stops stays in the steps until its window is read, at the end of the next one; it emits
 nothing."""
 
-HOST_MEMORY = 2**30
-"""Memory of keys and values on a CPU, in bytes."""
-
 
 class PagedDecoding:
     """All running sequences of an engine; pages are allocated with the first request and freed with the object.
 
-    `kv_cache_bytes` bounds the memory of keys and values; 0: the share `memory_share` of the memory that is free.
-    `steps` are used by one object at a time. A request is admitted as a whole. If pages run out, the request that was
-    admitted last waits again and restarts; its tokens will be the same.
+    `memory` bounds what is allocated. `steps` are used by one object at a time. A request is admitted as a whole. If
+    pages run out, the request that was admitted last waits again and restarts; its tokens will be the same.
     """
 
     def __init__(
@@ -55,11 +49,10 @@ class PagedDecoding:
         max_running_sequences: int,
         stop_strings: StopStrings,
         kept: KeptSequences[list[int]],
-        kv_cache_bytes: int = 0,
-        memory_share: float = 0.5,
+        memory: PageMemory,
     ) -> None:
         self._forward, self._device, self._stop_strings, self._kept = forward, device, stop_strings, kept
-        self._kv_cache_bytes, self._memory_share = kv_cache_bytes, memory_share
+        self._memory = memory
         self._sizes = row_sizes(max_running_sequences)
         self._steps, self._state = steps, steps.state
         steps.begin()
@@ -187,7 +180,7 @@ class PagedDecoding:
             if row.is_finite and reason:
                 done.append(row.completion(reason))
                 ended.append(row.place)
-                if row.request.keep and row.order > self._num_stale:
+                if row.request.keep and row.order > self._num_stale and not self._is_recurrent:
                     self._keep(row, done[-1].routes)
         self._remove(ended)
         return done
@@ -216,6 +209,11 @@ class PagedDecoding:
         return [place for place, row in enumerate(self._rows) if row and row.request.request_id == request_id]
 
     @property
+    def _is_recurrent(self) -> bool:
+        """Whether rows have states, which go on until they are removed."""
+        return self._cache is not None and bool(self._cache.states)
+
+    @property
     def _pages(self) -> PageTable:
         assert self._cache is not None
         return self._cache.table
@@ -226,50 +224,24 @@ class PagedDecoding:
         Kept sequences are freed for it, except the one that it continues. Raises RolloutConfigError if it never fits.
         """
         request = waiting[0]
-        if not self._rows and (self._cache is None or most_pages(request) > self._pages.count):
-            self._allocate(waiting)
-        needed = shared_pages(request) + request.group_size * first_pages(request, READ_EVERY)
-        if most_pages(request) > self._pages.count:
+        if not self._rows and not self._holds(request):
+            self._kept.clear()
+            self._cache = None  # frees its memory first
+            self._cache = self._memory.allocate(self._forward, self._device, self._steps, waiting, self._sizes)
+        if not self._holds(request):
             return False
+        needed = shared_pages(request) + request.group_size * first_pages(request, READ_EVERY)
         own = self._kept.find(request.prompt_ids)
         while needed + num_growing - len(own.storage if own else []) > self._pages.num_free:
             if not self._kept.drop_oldest(but=own):
                 return False
         return True
 
-    def _allocate(self, waiting: deque[Request]) -> None:
-        """Allocate pages for as many of the longest waiting sequence as may run, but at most what memory allows.
-
-        If a sequence is to be kept, allocate all that memory allows: later prompts are longer.
-        """
-        self._kept.clear()
-        self._cache = None
-        like, zero = PrefillPlan([1]), torch.zeros(1, 1, dtype=torch.int64, device=self._device)
-        self._forward(zero, position_ids=zero, attention_plan=like)
-        page_bytes, num_scratch = PagedKVCache.page_bytes(like), pages_of(self._sizes[-1])
-        is_cuda = self._device.type == "cuda"
-        free = int(self._memory_share * free_device_memory(self._device)) if is_cuda else HOST_MEMORY
-        budget = self._kv_cache_bytes or free
-        request, needed = waiting[0], most_pages(waiting[0])
-        wanted = self._sizes[-1] * max(pages_of(final_length(request)) for request in waiting)
-        num_pages = budget // page_bytes - num_scratch
-        if not any(request.keep for request in waiting):
-            num_pages = min(max(wanted, needed), num_pages)
-        if num_pages < needed:
-            raise RolloutConfigError(
-                f"request {request.request_id}: {request.group_size} sequences of up to {final_length(request)} tokens "
-                f"need {(needed + num_scratch) * page_bytes} bytes of keys and values, but {budget} are allowed; raise "
-                f"rollout.kv_cache_bytes={self._kv_cache_bytes} (0: rollout.gpu_memory_utilization="
-                f"{self._memory_share} of the free memory), or lower data.max_response_length."
-            )
-        try:
-            self._cache = self._steps.allocate(like, num_pages, num_scratch)
-        except torch.OutOfMemoryError as error:
-            raise RolloutConfigError(
-                f"{(num_pages + num_scratch) * page_bytes} bytes of keys and values do not fit into the free memory of "
-                f"{self._device}; lower rollout.kv_cache_bytes={self._kv_cache_bytes} (0: "
-                f"rollout.gpu_memory_utilization={self._memory_share}), or use memory.offload to free the trainer's."
-            ) from error
+    def _holds(self, request: Request) -> bool:
+        """Return whether there are pages for a request that runs alone, and rows beside those that run."""
+        if self._cache is None or self.num_running + request.group_size > self._cache.num_rows:
+            return False
+        return most_pages(request) <= self._pages.count
 
     def _extend_tables(self, waiting: deque[Request]) -> bool:
         """Give rows the pages of their steps in the next window.
@@ -313,8 +285,9 @@ class PagedDecoding:
             if row:
                 row.place = target
         del self._rows[num_running:]
-        if sources:
+        if sources and self._cache:
             self._state.move(sources, targets)
+            self._cache.move_states(sources, targets)
 
     def _size(self, num_rows: int) -> int:
         return next(size for size in self._sizes if size >= num_rows)

@@ -30,10 +30,11 @@ class Prefill:
 def write_prompts(
     forward: Forward, cache: PagedKVCache, device: torch.device, parts: Sequence[Prefill], *, notes_routes: bool
 ) -> None:
-    """Write keys and values of sequences into the pages of their rows, in passes of a bounded size.
+    """Write keys and values of sequences into the pages of their rows, and states, in passes of a bounded size.
 
     `notes_routes`: their routes, if recorded, are added to those of the rows.
     """
+    cache.reset_states([row.place for part in parts for row, _ in part.rows])
     for is_continued in (False, True):
         group = [part for part in parts if len(part.tokens) > part.start and bool(part.start) == is_continued]
         first = 0
@@ -59,13 +60,14 @@ def _write_pass(forward: Forward, cache: PagedKVCache, device: torch.device, par
             slots.append(np.array(row.pages)[places // PAGE_SIZE] * PAGE_SIZE + places % PAGE_SIZE)
     ids = np.concatenate([np.array(part.tokens[part.start :]) for part in parts])
     positions = np.concatenate([np.arange(part.start, len(part.tokens)) for part in parts])
-    columns = (ids, positions, np.concatenate(tokens), np.concatenate(slots))
-    ids, positions, tokens, slots = (upload(column, device) for column in columns)
+    prompts, rows = np.array([(i, row.place) for i, part in enumerate(parts) for row, _ in part.rows]).T
+    columns = (ids, positions, np.concatenate(tokens), np.concatenate(slots), prompts.copy(), rows.copy())
+    ids, positions, tokens, slots, prompts, rows = (upload(column, device) for column in columns)
     if parts[0].start:
         pages = [part.rows[0][0].pages for part in parts]
         plan = PagedContinuedPlan(cache, tokens, slots, pages, [len(part.tokens) for part in parts], lengths)
     else:
-        plan = PagedPrefillPlan(cache, lengths, tokens, slots)
+        plan = PagedPrefillPlan(cache, lengths, tokens, slots, prompts, rows)
     with generation_kernels():
         forward(
             ids[None],

@@ -127,9 +127,9 @@ class DecodingSteps:
         self.state.reset()
         self._weights = [*self._model.parameters(), *self._model.buffers()]
 
-    def allocate(self, like: PrefillPlan, num_pages: int, num_scratch: int) -> PagedKVCache:
+    def allocate(self, like: PrefillPlan, num_pages: int, num_scratch: int, num_rows: int) -> PagedKVCache:
         """Return a cache for the rows, whose addresses are where graphs look them up."""
-        cache = PagedKVCache(like, num_pages, num_scratch, self._page_addresses)
+        cache = PagedKVCache(like, num_pages, num_scratch, self._page_addresses, num_rows)
         self._page_addresses = cache.addresses
         return cache
 

@@ -1,9 +1,7 @@
 """Generation in a separate resource pool: the rollout engine receives its weights from the training pool."""
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -11,7 +9,8 @@ from hybridflow.config import Config
 from hybridflow.data.tokenizer import stop_token_ids, tokenizer_of
 from hybridflow.environments.processes.closure import Closure
 from hybridflow.errors import RolloutError
-from hybridflow.models.loading import DTYPES, build_with_placeholders
+from hybridflow.models.loading import DTYPES, build_with_placeholders, model_config
+from hybridflow.models.support import num_positions
 from hybridflow.rollout import EmbeddedRollout, RolloutEngine
 from hybridflow.rollout.weight_sync.receiver import ReceivesWeights, WeightReceiver
 from hybridflow.rollout.weight_sync.transports import build_transport
@@ -106,5 +105,4 @@ def build_rollout_engine(
 def _max_model_len(config: Config) -> int:
     """Return the length of the longest prompt and response allowed by the data, at most the model's positions."""
     longest = config.data.max_prompt_length + config.data.max_response_length
-    settings = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
-    return min(longest, settings.get("max_position_embeddings", longest))
+    return min(longest, num_positions(model_config(config.model.path)) or longest)

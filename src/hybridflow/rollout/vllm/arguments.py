@@ -6,6 +6,7 @@ from typing import Any
 
 from hybridflow.config import LoRAConfig
 from hybridflow.errors import RolloutConfigError
+from hybridflow.models.quantized_weights import QUANTIZED, quantized_form
 
 KV_CACHE_BYTES_ON_CPU = 2**30
 """Memory of keys and values on a CPU, where vLLM's default is a share of the host's memory."""
@@ -60,6 +61,7 @@ def engine_arguments(options: EngineOptions, on_gpu: bool) -> dict[str, Any]:
         "model": options.path,
         "dtype": options.dtype,
         "load_format": "dummy",  # weights come from the trainer
+        "hf_overrides": not_quantized if _is_quantized(options) else {},
         "use_tqdm_on_load": False,
         "skip_tokenizer_init": True,
         "max_model_len": options.max_model_len,
@@ -84,8 +86,18 @@ def engine_arguments(options: EngineOptions, on_gpu: bool) -> dict[str, Any]:
         "seed": 0,
         "quantization": QUANTIZATIONS[options.quantization],
         **_adapter_arguments(options, on_gpu),
-        **_speculation_arguments(options.speculative or {}),
+        **_speculation_arguments(options),
     }
+
+
+def not_quantized(config: Any) -> Any:
+    """Return a configuration without what it says of quantized weights: those of the trainer are dequantized."""
+    vars(config).pop(QUANTIZED, None)
+    return config
+
+
+def _is_quantized(options: EngineOptions) -> bool:
+    return quantized_form(options.path) is not None
 
 
 def capture_sizes(options: EngineOptions) -> list[int] | None:
@@ -119,6 +131,8 @@ def _adapter_arguments(options: EngineOptions, on_gpu: bool) -> dict[str, Any]:
         raise adapters_refused("model.dtype='float32'", "on a GPU vLLM computes adapters in bfloat16; use it")
     if rank is None:
         raise adapters_refused(f"lora.rank={lora.rank}", f"vLLM has ranks up to {RANKS[-1]}; use a smaller one")
+    if _is_quantized(options):
+        raise adapters_refused("quantized weights", "vLLM would compute with them, and the trainer dequantizes them")
     return {
         "load_format": "auto",
         "enable_lora": True,
@@ -128,15 +142,21 @@ def _adapter_arguments(options: EngineOptions, on_gpu: bool) -> dict[str, Any]:
     }
 
 
-def _speculation_arguments(speculative: Mapping[Any, Any]) -> dict[str, Any]:
+def _speculation_arguments(options: EngineOptions) -> dict[str, Any]:
     """Return vLLM's arguments for speculative decoding.
 
     Tokens are scheduled synchronously, so that none of a step in flight depends on drafts that are not verified yet.
     """
+    speculative = options.speculative or {}
     if not speculative:
         return {}
     arguments: dict[str, Any] = {"speculative_config": dict(speculative), "async_scheduling": False}
     if "model" in speculative:
+        if _is_quantized(options):
+            raise RolloutConfigError(
+                "rollout.speculative.model is not supported with quantized weights: vLLM reads both models from their "
+                "files; use method = 'ngram', or a model.path that is not quantized."
+            )
         # vLLM loads both models in the same way, and only the trained one gets weights from the trainer.
         arguments |= {"load_format": "auto", "sleep_preserve_parameter_names": ["draft.*"]}
         arguments["speculative_config"]["method"] = "draft_model"

@@ -21,6 +21,7 @@ from hybridflow.models.loading import build_with_placeholders
 from hybridflow.models.lora import adapter_shapes
 from hybridflow.models.parameters import persistent_buffers
 from hybridflow.models.stored_model import PublishedForm, Waiting
+from hybridflow.models.support import describe_positions, num_positions
 from hybridflow.rollout.base import Completion, FinishReason, Request, SleepingPart
 from hybridflow.rollout.loading import Loading, require_announced
 from hybridflow.rollout.requests import StopStrings, TokenDecoder, not_finite, require_servable
@@ -80,11 +81,11 @@ class VLLMRollout:
             raise RolloutConfigError(f"vLLM computes in {' or '.join(DTYPES)}, model.dtype is '{start.dtype}'.")
         described = build_with_placeholders(path, "policy", torch.float32, torch.device("cpu"))
         config = described.config.get_text_config()
-        positions = config.max_position_embeddings
+        positions = num_positions(config) or start.max_model_len
         if start.max_model_len > positions:
             raise RolloutConfigError(
-                f"rollout.max_model_len={start.max_model_len} exceeds the {positions} positions of '{path}'; use at "
-                f"most {positions}, or 0."
+                f"rollout.max_model_len={start.max_model_len} exceeds the {describe_positions(config)} of '{path}'; "
+                f"use at most {positions}, or 0."
             )
         require_head_size(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
         self._shapes = {name: parameter.shape for name, parameter in described.named_parameters()}

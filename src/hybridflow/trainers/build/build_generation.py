@@ -14,10 +14,11 @@ from hybridflow.data.row_forms import RowForm
 from hybridflow.data.tokenizer import tokenizer_of
 from hybridflow.engines.engine_state import require_same_adapters
 from hybridflow.errors import CheckpointConfigError
+from hybridflow.models.loading import model_config
+from hybridflow.models.support import num_positions
 from hybridflow.trainers.build.build_run import prepare_driver_process
 from hybridflow.trainers.build.groups import build_backend, build_groups, closing_on_error
 from hybridflow.trainers.build.preconditions import (
-    positions_of,
     require_reward_functions,
     require_rollout_engine,
     settle_auto,
@@ -73,8 +74,8 @@ def built_server(
     alone = {"controller": own, "placement": PlacementConfig(), "parallel": ParallelConfig()}
     config = _prepare(config.model_copy(update={**alone, "environment": EnvironmentConfig()}), checkpoint)
     template_findings(config)
-    data, rollout, positions = config.data, config.rollout, positions_of(config.model.path)
-    longest = positions if isinstance(positions, int) else data.max_prompt_length + data.max_response_length
+    data, rollout, positions = config.data, config.rollout, num_positions(model_config(config.model.path))
+    longest = positions or data.max_prompt_length + data.max_response_length
     changes = {"tensor": 1, "max_model_len": rollout.max_model_len or longest}
     config = config.model_copy(update={"rollout": rollout.model_copy(update=changes)})
     address = {"host": host, "port": port, "key": key, "record": record}

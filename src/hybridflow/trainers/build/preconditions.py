@@ -1,6 +1,6 @@
 """Checks of files, models and settings that fail before any slow step of building a run."""
 
-import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from datetime import date
@@ -29,7 +29,9 @@ from hybridflow.errors import (
 from hybridflow.models.expert_parallel import require_expert_parallel
 from hybridflow.models.hub import with_local_files
 from hybridflow.models.loading import model_config, vocabulary_size
+from hybridflow.models.quantized_weights import quantized_form
 from hybridflow.models.routes import why_not_replayable
+from hybridflow.models.support import describe_positions, num_positions
 from hybridflow.rollout.vllm import require_vllm
 from hybridflow.runtime.declared_function import declared_function
 from hybridflow.runtime.device import cpu_has_bfloat16, gpu_has_bfloat16
@@ -163,12 +165,16 @@ def _is_agent(source: str) -> bool:
 
 
 def require_model_directory(key: str, path: str) -> None:
-    """Raise ModelConfigError unless `path`, the value of `key`, is a directory with a config.json and regular files."""
+    """Raise ModelConfigError unless `path`, the value of `key`, is a directory with a config.json and regular files.
+
+    Raises ModelError for weights in a form that is not read.
+    """
     try:
         require_model_files(path)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or error  # without the path, which may be long
         raise ModelConfigError(f"{key}='{path}' cannot be read: {reason}.") from error
+    quantized_form(path)
     if not (Path(path) / "config.json").is_file():
         raise ModelConfigError(
             f"{key}='{path}' is not a model directory: config.json not found; give a local Hugging Face directory (a "
@@ -243,11 +249,11 @@ def require_known_tokens(config: Config) -> None:
 
 def require_positions(config: Config, prompts: RLHFDataset) -> None:
     """Raise DataConfigError if the longest prompt and response together exceed the positions of the policy."""
-    positions, longest = positions_of(config.model.path), prompts.longest_prompt
-    if isinstance(positions, int) and longest + config.data.max_response_length > positions:
+    model, longest = model_config(config.model.path), prompts.longest_prompt
+    if longest + config.data.max_response_length > (num_positions(model) or math.inf):
         raise DataConfigError(
             f"the longest prompt has {longest} tokens and data.max_response_length={config.data.max_response_length}, "
-            f"but the model has {positions} positions; lower one of the limits."
+            f"but the model has {describe_positions(model)}; lower one of the limits."
         )
 
 
@@ -278,19 +284,13 @@ def require_reward_functions(config: Config, samples: Iterable[Mapping[str, Any]
 
 def require_room(config: Config, longest: int) -> None:
     """Raise DataConfigError if an example of `longest` tokens exceeds the positions of the model."""
-    positions = positions_of(config.model.path)
-    if isinstance(positions, int) and longest > positions:
+    model = model_config(config.model.path)
+    if longest > (num_positions(model) or math.inf):
         raise DataConfigError(
-            f"the longest example has {longest} tokens, but the model has {positions} positions; lower "
+            f"the longest example has {longest} tokens, but the model has {describe_positions(model)}; lower "
             f"data.max_prompt_length={config.data.max_prompt_length} or "
             f"data.max_response_length={config.data.max_response_length}."
         )
-
-
-def positions_of(path: str) -> object:
-    """Return max_position_embeddings of a model directory; None if its config.json has none."""
-    settings = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
-    return settings.get("max_position_embeddings")
 
 
 def require_same_tokenizer(config: Config) -> None:

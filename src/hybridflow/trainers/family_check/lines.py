@@ -4,6 +4,7 @@ transformers' code, one row at a time = ours, one row at a time = packed = padde
 one prefill of the sampled tokens = decoding token by token = decoding in rows that others have used
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -133,17 +134,28 @@ class Comparison:
 
     def _of_samples(
         self,
-        samples: Callable[[EmbeddedRollout, Sequence[Sequence[int]]], Iterator[Sample]],
+        samples: Callable[[EmbeddedRollout, Sequence[Sequence[int]], float], Iterator[Sample]],
         prompts: Sequence[Sequence[int]],
         is_paged: bool,
     ) -> Difference:
         engine = EmbeddedRollout(self._model, max_running_sequences=RUNNING, paged=is_paged, kv_cache_bytes=CACHE_BYTES)
-        apart = [torch.tensor(sample.log_probs) - self._in_one_pass(sample) for sample in samples(engine, prompts)]
+        sampled = samples(engine, prompts, self._temperature)
+        apart = [torch.tensor(sample.log_probs) - self._in_one_pass(sample) for sample in sampled]
         return Difference(largest(torch.cat(apart)))
+
+    @property
+    def _temperature(self) -> float:
+        """A temperature at which a copy samples tokens whose log-probs depend on all that it sees.
+
+        With tied embeddings a random model repeats its last token, almost surely whatever came before.
+        """
+        vocabulary = self._model.config.get_text_config().vocab_size
+        return max(1.0, -float(self._copy.wanted.log_probs.mean()) / math.log(vocabulary))
 
     def _in_one_pass(self, sample: Sample) -> Tensor:
         """Return the log-probs of a sample's tokens in a pass of training."""
         ids = torch.tensor([[*sample.prompt, *sample.tokens]])
         is_sampled = torch.ones(1, len(sample.tokens), dtype=torch.bool)
         row = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "response_mask": is_sampled}
-        return self._forward.compute(pack(DataProto.from_dict(row)))["log_probs"].detach()[0]
+        outputs = self._forward.compute(pack(DataProto.from_dict(row)), temperature=self._temperature)
+        return outputs["log_probs"].detach()[0]

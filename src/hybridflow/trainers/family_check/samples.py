@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from hybridflow.protocol import DataProto
 from hybridflow.rollout.base import Request, SamplingParams
@@ -24,37 +25,42 @@ def prompt_of(rows: DataProto, row: int) -> list[int]:
     return columns["input_ids"][row, :width][columns["attention_mask"][row, :width].bool()].tolist()
 
 
-def decode(engine: EmbeddedRollout, prompts: Sequence[Sequence[int]]) -> Iterator[Sample]:
+def decode(engine: EmbeddedRollout, prompts: Sequence[Sequence[int]], temperature: float) -> Iterator[Sample]:
     """Decode two responses to each prompt; those to the last prompt end first."""
-    requests = [_request(number, prompt, 9 - 4 * number, group_size=2) for number, prompt in enumerate(prompts)]
-    yield from _samples(engine, requests)
+    request = partial(_request, temperature)
+    yield from _samples(engine, [request(i, prompt, 9 - 4 * i, group_size=2) for i, prompt in enumerate(prompts)])
 
 
-def decode_after_others(engine: EmbeddedRollout, prompts: Sequence[Sequence[int]]) -> Iterator[Sample]:
+def decode_after_others(
+    engine: EmbeddedRollout, prompts: Sequence[Sequence[int]], temperature: float
+) -> Iterator[Sample]:
     """Decode more sequences than may run, so that later ones get the rows and pages of others; then go on with some.
 
     The sequences that go on are kept ones, of which one has two continuations.
     """
     first, second = prompts  # of which the first has more than five tokens
+    request = partial(_request, temperature)
     ended = list(
         _samples(
             engine,
             [
-                _request(0, first, 4, group_size=2, keep=True),
-                _request(1, second, 10),
-                _request(2, first[3:], 5, keep=True),
-                _request(3, first[5:], 6, group_size=3),
+                request(0, first, 4, group_size=2, keep=True),
+                request(1, second, 10),
+                request(2, first[3:], 5, keep=True),
+                request(3, first[5:], 6, group_size=3),
             ],
         )
     )
     yield from ended
     kept = [[*sample.prompt, *sample.tokens] for sample in ended if sample.prompt in (first, first[3:])]
-    more = [_request(4 + i, [*tokens, *second[: 6 - i]], 6 - i, group_size=1 + i) for i, tokens in enumerate(kept)]
+    more = [request(4 + i, [*tokens, *second[: 6 - i]], 6 - i, group_size=1 + i) for i, tokens in enumerate(kept)]
     yield from _samples(engine, more)
 
 
-def _request(number: int, prompt: Sequence[int], count: int, group_size: int = 1, *, keep: bool = False) -> Request:
-    sampling = SamplingParams(count)
+def _request(
+    temperature: float, number: int, prompt: Sequence[int], count: int, group_size: int = 1, *, keep: bool = False
+) -> Request:
+    sampling = SamplingParams(count, temperature)
     return Request(number, prompt, sampling, group_size, noise_key=(number,), keep=keep, total_tokens=64)
 
 

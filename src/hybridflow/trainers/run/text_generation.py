@@ -12,11 +12,12 @@ from hybridflow.data.layout import pad_left
 from hybridflow.data.parquet_rows import Row
 from hybridflow.data.tokenizer import pad_token_id, tokenizer_of
 from hybridflow.errors import DataConfigError, DataError
+from hybridflow.models.loading import model_config
+from hybridflow.models.support import describe_positions, num_positions
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.meta_info import NOISE_KEY
 from hybridflow.runtime.observe import get_logger
 from hybridflow.trainers.build.groups import BackendOwner
-from hybridflow.trainers.build.preconditions import positions_of
 from hybridflow.trainers.run.samples import prompt_text
 from hybridflow.trainers.validation import VALIDATION_STREAM
 
@@ -36,14 +37,15 @@ def checked_prompts(config: Config, prompts: Sequence[Row], *, cap_response_leng
         return config
     data, path = config.data, config.model.path
     longest = max(map(len, encode_prompts(config, tokenizer_of(config), prompts)))
-    positions = positions_of(path)
-    if not isinstance(positions, int) or longest + data.max_response_length <= positions:
+    model = model_config(path)
+    positions = num_positions(model)
+    if positions is None or longest + data.max_response_length <= positions:
         return config
     left = positions - longest
     if left < 1:
         raise DataConfigError(
-            f"the longest prompt has {longest} tokens, which leaves no room for a response: the model has {positions} "
-            "positions; shorten the prompt."
+            f"the longest prompt has {longest} tokens, which leaves no room for a response: the model has "
+            f"{describe_positions(model)}; shorten the prompt."
         )
     found = f"data.max_response_length={data.max_response_length} exceeds the {left} of {positions} positions of the "
     found += f"model that a prompt of {longest} tokens leaves"
