@@ -34,11 +34,7 @@ class RolloutConfig(Section):
         description="embedded, on a CPU: decode with a compiled kernel from a copy of the weights in its memory order. "
         "Faster, but the weights are in memory twice during generation.",
     )
-    exact: bool = Field(
-        default=False,
-        description="embedded, on a CPU: the trainer's log-prob of each sampled token is the sampler's, bit for bit, "
-        "and a step in which one differs is an error. Llama, Qwen2 and Qwen3 in float32 or bfloat16.",
-    )
+    exact: bool = Field(default=False, description="embedded, on a CPU: log-probs are the trainer's, bit for bit.")
     stop_strings: tuple[str, ...] = Field(
         default=(),
         description="Strings that end a response, besides the model's stop tokens; they stay in the response.",
