@@ -30,7 +30,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export OMP_WAIT_POLICY ?= passive
 
 .PHONY: help setup setup-vllm demo demo-control demo-tools demo-agent rlhf learn chaos soak smoke test types fast-tests test-runs test-vllm test-all test-gpu fix
-.PHONY: bench-balance bench-compiled_kernels bench-controller_scale bench-episodes bench-gpu bench-grpo_step
+.PHONY: bench-balance bench-compiled_kernels bench-controller_scale bench-episodes bench-exact bench-gpu bench-grpo_step
 .PHONY: bench-lag_learning bench-overlap bench-recovery bench-report bench-rewards bench-rollout bench-route_replay bench-slow_reward bench-snapshot_size bench-trace_share bench-train_engine bench-uneven
 .PHONY: bench-transport bench-weight_sync
 
@@ -182,6 +182,9 @@ bench-overlap: $(STAMP) ## the time of a step with trainer.stream and trainer.la
 
 bench-lag_learning: $(STAMP) ## countdown with each trainer.lag, three seeds each; ARGS="--help" for more
 	$(BIN)/python benchmarks/lag_learning.py $(ARGS)
+
+bench-exact: $(STAMP) ## log-probs of training that are those of sampling, bit for bit: what a step costs; ARGS="--help" for more
+	$(BIN)/python benchmarks/exact.py $(ARGS)
 
 bench-episodes: $(STAMP) ## episodes of four turns with slow tools, as agents, and as many tokens in one turn; ARGS="--help" for more
 	$(BIN)/python benchmarks/episodes.py $(ARGS)

@@ -6,7 +6,9 @@ from torch import Tensor
 
 from hybridflow.algorithms import POLICY_LOSSES
 from hybridflow.config import Config
+from hybridflow.errors import RolloutError
 from hybridflow.protocol import DataProto
+from hybridflow.workers.exact_samples import exactly
 from hybridflow.workers.log_prob_mismatch import KL, MEAN, SHARE, log_prob_mismatch_of
 from hybridflow.workers.losses import actor_columns, actor_loss, critic_loss
 
@@ -57,6 +59,15 @@ def test_policy_loss_and_metrics_equal_the_formulas():
     loss.backward()
     assert outputs["log_probs"].grad.flatten().tolist() == pytest.approx([-1 / 3, 0, 2 * math.exp(0.1) / 3, 0])
     assert outputs["entropies"].grad is None  # its coefficient is 0
+
+
+def test_a_loss_of_exact_samples_names_a_token_that_differs():
+    exact = policy_rows(rollout_log_probs=LOG_PROBS.tolist())
+    loss = exactly(actor_loss(config(), 0.0, num_tokens=3, num_sequences=2))
+    assert loss(policy_outputs(), exact)[1]["rollout/log_prob_mismatch_max"] == 0
+    exact.batch["rollout_log_probs"][1, 0] += 1e-12
+    with pytest.raises(RolloutError, match=r"1 of 3 sampled tokens have another .* in row 1, token 0"):
+        loss(policy_outputs(), exact)
 
 
 def test_on_policy_ratio_is_one_without_reading_old_log_probs():

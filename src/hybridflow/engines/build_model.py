@@ -27,10 +27,12 @@ def build_model(
     lora: LoRAConfig | None,
     adapter_dtype: torch.dtype,
     on_host: bool,
+    exact: bool,
 ) -> tuple[PreTrainedModel, Forward]:
     """Load the model, whole or this rank's shards, and choose its forward pass; adapters are not yet filled.
 
-    `dtype` is that of its weights. Raises ModelError if the parallel sizes are not supported for the model.
+    `dtype` is that of its weights; `exact` as in `forward_of`. Raises ModelError if the parallel sizes are not
+    supported for the model.
     """
     if ranks.is_alone:
         load = load_causal_lm if head == "policy" else load_value_model
@@ -38,7 +40,7 @@ def build_model(
         torch.nn.Module.to(model, device)
         if lora:
             add_adapters(model, lora, adapter_dtype)
-        return model, forward_of(model)
+        return model, forward_of(model, exact=exact)
     model = build_without_weights(path, head, dtype)
     require_tensor_parallel(model.config, ranks.tensor)
     require_expert_parallel(model.config, ranks.expert, model)
@@ -47,4 +49,4 @@ def build_model(
     shard_model(model, ranks, device, compute_dtype, on_host=on_host)
     load_shards(model, path)
     tensor = TensorRanks(ranks.group(TENSOR)) if ranks.tensor > 1 else None
-    return model, forward_of(model, is_sharded=True, tensor=tensor)
+    return model, forward_of(model, is_sharded=True, tensor=tensor, exact=exact)

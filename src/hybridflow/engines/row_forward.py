@@ -28,6 +28,7 @@ from hybridflow.errors import BatchError
 from hybridflow.models.attention_backend import AttentionCase, AttentionName, attention_for
 from hybridflow.models.experts import ExpertLoad
 from hybridflow.models.forward import Forward
+from hybridflow.models.kernels.exact import exact_log_probs
 from hybridflow.models.kernels.fused_log_probs import fused_log_probs
 from hybridflow.models.model_sizes import decoder_shape, sequence_costs
 from hybridflow.models.routes import ReplayedRoutes, Routers
@@ -187,8 +188,10 @@ class RowForward:
 
         def of_labels(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
             """Return log-probs, and entropies if wanted."""
-            if self._fuses_log_probs and settings["shared"] is None and len(logits):
-                results = fused_log_probs(logits, labels, temperature=temperature or 1.0, with_entropy=with_entropy)
+            kernel = exact_log_probs if self._model_forward.is_exact else fused_log_probs
+            is_fused = self._fuses_log_probs and settings["shared"] is None and len(logits)
+            if self._model_forward.is_exact or is_fused:
+                results = kernel(logits, labels, temperature=temperature or 1.0, with_entropy=with_entropy)
                 return tuple(result for result in results if result is not None)
             if with_entropy:
                 return log_probs_and_entropy_from_logits(logits, labels, **settings)

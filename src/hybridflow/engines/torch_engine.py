@@ -51,9 +51,9 @@ class TorchEngine:
     """A policy (log-probs of response tokens) or a critic (values at response tokens).
 
     `optimizer` None makes an engine that only computes, as a reference does. `total_updates` is where the schedule
-    of the learning rate ends. Without `merge_adapters`, `weights` are the adapters alone. If the process is in a group
-    of several ranks when the engine is built, parameters are sharded over these ranks (FSDP2), and every call is one
-    that all ranks make.
+    of the learning rate ends. Without `merge_adapters`, `weights` are the adapters alone. `exact`: log-probs are those
+    of decoding. If the process is in a group of several ranks when the engine is built, parameters are sharded over
+    these ranks (FSDP2), and every call is one that all ranks make.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class TorchEngine:
         lora: LoRAConfig | None = None,
         seed: int = 0,
         merge_adapters: bool = True,
+        exact: bool = False,
     ) -> None:
         self.head: Head = head
         self.num_updates = self.bytes_received = 0
@@ -95,6 +96,7 @@ class TorchEngine:
             lora=self.lora,
             adapter_dtype=learning_dtype,
             on_host=offload == "host",
+            exact=exact,
         )
         if self._compiles(model.compile):
             self.model_forward.compile()

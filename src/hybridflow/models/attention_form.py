@@ -21,13 +21,14 @@ class AttentionForm:
     """The attention of one layer: softmax(scaling * query key^T) value, and what a family adds to it.
 
     `window`: a query sees this many keys, its own included. `softcap`: scores become softcap * tanh(score / softcap).
-    `sinks` (heads,): the logit of a key without a value (GPT-OSS).
+    `sinks` (heads,): the logit of a key without a value (GPT-OSS). `exact`: add in the order of decoding, on a CPU.
     """
 
     scaling: float
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    exact: bool = False
 
     def within(self, longest: int) -> "AttentionForm":
         """Return the form for sequences of at most `longest` tokens, which a longer window does not limit."""

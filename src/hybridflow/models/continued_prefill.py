@@ -12,6 +12,7 @@ from torch import Tensor
 from hybridflow.models.attention import pytorch_attention
 from hybridflow.models.attention_backend import AttentionCase, supports_flash
 from hybridflow.models.attention_form import AttentionForm, attention_up_to
+from hybridflow.models.kernels.exact import attend
 from hybridflow.models.kernels.paged_attention import append_to_pages
 from hybridflow.models.kv_cache import KVCache, NewRows
 from hybridflow.models.paged_kv_cache import PAGE_SIZE, PagedKVCache
@@ -40,6 +41,8 @@ class ContinuedPlan:
         counts, device = [length - start for length, start in zip(lengths, starts, strict=True)], source.device
         self._cache, self._new = cache, NewRows(counts, source, first_row, starts)
         own_row = first_row + torch.searchsorted(source, torch.arange(len(counts), device=device))
+        self._rows = own_row.repeat_interleave(torch.tensor(counts, device=device))  # of each new token
+        self._num_keys = torch.cat([torch.arange(s, e) for s, e in zip(starts, lengths, strict=True)]).to(device) + 1
         self._parts = [(own_row[part], lengths[part], counts[part]) for part in _parts(lengths, counts)]
         self._longest = max(lengths)
         self._batches: dict[int | None, list[_PrefillBatch]] = {}  # by window
@@ -48,6 +51,11 @@ class ContinuedPlan:
         """Compute the attention of one layer, and write its new keys and values."""
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         form, (keys, values) = form.within(self._longest), self._cache.of_layer(layer)
+        if form.exact:
+            self._cache.write(layer, self._new, key, value)
+            heads = {"kv_heads": keys.shape[1], "places": keys.shape[2]}
+            first_keys = self._rows * keys[0, :, :, 0].numel()
+            return attend(query, keys, values, first_keys, self._num_keys, form.scaling, **heads)[0][None]
         if form.window not in self._batches:
             self._batches[form.window] = [_PrefillBatch.of(*part, form.window) for part in self._parts]
         counts = [sum(part) for _, _, part in self._parts]

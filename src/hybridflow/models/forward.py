@@ -33,6 +33,8 @@ class Forward(Protocol):
 
     is_capturable: bool
     """Whether the host reads no value from a GPU in `decode` with a PagedDecodePlan: it can be a CUDA graph."""
+    is_exact: bool
+    """Whether its results for a token have the same bits in each batch and layout, in training and in decoding."""
     routes: Tensor | None
     """The routes of the last call, (tokens, *routes_shape), if they are recorded; see `RecordingForward`."""
     routes_shape: tuple[int, int]
@@ -127,7 +129,7 @@ class OwnForward:
     """The forward pass of the model's code, for any family that `load_causal_lm` accepts."""
 
     vocabulary = None
-    is_capturable = False
+    is_capturable = is_exact = False
     routes: Tensor | None = None
     routes_shape: tuple[int, int] = (0, 0)
 

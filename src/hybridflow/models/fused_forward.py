@@ -30,6 +30,7 @@ from hybridflow.models.forward import (
 )
 from hybridflow.models.kernels.decoder import Decoder, DecoderLayer, PackedLinear
 from hybridflow.models.kernels.elementwise import rms_norm, rotary, silu_mul
+from hybridflow.models.kernels.exact import exact_linear
 from hybridflow.models.kernels.library import serves
 from hybridflow.models.kv_cache import DecodePlan
 from hybridflow.models.paged_kv_cache import PagedDecodePlan
@@ -49,17 +50,21 @@ def forward_of(
     is_sharded: bool = False,
     tensor: TensorRanks | None = None,
     records_routes: bool = False,
+    exact: bool = False,
 ) -> Forward:
     """Return the fused forward pass if the model's family has one, otherwise the model's code.
 
     `is_sharded`: FSDP2 gathers the weights in hooks of the modules, so these are called as modules. `tensor`: the
-    tensor parallel ranks. `records_routes`: it is a mixture of experts, whose routes are recorded. Raises ModelError if
-    `tensor` is given for a family without a fused pass.
+    tensor parallel ranks. `records_routes`: it is a mixture of experts, whose routes are recorded. `exact`: results for
+    a token have the same bits in each batch and layout, in training and in decoding. Raises ModelError if `tensor` is
+    given for a family without a fused pass, and if `exact` cannot be had.
     """
     if model.device.type == "cuda":
         packed_kernel()  # an error before the first step
+    if exact:
+        _require_exact(model, tensor)
     if _is_fusable(model):
-        return FusedForward(model, is_sharded=is_sharded, tensor=tensor)
+        return FusedForward(model, is_sharded=is_sharded, tensor=tensor, exact=exact)
     if tensor is not None:
         raise ModelConfigError(
             f"parallel.tensor > 1 is not supported for this {model.config.model_type} model; use parallel.tensor = 1."
@@ -77,8 +82,16 @@ class FusedForward:
     routes: Tensor | None = None
     routes_shape: tuple[int, int] = (0, 0)
 
-    def __init__(self, model: PreTrainedModel, *, is_sharded: bool = False, tensor: TensorRanks | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        is_sharded: bool = False,
+        tensor: TensorRanks | None = None,
+        exact: bool = False,
+    ) -> None:
         self.model, self.max_logits, self._tensor = model, max_logits_on(model.device), tensor
+        self.is_exact = exact
         self._body: Any = model.model
         self._head: Any = model.lm_head if is_causal_lm(model) else model.score
         self._epsilon: float = model.config.rms_norm_eps
@@ -93,6 +106,8 @@ class FusedForward:
         if tensor is not None:
             embed = partial(tensor.embed, self._body.embed_tokens)
             logits = partial(tensor.logits if is_causal_lm(model) else tensor.linear, self._head)
+        if exact and is_causal_lm(model):
+            logits = partial(_exact_linear, self._head)
         self._embed, self._read_head = embed, partial(self._read, logits)
         if is_sharded:
             modules = [model, self._body.embed_tokens, *self._body.layers, self._head]
@@ -113,6 +128,8 @@ class FusedForward:
 
         One compilation serves all layers and all models of a process with the same kind of layer.
         """
+        if self.is_exact:
+            raise ModelConfigError("rollout.exact=true computes layers by its own kernels; set model.compile = false.")
         import torch._dynamo.config
         import torch._inductor.config
 
@@ -181,7 +198,7 @@ class FusedForward:
         hidden = self._embed(input_ids.flatten())  # no view, so that the first layer is compiled as the others are
         for index, layer in enumerate(self._layers):
             arguments = (hidden, cos, sin, plan, batch)
-            hidden = _packed_layer(packed, index, *arguments) if packed else layer(*arguments)
+            hidden = _packed_layer(packed, index, *arguments, self.is_exact) if packed else layer(*arguments)
         hidden = self._norm(hidden if positions is None else hidden[positions], self._body.norm)
         return self._read(packed.head, hidden, read) if packed else self._read_head(hidden, read)
 
@@ -218,7 +235,7 @@ class FusedForward:
         self, layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan, batch: int
     ) -> Tensor:
         query, key, value = self._open(layer, hidden, cos, sin, batch)
-        form = AttentionForm(layer.self_attn.scaling)
+        form = AttentionForm(layer.self_attn.scaling, exact=self.is_exact)
         attended = plan.attend(layer.self_attn.layer_idx, query, key, value, form)
         return self._close(layer, hidden, attended.reshape(len(hidden), -1))
 
@@ -251,9 +268,13 @@ class FusedForward:
         return self._tensor.copy(x) if self._tensor else x
 
     def _linear(self, module: Any, x: Tensor) -> Tensor:
+        if self.is_exact:
+            return _exact_linear(module, x)
         return self._tensor.linear(module, x) if self._tensor else module(x)
 
     def _add_linear(self, residual: Tensor, x: Tensor, module: Any) -> Tensor:
+        if self.is_exact:
+            return _exact_linear(module, x, residual)
         return residual + self._tensor.linear_sum(module, x) if self._tensor else _add_linear(residual, x, module)
 
     def _norm(self, x: Tensor, module: Any) -> Tensor:
@@ -290,7 +311,14 @@ def _angles(body: Any, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, T
 
 
 def _packed_layer(
-    decoder: Decoder, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan, batch: int
+    decoder: Decoder,
+    index: int,
+    hidden: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    plan: AttentionPlan,
+    batch: int,
+    exact: bool,
 ) -> Tensor:
     """Compute one decoder layer without gradient on packed weights, for many tokens per row."""
     layer, epsilon = decoder.layers[index], decoder.epsilon
@@ -300,7 +328,7 @@ def _packed_layer(
         query, key = rms_norm(query, layer.query_norm, epsilon), rms_norm(key, layer.key_norm, epsilon)
     query, key = rotary(query, cos, sin), rotary(key, cos, sin)
     query, key, value = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (query, key, value))
-    attended = plan.attend(index, query, key, value, AttentionForm(decoder.scaling))
+    attended = plan.attend(index, query, key, value, AttentionForm(decoder.scaling, exact=exact))
     hidden = layer.out(attended.reshape(len(hidden), -1), hidden)
     return layer.down(layer.gate_up(rms_norm(hidden, layer.mlp_norm, epsilon)), hidden)
 
@@ -310,6 +338,29 @@ def _add_linear(residual: Tensor, x: Tensor, module: nn.Module) -> Tensor:
     if type(module) is nn.Linear and module.bias is None:
         return torch.addmm(residual, x, module.weight.t())
     return residual + module(x)
+
+
+def _exact_linear(module: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    """Compute a linear layer as the compiled decoder does."""
+    return exact_linear(x, local(module.weight), None if module.bias is None else local(module.bias), residual)
+
+
+def _require_exact(model: PreTrainedModel, tensor: TensorRanks | None) -> None:
+    """Raise ModelConfigError, with the reason, if a model's tokens cannot have the same bits in each batch."""
+    like: Any = local(model.get_input_embeddings().weight)  # pyright: ignore
+    products = [m for name, m in model.named_modules() if name.endswith("_proj")]
+    problem = (
+        (not serves(like) and f"no compiled kernels serve {like.dtype} on {like.device.type}")
+        or (not _is_fusable(model) and f"'{model.config.model_type}' models have no fused forward pass")
+        or (tensor is not None and "tensor parallel ranks add in another order (parallel.tensor)")
+        or (any(type(m) is not nn.Linear for m in products) and "training computes adapters apart (lora.rank)")
+        or (like.dtype == torch.bfloat16 and any(m.in_features % 2 for m in products) and "a layer has odd inputs")
+    )
+    if problem:
+        raise ModelConfigError(
+            f"rollout.exact=true is not possible: {problem}; it needs a CPU, float32 or bfloat16, and a Llama, Qwen2 "
+            "or Qwen3 model; or use rollout.exact=false."
+        )
 
 
 def _is_fusable(model: PreTrainedModel) -> bool:

@@ -15,6 +15,7 @@ from hybridflow.models.attention_backend import AttentionCase, AttentionName, at
 from hybridflow.models.attention_form import AttentionForm, attention_by_form
 from hybridflow.models.block_mask import block_mask_of, masked_attention
 from hybridflow.models.kernels.attention import causal_attention
+from hybridflow.models.kernels.exact import exact_attention
 from hybridflow.models.recurrence import Recurrence
 from hybridflow.models.varlen import upload
 
@@ -52,6 +53,9 @@ class SharedPromptPlan:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Compute the attention of one layer."""
+        if form.exact:
+            packed = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+            return exact_attention(*packed, self.families, form.scaling)[None]
         form, scaling = form.within(max(map(_longest, self.families))), form.scaling
         implementation = attention_for(AttentionCase.of(query, key, value), shares_prompts=True)
         if implementation == "flex" and form.is_plain:

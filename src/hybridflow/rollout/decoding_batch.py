@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from hybridflow.models.attention import AttentionPlan
 from hybridflow.models.continued_prefill import ContinuedPlan
 from hybridflow.models.forward import Forward
+from hybridflow.models.kernels.exact import exact_log_probs
 from hybridflow.models.kv_cache import DecodePlan, KeysValues, KVCache, PrefillPlan
 from hybridflow.models.routes import ROUTES
 from hybridflow.rollout.base import Completion, FinishReason, Request, SamplingParams
@@ -154,6 +155,8 @@ class DecodingBatch:
         logits = self._next_logits()
         columns, position = self._columns, self._counts[:, None]
         tokens, log_probs = sample_tokens(logits, columns["uniforms"].gather(1, position).squeeze(1), self.sampling)
+        if self.forward.is_exact and (self.sampling.top_k or self.sampling.top_p < 1):  # of all tokens
+            log_probs, _ = exact_log_probs(logits, tokens, temperature=self.sampling.temperature or 1.0)
         self._require_finite(log_probs)
         columns["tokens"].scatter_(1, position, tokens[:, None])
         columns["log_probs"].scatter_(1, position, log_probs[:, None])

@@ -49,6 +49,7 @@ class EmbeddedRollout:
     `paged`: keys and values in pages, and steps of fixed shapes; None: on every device except a CPU. `kv_cache_bytes`
     is the memory of keys, values and states; 0: what the sequences need, with pages the share `memory_share` of the
     free memory (1 GiB on a CPU). `records_routes`: completions of a mixture of experts have routes.
+    `exact`: log-probs are those of an exact trainer, bit for bit.
     """
 
     def __init__(
@@ -63,13 +64,14 @@ class EmbeddedRollout:
         memory_share: float = 0.5,
         paged: bool | None = None,
         records_routes: bool = False,
+        exact: bool = False,
     ) -> None:
         if max_running_sequences < 1:
             raise RolloutConfigError(
                 f"max_running_sequences={max_running_sequences} is invalid: it must be at least 1."
             )
         self.model = model
-        self._forward = forward_of(model, records_routes=records_routes)
+        self._forward = forward_of(model, records_routes=records_routes, exact=exact)
         self.routes_shape = self._forward.routes_shape
         self._paged = paged
         self._memory = PageMemory(kv_cache_bytes, memory_share)

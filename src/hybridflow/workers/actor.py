@@ -10,17 +10,18 @@ from hybridflow.algorithms import covariances
 from hybridflow.config import Config
 from hybridflow.controller import Dispatch, register
 from hybridflow.data.tokenizer import stop_token_ids, tokenizer_of
-from hybridflow.engines import TrainEngine
+from hybridflow.engines import LossFunction, TrainEngine
 from hybridflow.protocol import DataProto
 from hybridflow.rollout.weight_sync.sender import SendsWeights, WeightSender, boxes_of_sender
 from hybridflow.rollout.weight_sync.transports import build_sending_transport
 from hybridflow.runtime.random_streams import derive_seed
 from hybridflow.workers.algorithm_functions import reads_column, token_selection
+from hybridflow.workers.exact_samples import exactly, require_exact, samples_exactly
 from hybridflow.workers.log_prob_mismatch import KL, MEAN, SHARE, log_prob_mismatch_of
 from hybridflow.workers.losses import actor_columns, actor_loss
 from hybridflow.workers.model_worker import MODEL_COLUMNS, TO_REPLICAS, ModelWorker, parts_of_replicas
 from hybridflow.workers.streamed_update import StreamedUpdate
-from hybridflow.workers.updates import run_updates
+from hybridflow.workers.updates import MiniBatch, run_updates
 from hybridflow.workers.worker_process import prepare_worker_process
 
 
@@ -128,6 +129,8 @@ class ActorWorker(SendsWeights, ModelWorker):
         """Return one row of sums over this rank's tokens: their number, entropies, and log-prob mismatch."""
         columns = batch.batch
         mask = columns["response_mask"].bool() & (columns["row_ids"] >= 0)[:, None]
+        if samples_exactly(self.config):
+            require_exact(batch, columns["old_log_probs"])
         mismatch = {
             name: torch.where(mask, values, 0).double()
             for name, values in log_prob_mismatch_of(columns["old_log_probs"], columns["rollout_log_probs"]).items()
@@ -153,10 +156,15 @@ class ActorWorker(SendsWeights, ModelWorker):
         """Run one optimizer step for each mini-batch; `meta_info["kl_coef"]` is the weight of the KL in the loss."""
         self.require_collectives("sum gradients")
         config, engine, meta_info = self.config, self.engine, batch.meta_info
+
+        def loss_of(step: MiniBatch) -> LossFunction:
+            loss = actor_loss(config, meta_info["kl_coef"], step.num_tokens, step.num_sequences)
+            return exactly(loss) if samples_exactly(config) and step.number == 0 else loss
+
         return run_updates(
             engine,
             batch,
-            lambda step: actor_loss(config, meta_info["kl_coef"], step.num_tokens, step.num_sequences),
+            loss_of,
             "actor",
             rows_of=lambda step: with_selected_tokens(config, engine, step.rows, meta_info, step.number),
             with_entropy=True,

@@ -10,10 +10,8 @@ from hybridflow.algorithms.kl import kl_k3
 MISMATCH_BOUND = 0.1
 """Absolute log-prob difference above which a token counts in the metric SHARE."""
 
-MEAN, LARGEST, KL, SHARE = (
-    *("rollout/log_prob_mismatch", "rollout/log_prob_mismatch_max"),
-    *("rollout/log_prob_kl", "rollout/log_prob_mismatch_share"),
-)
+MEAN, LARGEST = "rollout/log_prob_mismatch", "rollout/log_prob_mismatch_max"
+KL, SHARE = "rollout/log_prob_kl", "rollout/log_prob_mismatch_share"
 
 
 def log_prob_mismatch_of(log_probs: Tensor, rollout_log_probs: Tensor) -> dict[str, Tensor]:

@@ -81,6 +81,7 @@ class ModelWorker(DeviceWorker):
                 lora=config.lora if self.role in ADAPTED_ROLES else None,
                 seed=config.trainer.seed,
                 merge_adapters=config.rollout.merge_adapters,
+                exact=config.rollout.exact and head == "policy",
             )
 
     @register(Dispatch.ONE_TO_ALL)

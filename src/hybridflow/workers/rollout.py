@@ -79,6 +79,7 @@ def build_rollout_engine(
             kv_cache_bytes=rollout.kv_cache_bytes,
             memory_share=rollout.gpu_memory_utilization,
             records_routes=config.replays_routes,
+            exact=rollout.exact,
         )
     from hybridflow.rollout.vllm import VLLMRollout
 

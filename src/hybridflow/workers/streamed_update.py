@@ -9,6 +9,7 @@ from hybridflow.config import Config
 from hybridflow.engines import TrainEngine
 from hybridflow.errors import BatchError
 from hybridflow.protocol import DataProto
+from hybridflow.workers.exact_samples import exactly, samples_exactly
 from hybridflow.workers.log_prob_mismatch import LARGEST
 from hybridflow.workers.losses import AGGREGATED_METRICS, actor_loss
 from hybridflow.workers.updates import figures_of, metrics_of_steps
@@ -36,9 +37,10 @@ class StreamedUpdate:
         lengths = rows.batch["response_mask"].sum(-1)
         if number == 0:
             self._num_rows = self._num_tokens = self._num_sequences = 0
+        loss = actor_loss(config, meta_info["kl_coef"], self._most_tokens, self._most_sequences)
         self._engine.add_to_update(
             rows,
-            actor_loss(config, meta_info["kl_coef"], self._most_tokens, self._most_sequences),
+            exactly(loss) if samples_exactly(config) else loss,
             number=number,
             is_last=number == num_parts - 1,
             with_entropy=True,

@@ -41,6 +41,8 @@ def _engine(config: Config) -> Iterator[str]:
     if rollout.backend == "embedded" and (rollout.quantization or rollout.speculative):
         key = "quantization" if rollout.quantization else "speculative"
         yield (f"rollout.{key}={getattr(rollout, key)!r} needs rollout.backend = 'vllm'; remove it, or set the backend")
+    if rollout.exact and rollout.backend == "vllm":
+        yield "rollout.exact=true needs rollout.backend = 'embedded', whose kernels train too; set it, or exact = false"
     yield from _speculative(rollout.speculative)
     if not (rollout.merge_adapters or (rollout.backend == "vllm" and config.lora.rank)):
         yield (

@@ -19,15 +19,18 @@ INLINE int64_t NAME(num_panels)(int64_t n, int gated) {
 /* Elements of a packed weight with n outputs of k inputs, k a multiple of ITEM. */
 int64_t NAME(packed_size)(int64_t n, int64_t k, int64_t gated) { return NAME(num_panels)(n, gated) * PANEL * k; }
 
+INLINE void NAME(pack_panel)(const T *weight, T *packed, int64_t panel, int64_t n, int64_t k, int gated) {
+    for (int column = 0; column < PANEL; column++) {
+        int64_t row = NAME(row_of)(panel, column, n, gated);
+        for (int64_t i = 0; i < k; i++)
+            packed[(i / ITEM * PANEL + column) * ITEM + i % ITEM] = row < 0 ? 0 : weight[row * k + i];
+    }
+}
+
 void NAME(pack_weight)(const T *weight, T *packed, int64_t n, int64_t k, int64_t gated) {
 #pragma omp parallel for schedule(static)
     for (int64_t panel = 0; panel < NAME(num_panels)(n, gated); panel++)
-        for (int column = 0; column < PANEL; column++) {
-            int64_t row = NAME(row_of)(panel, column, n, gated);
-            for (int64_t i = 0; i < k; i++)
-                packed[((panel * (k / ITEM) + i / ITEM) * PANEL + column) * ITEM + i % ITEM] =
-                    row < 0 ? 0 : weight[row * k + i];
-        }
+        NAME(pack_panel)(weight, packed + panel * PANEL * k, panel, n, k, gated);
 }
 
 /* sums = `rows` rows of x (rows, k) times the columns of a panel */
@@ -71,41 +74,62 @@ INLINE void NAME(finish)(float *sums, const T *bias, const T *second_bias, const
         for (int64_t i = 0; i < count; i++) out[i] = DOWN(sums[i]);
 }
 
+/* Rows from `first` on, at most ROW_BLOCK, of the columns of a panel: see `multiply`. */
+ONCE void NAME(multiply_block)(const T *x, const T *panel, const T *bias, const T *residual, T *out, int64_t first,
+                               int64_t rows, int64_t k, int64_t n, int64_t column, int gated) {
+    const int64_t width = gated ? VECTOR : PANEL, count = n - column < width ? n - column : width;
+    int64_t block_rows = rows - first < ROW_BLOCK ? rows - first : ROW_BLOCK, tiles = (block_rows + TILE - 1) / TILE;
+    for (int64_t tile = 0; tile < tiles; tile++) { /* of nearly equal sizes */
+        int64_t start = first + block_rows * tile / tiles, end = first + block_rows * (tile + 1) / tiles;
+        floats sums[TILE][2];
+        switch (end - start) {
+#define CASE(ROWS)                                                \
+    case ROWS:                                                    \
+        NAME(multiply_tile)(panel, x + start * k, k, sums, ROWS); \
+        break;
+            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if TILE > 6
+            CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
+#undef CASE
+        }
+        for (int64_t row = start; row < end; row++)
+            NAME(finish)((float *)sums[row - start], bias ? bias + column : NULL, bias ? bias + n + column : NULL,
+                         residual ? residual + row * n + column : NULL, out + row * n + column, count, gated);
+    }
+}
+
 /* out (rows, n) = x (rows, k) times the weight, + bias, + residual (rows, n), which may be NULL; gated: silu of the first
  * half times the second. Called by all threads of a parallel region. */
 static void NAME(multiply)(const T *x, const T *packed, const T *bias, const T *residual, T *out, int64_t rows,
                            int64_t k, int64_t n, int gated) {
     const int64_t width = gated ? VECTOR : PANEL, blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
 #pragma omp for schedule(static)
-    for (int64_t task = 0; task < NAME(num_panels)(n, gated) * blocks; task++) {
-        int64_t panel = task / blocks, column = panel * width, first = task % blocks * ROW_BLOCK;
-        int64_t block_rows = rows - first < ROW_BLOCK ? rows - first : ROW_BLOCK, tiles = (block_rows + TILE - 1) / TILE;
-        int64_t count = n - column < width ? n - column : width;
-        for (int64_t tile = 0; tile < tiles; tile++) { /* of nearly equal sizes */
-            int64_t start = first + block_rows * tile / tiles, end = first + block_rows * (tile + 1) / tiles;
-            floats sums[TILE][2];
-            switch (end - start) {
-#define CASE(ROWS)                                                                        \
-    case ROWS:                                                                            \
-        NAME(multiply_tile)(packed + panel * PANEL * k, x + start * k, k, sums, ROWS);    \
-        break;
-                CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-#if TILE > 6
-                CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#endif
-#undef CASE
-            }
-            for (int64_t row = start; row < end; row++)
-                NAME(finish)((float *)sums[row - start], bias ? bias + column : NULL, bias ? bias + n + column : NULL,
-                             residual ? residual + row * n + column : NULL, out + row * n + column, count, gated);
-        }
-    }
+    for (int64_t task = 0; task < NAME(num_panels)(n, gated) * blocks; task++)
+        NAME(multiply_block)(x, packed + task / blocks * PANEL * k, bias, residual, out, task % blocks * ROW_BLOCK, rows,
+                             k, n, task / blocks * width, gated);
 }
 
 void NAME(linear)(const T *x, const T *packed, const T *bias, const T *residual, T *out, int64_t rows, int64_t k,
                   int64_t n, int64_t gated) {
 #pragma omp parallel if (rows * n * k > SMALL)
     NAME(multiply)(x, packed, bias, residual, out, rows, k, n, gated);
+}
+
+/* The same, for a weight (n, k) that is not packed: each panel is, in the memory of a thread. */
+void NAME(linear_unpacked)(const T *x, const T *weight, const T *bias, const T *residual, T *out, int64_t rows,
+                           int64_t k, int64_t n) {
+#pragma omp parallel if (rows * n * k > SMALL)
+    {
+        T *packed = malloc(PANEL * k * sizeof(T));
+#pragma omp for schedule(static)
+        for (int64_t panel = 0; panel < NAME(num_panels)(n, 0); panel++) {
+            NAME(pack_panel)(weight, packed, panel, n, k, 0);
+            for (int64_t first = 0; first < rows; first += ROW_BLOCK)
+                NAME(multiply_block)(x, packed, bias, residual, out, first, rows, k, n, panel * PANEL, 0);
+        }
+        free(packed);
+    }
 }
 
 /* ----------------------------------------------------------------------------------------------------- the decoder */

@@ -12,6 +12,7 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
+#define ONCE static __attribute__((noinline)) /* compiled once, so that all callers get the same bits */
 #define LANES 16 /* floats in one wide register */
 #define BLOCK 256 /* vocabulary entries that are summed in float32 before they are added to a double */
 #define SMALL 65536 /* number of elements below which starting threads takes longer than it saves */

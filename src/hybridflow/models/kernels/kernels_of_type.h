@@ -1,7 +1,7 @@
 /* The kernels for one element type: T, UP (to float), DOWN (from float) and NAME are set by kernels.c. */
 
 /* to = weight * in / sqrt(mean(in^2) + eps); returns the factor. */
-INLINE float NAME(norm_row)(const T *in, const T *weight, T *to, int64_t width, float eps) {
+ONCE float NAME(norm_row)(const T *in, const T *weight, T *to, int64_t width, float eps) {
     float squares = 0;
 #pragma omp simd reduction(+ : squares)
     for (int64_t i = 0; i < width; i++) squares += UP(in[i]) * UP(in[i]);
@@ -45,7 +45,7 @@ void NAME(rms_norm_backward)(const T *grad_out, const T *x, const T *weight, con
 }
 
 /* Rotate each pair (i, i + half) by its angle; direction is 1 in the forward pass and -1 in the backward pass. */
-INLINE void NAME(rotate)(const T *in, T *to, const float *cos, const float *sin, int64_t half, float direction) {
+ONCE void NAME(rotate)(const T *in, T *to, const float *cos, const float *sin, int64_t half, float direction) {
 #pragma omp simd
     for (int64_t i = 0; i < half; i++) {
         float first = UP(in[i]), second = UP(in[i + half]), sine = direction * sin[i];
@@ -92,6 +92,61 @@ void NAME(silu_mul_backward)(const T *grad_out, const T *gate, const T *up, T *g
 
 /* ---------------------------------------------------------------------------------------- decoding, one token a row */
 
+/* The largest logit of a row, and the sum of exp((logit - largest) * inverse_temperature), of which sums has the parts
+ * of each BLOCK. */
+ONCE double NAME(total_of)(const T *in, float *sums, float *largest, int64_t vocabulary, float inverse_temperature) {
+    float most = UP(in[0]);
+#pragma omp simd reduction(max : most)
+    for (int64_t i = 0; i < vocabulary; i++) most = UP(in[i]) > most ? UP(in[i]) : most;
+    double total = 0;
+    for (int64_t block = 0; block * BLOCK < vocabulary; block++) {
+        int64_t end = (block + 1) * BLOCK < vocabulary ? (block + 1) * BLOCK : vocabulary;
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = block * BLOCK; i < end; i++) sum += fast_exp((UP(in[i]) - most) * inverse_temperature);
+        sums[block] = sum;
+        total += sum;
+    }
+    *largest = most;
+    return total;
+}
+
+ONCE float NAME(log_prob_of)(T logit, float largest, double total, float inverse_temperature) {
+    return (UP(logit) - largest) * inverse_temperature - (float)log(total);
+}
+
+/* log_probs (rows,) of the tokens under softmax(logits * inverse_temperature), as `draw` returns them, the logs of the
+ * sums of exp(logit * inverse_temperature), and the entropies, which may be NULL. */
+void NAME(log_probs)(const T *logits, const int64_t *tokens, float *log_probs, float *log_normalizers,
+                     float *entropies, int64_t rows, int64_t vocabulary, float inverse_temperature) {
+#pragma omp parallel if (rows * vocabulary > SMALL)
+    {
+        float *sums = malloc((vocabulary + BLOCK - 1) / BLOCK * sizeof(float));
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; row++) {
+            const T *in = logits + row * vocabulary;
+            float largest;
+            double total = NAME(total_of)(in, sums, &largest, vocabulary, inverse_temperature);
+            log_probs[row] = NAME(log_prob_of)(in[tokens[row]], largest, total, inverse_temperature);
+            log_normalizers[row] = largest * inverse_temperature + (float)log(total);
+            if (!entropies) continue;
+            double weighted = 0; /* the sum of exp(x) * x, where exp(x) is 0 below -87 */
+            for (int64_t start = 0; start < vocabulary; start += BLOCK) {
+                int64_t end = start + BLOCK < vocabulary ? start + BLOCK : vocabulary;
+                float sum = 0;
+#pragma omp simd reduction(+ : sum)
+                for (int64_t i = start; i < end; i++) {
+                    float x = (UP(in[i]) - largest) * inverse_temperature;
+                    sum += x < -87.0f ? 0.0f : fast_exp(x) * x;
+                }
+                weighted += sum;
+            }
+            entropies[row] = (float)(log(total) - weighted / total);
+        }
+        free(sums);
+    }
+}
+
 /* Sample a token for each row of logits (rows, vocabulary): the first whose cumulative share of the sum of
  * exp(logit * inverse_temperature) exceeds the row's uniform number; if `greedy`, the first largest logit. log_probs is
  * the log of its share, NaN if a logit is NaN. The logits are read twice and not written. */
@@ -104,19 +159,8 @@ void NAME(draw)(const T *logits, const double *uniforms, int64_t *tokens, float 
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; row++) {
             const T *in = logits + row * vocabulary;
-            float largest = UP(in[0]);
-#pragma omp simd reduction(max : largest)
-            for (int64_t i = 0; i < vocabulary; i++) largest = UP(in[i]) > largest ? UP(in[i]) : largest;
-            double total = 0;
-            for (int64_t block = 0; block < num_blocks; block++) {
-                int64_t end = (block + 1) * BLOCK < vocabulary ? (block + 1) * BLOCK : vocabulary;
-                float sum = 0;
-#pragma omp simd reduction(+ : sum)
-                for (int64_t i = block * BLOCK; i < end; i++)
-                    sum += fast_exp((UP(in[i]) - largest) * inverse_temperature);
-                sums[block] = sum;
-                total += sum;
-            }
+            float largest;
+            double total = NAME(total_of)(in, sums, &largest, vocabulary, inverse_temperature);
             double threshold = uniforms[row] * total, before = 0;
             int64_t token = 0, block = 0;
             if (greedy) {
@@ -131,7 +175,7 @@ void NAME(draw)(const T *logits, const double *uniforms, int64_t *tokens, float 
                 }
             }
             tokens[row] = token;
-            log_probs[row] = (UP(in[token]) - largest) * inverse_temperature - (float)log(total);
+            log_probs[row] = NAME(log_prob_of)(in[token], largest, total, inverse_temperature);
         }
         free(sums);
     }
@@ -142,9 +186,9 @@ INLINE void NAME(prefetch)(const T *x, const int dim) {
     for (int i = 0; i < dim; i += 64 / (int)sizeof(T)) __builtin_prefetch(x + i, 0, 2);
 }
 
-/* `ahead`: distance in elements from these keys and values to those that are read next. */
-INLINE void NAME(attend_one)(const T *query, const T *keys, const T *values, T *out, float *scores, int64_t num_keys,
-                             const int dim, float scaling, int64_t ahead) {
+/* Return log sum exp of the scores. `ahead`: distance in elements from these keys and values to those that are read next. */
+INLINE float NAME(attend_one)(const T *query, const T *keys, const T *values, T *out, float *scores, int64_t num_keys,
+                              const int dim, float scaling, int64_t ahead) {
     const int chunk = VECTOR * ITEM, whole = dim / chunk * chunk;
     for (int64_t j = 0; j < num_keys; j++) {
         const T *key = keys + j * dim;
@@ -185,6 +229,14 @@ INLINE void NAME(attend_one)(const T *query, const T *keys, const T *values, T *
         for (int64_t j = 0; j < num_keys; j++) sum += scores[j] * UP(values[j * dim + i]);
         out[i] = DOWN(sum / total);
     }
+    return largest + logf(total);
+}
+
+ONCE float NAME(attend_to)(const T *query, const T *keys, const T *values, T *out, float *scores, int64_t num_keys,
+                           int64_t dim, float scaling, int64_t ahead) {
+#define ATTEND(DIM) return NAME(attend_one)(query, keys, values, out, scores, num_keys, DIM, scaling, ahead)
+    WITH_CONSTANT_DIM(dim, ATTEND)
+#undef ATTEND
 }
 
 /* Append a key and value to the first `end` of a row's cache (capacity, dim), then attend to all of them with `group`
@@ -194,12 +246,9 @@ static void NAME(append_and_attend_one)(const T *queries, const T *key, const T 
                                         float scaling) {
     memcpy(keys + end * dim, key, dim * sizeof(T));
     memcpy(values + end * dim, value, dim * sizeof(T));
-    for (int64_t head = 0; head < group; head++) {
-#define ATTEND(DIM) \
-    NAME(attend_one)(queries + head * dim, keys, values, out + head * dim, scores, end + 1, DIM, scaling, capacity * dim)
-        WITH_CONSTANT_DIM(dim, ATTEND)
-#undef ATTEND
-    }
+    for (int64_t head = 0; head < group; head++)
+        NAME(attend_to)(queries + head * dim, keys, values, out + head * dim, scores, end + 1, dim, scaling,
+                        capacity * dim);
 }
 
 /* Call append_and_attend_one for every row and key-value head.
@@ -220,6 +269,28 @@ void NAME(append_and_attend)(const T *query, const T *key, const T *value, T *ke
                                         key + row * key_stride + kv * dim, value + row * value_stride + kv * dim,
                                         keys + place, values + place, out + task * group * dim, scores, ends[row],
                                         group, capacity, dim, scaling);
+        }
+        free(scores);
+    }
+}
+
+/* Attend to the first keys of a sequence, as decoding does: token t to num_keys[t] of them from first_key[t] on.
+ * query, out (tokens, heads, dim); keys, values (dim contiguous, keys of a head after each other, a head after
+ * head_stride elements); log_normalizer (tokens, heads). */
+void NAME(attend)(const T *query, const T *keys, const T *values, const int64_t *first_key, const int64_t *num_keys,
+                  T *out, float *log_normalizer, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t dim,
+                  int64_t head_stride, int64_t longest, float scaling) {
+    int64_t group = heads / kv_heads;
+#pragma omp parallel if (tokens * heads * dim * longest > SMALL)
+    {
+        float *scores = malloc((longest + LANES) * sizeof(float));
+#pragma omp for schedule(dynamic, 8)
+        for (int64_t task = 0; task < tokens * kv_heads; task++) {
+            int64_t token = task % tokens, kv = task / tokens;
+            int64_t place = kv * head_stride + first_key[token] * dim, head = token * heads + kv * group;
+            for (int64_t i = head; i < head + group; i++)
+                log_normalizer[i] = NAME(attend_to)(query + i * dim, keys + place, values + place, out + i * dim, scores,
+                                                    num_keys[token], dim, scaling, 0);
         }
         free(scores);
     }
