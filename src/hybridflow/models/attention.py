@@ -171,8 +171,8 @@ class PaddedPlan:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Compute the attention of one layer."""
         if form.exact:
-            packed, rows = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)), [(key.shape[2],)] * len(key)
-            return exact_attention(*packed, rows, form.scaling).unflatten(0, (len(key), -1))
+            q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+            return exact_attention(q, k, v, [(key.shape[2],)] * len(key), form.scaling).unflatten(0, (len(key), -1))
         form = form.within(key.shape[2])
         if form.is_plain:
             return pytorch_attention(query, key, value, form.scaling).transpose(1, 2)

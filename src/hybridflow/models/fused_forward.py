@@ -348,7 +348,7 @@ def _exact_linear(module: Any, x: Tensor, residual: Tensor | None = None) -> Ten
 def _require_exact(model: PreTrainedModel, tensor: TensorRanks | None) -> None:
     """Raise ModelConfigError, with the reason, if a model's tokens cannot have the same bits in each batch."""
     like: Any = local(model.get_input_embeddings().weight)  # pyright: ignore
-    products = [m for name, m in model.named_modules() if name.endswith("_proj")]
+    products: list[Any] = [module for name, module in model.named_modules() if name.endswith("_proj")]
     problem = (
         (not serves(like) and f"no compiled kernels serve {like.dtype} on {like.device.type}")
         or (not _is_fusable(model) and f"'{model.config.model_type}' models have no fused forward pass")

@@ -54,8 +54,8 @@ class SharedPromptPlan:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Compute the attention of one layer."""
         if form.exact:
-            packed = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-            return exact_attention(*packed, self.families, form.scaling)[None]
+            q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+            return exact_attention(q, k, v, self.families, form.scaling)[None]
         form, scaling = form.within(max(map(_longest, self.families))), form.scaling
         implementation = attention_for(AttentionCase.of(query, key, value), shares_prompts=True)
         if implementation == "flex" and form.is_plain:

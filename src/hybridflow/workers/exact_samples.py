@@ -1,5 +1,7 @@
 """The check of `rollout.exact`: a sampled token has the same log-prob in training, bit for bit."""
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from hybridflow.config import Config
@@ -16,7 +18,7 @@ def samples_exactly(config: Config) -> bool:
 def exactly(loss: LossFunction) -> LossFunction:
     """Return the same loss, which first raises RolloutError if a sampled token has another log-prob."""
 
-    def checked(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
+    def checked(outputs: Outputs, rows: DataProto) -> tuple[Tensor, Mapping[str, Tensor | float]]:
         require_exact(rows, outputs["log_probs"].detach())
         return loss(outputs, rows)
 
