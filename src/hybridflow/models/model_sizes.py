@@ -133,8 +133,8 @@ def flops_per_token(shape: DecoderShape, context_len: float) -> float:
 
     In a layer with a window it attends to that many at most. A recurrent layer takes 6 FLOPs for each number of its
     state, however long the context is: it reads the state by the key, adds the outer product of key and value, and
-    reads it by the query, as equation 10 of Yang et al. 2024 (Gated Delta Networks) does token by token. Decays are
-    left out, and what kernels compute beside it in chunks of tokens. Mamba reads once, so it is counted too high.
+    reads it by the query, as the gated delta rule does token by token (Yang et al., 2024, Gated Delta Networks). Decays
+    are left out, and what kernels compute beside it in chunks of tokens. Mamba reads once, so it is counted too high.
     """
     in_attention = 4.0 * shape.attention_size * shape.attended(context_len)
     return 2.0 * shape.num_matrix_weights + in_attention + 6.0 * shape.state_size
