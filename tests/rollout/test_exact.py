@@ -243,13 +243,16 @@ def gradients_of(learner, rows, loss):
 
 
 @pytest.mark.parametrize(
-    ("family", "options", "problem"),
+    ("family", "sizes", "options", "problem"),
     [
-        ("llama", {"dtype": "float64"}, "no compiled kernels serve torch.float64"),
-        ("mistral", {}, "'mistral' models have no fused forward pass"),
-        ("llama", {"compile": True}, "set model.compile = false"),
+        ("llama", {}, {"dtype": "float64"}, "no compiled kernels serve torch.float64"),
+        ("mistral", {}, {}, "'mistral' models have no fused forward pass"),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, {}, "'qwen2' models with windows, .*have no"),
+        ("llama", {"intermediate_size": 51}, {"dtype": "bfloat16"}, "odd .* model.dtype='float32' takes"),
+        ("llama", {}, {"compile": True}, "set model.compile = false"),
     ],
 )
-def test_where_log_probs_cannot_be_exact_an_error_says_why(tiny_model, family, options, problem):
+def test_where_log_probs_cannot_be_exact_an_error_says_why(tiny_model, family, sizes, options, problem):
+    directory = str(tiny_model(family, **sizes))
     with pytest.raises(ModelConfigError, match=f"rollout.exact=true .*{problem}"):
-        TorchEngine(str(tiny_model(family)), "policy", model=ModelConfig(**options), memory=MemoryConfig(), exact=True)
+        TorchEngine(directory, "policy", model=ModelConfig(**options), memory=MemoryConfig(), exact=True)

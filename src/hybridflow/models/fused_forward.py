@@ -35,7 +35,7 @@ from hybridflow.models.kernels.library import serves
 from hybridflow.models.kv_cache import DecodePlan
 from hybridflow.models.paged_kv_cache import PagedDecodePlan
 from hybridflow.models.routes import RecordingForward
-from hybridflow.models.support import has_angles_of_length, is_plain_decoder
+from hybridflow.models.support import FUSED_FAMILIES, has_angles_of_length, is_plain_decoder
 from hybridflow.models.tensor_parallel import TensorRanks, VocabularyRanks
 from hybridflow.models.varlen import packed_kernel
 from hybridflow.runtime.boxes import local
@@ -349,12 +349,15 @@ def _require_exact(model: PreTrainedModel, tensor: TensorRanks | None) -> None:
     """Raise ModelConfigError, with the reason, if a model's tokens cannot have the same bits in each batch."""
     like: Any = local(model.get_input_embeddings().weight)  # pyright: ignore
     products: list[Any] = [module for name, module in model.named_modules() if name.endswith("_proj")]
+    kind = model.config.model_type
+    unlike = " with windows, such rotary angles (rope_parameters) or hidden_act" if kind in FUSED_FAMILIES else ""
+    odd = "a layer has an odd number of inputs, which model.dtype='float32' takes, and bfloat16 does not"
     problem = (
         (not serves(like) and f"no compiled kernels serve {like.dtype} on {like.device.type}")
-        or (not _is_fusable(model) and f"'{model.config.model_type}' models have no fused forward pass")
+        or (not _is_fusable(model) and f"'{kind}' models{unlike} have no fused forward pass")
         or (tensor is not None and "tensor parallel ranks add in another order (parallel.tensor)")
         or (any(type(m) is not nn.Linear for m in products) and "training computes adapters apart (lora.rank)")
-        or (like.dtype == torch.bfloat16 and any(m.in_features % 2 for m in products) and "a layer has odd inputs")
+        or (like.dtype == torch.bfloat16 and any(m.in_features % 2 for m in products) and odd)
     )
     if problem:
         raise ModelConfigError(

@@ -93,7 +93,7 @@ def require_sound_weights(path: str | Path, *, is_tied: bool, quantized: Collect
                 if (dtype := found.get_dtype()) not in FLOATS and len(found.get_shape()) != MASK_DIMS:
                     raise ModelError(
                         f"'{path}': {name} in {file.name} is stored as {dtype}, not as one of {', '.join(FLOATS)}: the "
-                        "model is quantized or damaged; use the original weights."
+                        "model is quantized or damaged, or lacks scales; use the original weights."
                     )
     ends = [[name for name in file_of if name.endswith(end)] for end in ("embed_tokens.weight", "lm_head.weight")]
     if is_tied and all(len(names) == 1 for names in ends):
