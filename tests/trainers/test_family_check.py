@@ -306,6 +306,12 @@ def test_a_line_that_cannot_be_computed_says_why(monkeypatch):
     assert (failed.line, failed.difference.text) == ("shared", "ModelError: no such plan")
 
 
+def test_a_name_that_no_code_knows_is_named():
+    for change in ({"hidden_act": "evil"}, {"rope_parameters": {"rope_type": "evil"}}):
+        with pytest.raises(ModelError, match=r"KeyError: 'evil', perhaps a name in config\.json\)"):
+            run_check(small_config("llama", **change))
+
+
 def test_a_list_as_long_as_the_model_is_not_always_one_of_its_layers():
     config = small_config("falcon_h1", num_hidden_layers=2)
     assert len(config.time_step_limit) == 2

@@ -179,6 +179,7 @@ def on_small_copy(
         except LOADING_ERRORS as error:
             if options is CANDIDATES[-1]:
                 reason = " ".join(str(error).split())[:300].rstrip(".")
+                reason += ", perhaps a name in config.json" if isinstance(error, KeyError) else ""
                 raise ModelError(
                     f"{config.model_type} models are not supported: a small copy cannot be computed "
                     f"({type(error).__name__}: {reason}); {OTHER_MODEL}."
