@@ -75,6 +75,7 @@ class Learner(OneRank):
 
     def update(self, rows, loss_function, *, with_entropy, temperature):
         metrics = {"actor/policy_loss": float(loss_function), "actor/rows": rows.batch["row_ids"].sum().item()}
+        metrics |= {"rollout/log_prob_mismatch_max": len(rows) / 8}
         counts = {"num_tokens": 4, "num_computed_tokens": 4, "num_padding_tokens": 1}
         return UpdateResult(float(len(rows)), grad_norm=0.5, lr=0.1, metrics=metrics, **counts)
 
@@ -91,6 +92,7 @@ def test_run_updates_steps_once_per_mini_batch_and_averages_metrics():
         "actor/shared_prompts": 0.25,
         "actor/policy_loss": (4 + 2) / 2,
         "actor/rows": (4 + 2) / 2,
+        "rollout/log_prob_mismatch_max": 2 / 8,  # of the first step, before it learns
         "perf/actor_compilations": 0,
     }
     assert next(iter(done.meta_info["metrics"])) == "actor/loss"
@@ -111,7 +113,7 @@ def test_run_updates_reports_requested_figures_and_uses_rows_of():
     metrics = done.meta_info["metrics"]
     assert list(metrics) == [
         *("dpo/grad_norm", "dpo/lr", "dpo/padding_computed"),
-        *("actor/policy_loss", "actor/rows", "perf/dpo_compilations"),
+        *("actor/policy_loss", "actor/rows", "rollout/log_prob_mismatch_max", "perf/dpo_compilations"),
     ]
     assert metrics["actor/rows"] == 6
 

@@ -15,6 +15,7 @@ from hybridflow.errors import BatchError
 from hybridflow.protocol import DataProto
 from hybridflow.runtime.device import take_compilations
 from hybridflow.runtime.observe.metrics import mean_metrics
+from hybridflow.workers.log_prob_mismatch import KL, LARGEST, MEAN, SHARE
 
 Figure = Literal["loss", "grad_norm", "lr", "padding_computed", "shared_prompts"]
 
@@ -75,8 +76,12 @@ def figures_of(result: UpdateResult, name: str, figures: Sequence[Figure] = ALL_
 
 
 def metrics_of_steps(steps: list[dict[str, float]], name: str) -> dict[str, float]:
-    """Return `mean_metrics` of the optimizer steps of a call, and the number of compilations since the last call."""
-    return mean_metrics(steps) | {f"perf/{name}_compilations": take_compilations()}
+    """Return `mean_metrics` of the optimizer steps of a call, and the number of compilations since the last call.
+
+    The log-prob mismatch is that of the first step: later ones have learned, so that their policy is not the sampler's.
+    """
+    first = {key: value for key, value in steps[0].items() if key in (MEAN, LARGEST, KL, SHARE)}
+    return mean_metrics(steps) | first | {f"perf/{name}_compilations": take_compilations()}
 
 
 def mini_batches_of(batch: DataProto, engine: TrainEngine) -> Iterator[MiniBatch]:
