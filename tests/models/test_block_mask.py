@@ -159,6 +159,7 @@ def test_process_may_hold_more_compiled_variants_than_the_default(on_flex):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.own_run("python: torch.compile starts a compiler")
 @pytest.mark.filterwarnings("ignore")  # warnings of torch.compile
 def test_compiled_kernel_for_the_cpu_equals_dense_attention(from_scratch, monkeypatch):
     monkeypatch.setattr("hybridflow.models.block_mask.BACKEND", "inductor")
