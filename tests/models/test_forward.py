@@ -16,7 +16,8 @@ from hybridflow.models.forward import (
     max_logits_on,
     parts_of_logits,
 )
-from hybridflow.models.fused_forward import FusedForward, forward_of
+from hybridflow.models.forward_of import forward_of
+from hybridflow.models.fused_forward import FusedForward
 from hybridflow.models.kernels.library import use_kernels
 from hybridflow.models.kv_cache import DecodePlan, KVCache, PrefillPlan
 from hybridflow.models.loading import load_causal_lm, load_value_model

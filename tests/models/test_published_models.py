@@ -12,7 +12,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fixtures.published_models import MODELS
 from hybridflow.engines.sharding import units_of
 from hybridflow.errors import ModelConfigError
-from hybridflow.models.fused_forward import FusedForward, forward_of
+from hybridflow.models.forward_of import forward_of
+from hybridflow.models.fused_forward import FusedForward
 from hybridflow.models.loading import build_without_weights
 from hybridflow.models.tensor_parallel import distribute_parameters, placement_of, require_tensor_parallel
 

@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from hybridflow.engines.process_group import join_alone
 from hybridflow.models.attention import PackedPlan
-from hybridflow.models.fused_forward import FusedForward, forward_of
+from hybridflow.models.forward_of import forward_of
+from hybridflow.models.fused_forward import FusedForward
 from hybridflow.models.loading import load_causal_lm
 from hybridflow.models.tensor_parallel import TensorRanks
 

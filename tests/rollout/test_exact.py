@@ -9,7 +9,7 @@ from hybridflow.algorithms import log_probs_from_logits
 from hybridflow.config import MemoryConfig, ModelConfig, OptimizerConfig
 from hybridflow.engines import TorchEngine, row_forward
 from hybridflow.errors import ModelConfigError, RolloutError
-from hybridflow.models import attention, fused_forward
+from hybridflow.models import attention, exact_forward, fused_forward
 from hybridflow.models.attention import run_attention
 from hybridflow.models.attention_form import AttentionForm
 from hybridflow.models.kernels import exact
@@ -159,9 +159,9 @@ def log_prob_of_divided(logits, labels, temperature, with_entropy):
 PRODUCTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
 NORMS = ("input_layernorm", "post_attention_layernorm", "model.norm")
 REORDERED = {
-    **{f"{name} in halves": (fused_forward, "exact_linear", in_halves, name) for name in PRODUCTS},
-    **{f"{name} in reverse": (fused_forward, "exact_linear", in_reverse, name) for name in PRODUCTS},
-    **{f"{x} rounded twice": (fused_forward, "exact_linear", rounded_twice, x) for x in ("o_proj", "down_proj")},
+    **{f"{name} in halves": (exact_forward, "exact_linear", in_halves, name) for name in PRODUCTS},
+    **{f"{name} in reverse": (exact_forward, "exact_linear", in_reverse, name) for name in PRODUCTS},
+    **{f"{x} rounded twice": (exact_forward, "exact_linear", rounded_twice, x) for x in ("o_proj", "down_proj")},
     **{f"{name} by torch": (fused_forward, "rms_norm", norm_by_torch, name) for name in NORMS},
     **{f"{name} in reverse": (fused_forward, "rms_norm", norm_in_reverse, name) for name in NORMS},
     "rotary in float64": (fused_forward, "rotary", rotary_in_double, None),

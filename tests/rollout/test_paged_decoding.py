@@ -13,7 +13,7 @@ from fixtures.recorded_steps import look_up_pages, record_steps
 from fixtures.rollouts import require_equal, serve, tokens_of
 from fixtures.simulated_device import META, SimulatedDevice
 from hybridflow.errors import RolloutConfigError, RolloutError
-from hybridflow.models.fused_forward import forward_of
+from hybridflow.models.forward_of import forward_of
 from hybridflow.models.kv_cache import PrefillPlan
 from hybridflow.models.loading import load_causal_lm
 from hybridflow.models.paged_kv_cache import PAGE_SIZE, PagedKVCache

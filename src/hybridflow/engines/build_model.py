@@ -10,7 +10,7 @@ from hybridflow.engines.ranks import TENSOR, Ranks
 from hybridflow.engines.sharding import shard_model
 from hybridflow.models.expert_parallel import require_expert_parallel
 from hybridflow.models.forward import Forward
-from hybridflow.models.fused_forward import forward_of
+from hybridflow.models.forward_of import forward_of
 from hybridflow.models.loading import build_without_weights, load_causal_lm, load_shards, load_value_model
 from hybridflow.models.lora import add_adapters
 from hybridflow.models.tensor_parallel import TensorRanks, require_tensor_parallel

@@ -16,60 +16,26 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from hybridflow.errors import ModelConfigError
 from hybridflow.models.attention import AttentionPlan
 from hybridflow.models.attention_form import AttentionForm
 from hybridflow.models.forward import (
-    Forward,
-    OwnForward,
     ReadLogits,
     decode_by,
     is_causal_lm,
     max_logits_on,
     parts_of_logits,
 )
-from hybridflow.models.kernels.decoder import Decoder, DecoderLayer, PackedLinear
+from hybridflow.models.kernels.decoder import Decoder
 from hybridflow.models.kernels.elementwise import rms_norm, rotary, silu_mul
-from hybridflow.models.kernels.exact import exact_linear
-from hybridflow.models.kernels.library import serves
 from hybridflow.models.kv_cache import DecodePlan
+from hybridflow.models.packed_weights import decoder_of, packed_layer
 from hybridflow.models.paged_kv_cache import PagedDecodePlan
-from hybridflow.models.routes import RecordingForward
-from hybridflow.models.support import FUSED_FAMILIES, has_angles_of_length, is_plain_decoder
+from hybridflow.models.support import has_angles_of_length, is_plain_decoder
 from hybridflow.models.tensor_parallel import TensorRanks, VocabularyRanks
-from hybridflow.models.varlen import packed_kernel
 from hybridflow.runtime.boxes import local
 
 COMPILATIONS = 64
 """Largest number of compilations of a layer by torch.compile in a process; beyond it, layers run uncompiled."""
-
-
-def forward_of(
-    model: PreTrainedModel,
-    *,
-    is_sharded: bool = False,
-    tensor: TensorRanks | None = None,
-    records_routes: bool = False,
-    exact: bool = False,
-) -> Forward:
-    """Return the fused forward pass if the model's family has one, otherwise the model's code.
-
-    `is_sharded`: FSDP2 gathers the weights in hooks of the modules, so these are called as modules. `tensor`: the
-    tensor parallel ranks. `records_routes`: it is a mixture of experts, whose routes are recorded. `exact`: results for
-    a token have the same bits in each batch and layout, in training and in decoding. Raises ModelError if `tensor` is
-    given for a family without a fused pass, and if `exact` cannot be had.
-    """
-    if model.device.type == "cuda":
-        packed_kernel()  # an error before the first step
-    if exact:
-        _require_exact(model, tensor)
-    if _is_fusable(model):
-        return FusedForward(model, is_sharded=is_sharded, tensor=tensor, exact=exact)
-    if tensor is not None:
-        raise ModelConfigError(
-            f"parallel.tensor > 1 is not supported for this {model.config.model_type} model; use parallel.tensor = 1."
-        )
-    return RecordingForward(model) if records_routes else OwnForward(model)
 
 
 class FusedForward:
@@ -78,7 +44,7 @@ class FusedForward:
     In a sharded model it replaces the `forward` of the modules.
     """
 
-    is_capturable = True
+    is_capturable, is_exact = True, False
     routes: Tensor | None = None
     routes_shape: tuple[int, int] = (0, 0)
 
@@ -88,10 +54,8 @@ class FusedForward:
         *,
         is_sharded: bool = False,
         tensor: TensorRanks | None = None,
-        exact: bool = False,
     ) -> None:
         self.model, self.max_logits, self._tensor = model, max_logits_on(model.device), tensor
-        self.is_exact = exact
         self._body: Any = model.model
         self._head: Any = model.lm_head if is_causal_lm(model) else model.score
         self._epsilon: float = model.config.rms_norm_eps
@@ -106,8 +70,8 @@ class FusedForward:
         if tensor is not None:
             embed = partial(tensor.embed, self._body.embed_tokens)
             logits = partial(tensor.logits if is_causal_lm(model) else tensor.linear, self._head)
-        if exact and is_causal_lm(model):
-            logits = partial(_exact_linear, self._head)
+        if self.is_exact:
+            logits = partial(self._linear, self._head)
         self._embed, self._read_head = embed, partial(self._read, logits)
         if is_sharded:
             modules = [model, self._body.embed_tokens, *self._body.layers, self._head]
@@ -128,8 +92,6 @@ class FusedForward:
 
         One compilation serves all layers and all models of a process with the same kind of layer.
         """
-        if self.is_exact:
-            raise ModelConfigError("rollout.exact=true computes layers by its own kernels; set model.compile = false.")
         import torch._dynamo.config
         import torch._inductor.config
 
@@ -143,7 +105,7 @@ class FusedForward:
     def pack_weights(self) -> None:
         """Copy the weights into a compiled decoder, if kernels support the model."""
         self._decoder = None  # frees its memory before the new copy is made
-        self._decoder = _decoder_of(self._body, self._head, self._epsilon)
+        self._decoder = decoder_of(self._body, self._head, self._epsilon)
 
     def drop_packed_weights(self) -> None:
         """Free the compiled decoder."""
@@ -198,7 +160,10 @@ class FusedForward:
         hidden = self._embed(input_ids.flatten())  # no view, so that the first layer is compiled as the others are
         for index, layer in enumerate(self._layers):
             arguments = (hidden, cos, sin, plan, batch)
-            hidden = _packed_layer(packed, index, *arguments, self.is_exact) if packed else layer(*arguments)
+            if packed:
+                hidden = packed_layer(packed, index, *arguments, self._form(packed.scaling))
+            else:
+                hidden = layer(*arguments)
         hidden = self._norm(hidden if positions is None else hidden[positions], self._body.norm)
         return self._read(packed.head, hidden, read) if packed else self._read_head(hidden, read)
 
@@ -235,8 +200,7 @@ class FusedForward:
         self, layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan, batch: int
     ) -> Tensor:
         query, key, value = self._open(layer, hidden, cos, sin, batch)
-        form = AttentionForm(layer.self_attn.scaling, exact=self.is_exact)
-        attended = plan.attend(layer.self_attn.layer_idx, query, key, value, form)
+        attended = plan.attend(layer.self_attn.layer_idx, query, key, value, self._form(layer.self_attn.scaling))
         return self._close(layer, hidden, attended.reshape(len(hidden), -1))
 
     def _open_layer(
@@ -264,17 +228,16 @@ class FusedForward:
             hidden, silu_mul(self._linear(mlp.gate_proj, x), self._linear(mlp.up_proj, x)), mlp.down_proj
         )
 
+    def _form(self, scaling: float) -> AttentionForm:
+        return AttentionForm(scaling)
+
     def _copy(self, x: Tensor) -> Tensor:
         return self._tensor.copy(x) if self._tensor else x
 
     def _linear(self, module: Any, x: Tensor) -> Tensor:
-        if self.is_exact:
-            return _exact_linear(module, x)
         return self._tensor.linear(module, x) if self._tensor else module(x)
 
     def _add_linear(self, residual: Tensor, x: Tensor, module: Any) -> Tensor:
-        if self.is_exact:
-            return _exact_linear(module, x, residual)
         return residual + self._tensor.linear_sum(module, x) if self._tensor else _add_linear(residual, x, module)
 
     def _norm(self, x: Tensor, module: Any) -> Tensor:
@@ -310,29 +273,6 @@ def _angles(body: Any, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, T
     return cos, sin
 
 
-def _packed_layer(
-    decoder: Decoder,
-    index: int,
-    hidden: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    plan: AttentionPlan,
-    batch: int,
-    exact: bool,
-) -> Tensor:
-    """Compute one decoder layer without gradient on packed weights, for many tokens per row."""
-    layer, epsilon = decoder.layers[index], decoder.epsilon
-    projected = layer.qkv(rms_norm(hidden, layer.norm, epsilon)).unflatten(1, (-1, decoder.head_dim))
-    query, key, value = projected.split([decoder.heads, decoder.kv_heads, decoder.kv_heads], dim=1)
-    if layer.query_norm is not None and layer.key_norm is not None:
-        query, key = rms_norm(query, layer.query_norm, epsilon), rms_norm(key, layer.key_norm, epsilon)
-    query, key = rotary(query, cos, sin), rotary(key, cos, sin)
-    query, key, value = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (query, key, value))
-    attended = plan.attend(index, query, key, value, AttentionForm(decoder.scaling, exact=exact))
-    hidden = layer.out(attended.reshape(len(hidden), -1), hidden)
-    return layer.down(layer.gate_up(rms_norm(hidden, layer.mlp_norm, epsilon)), hidden)
-
-
 def _add_linear(residual: Tensor, x: Tensor, module: nn.Module) -> Tensor:
     """Return residual + module(x), fused into one product if the module is a plain linear layer without bias."""
     if type(module) is nn.Linear and module.bias is None:
@@ -340,33 +280,8 @@ def _add_linear(residual: Tensor, x: Tensor, module: nn.Module) -> Tensor:
     return residual + module(x)
 
 
-def _exact_linear(module: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
-    """Compute a linear layer as the compiled decoder does."""
-    return exact_linear(x, local(module.weight), None if module.bias is None else local(module.bias), residual)
-
-
-def _require_exact(model: PreTrainedModel, tensor: TensorRanks | None) -> None:
-    """Raise ModelConfigError, with the reason, if a model's tokens cannot have the same bits in each batch."""
-    like: Any = local(model.get_input_embeddings().weight)  # pyright: ignore
-    products: list[Any] = [module for name, module in model.named_modules() if name.endswith("_proj")]
-    kind = model.config.model_type
-    unlike = " with windows, such rotary angles (rope_parameters) or hidden_act" if kind in FUSED_FAMILIES else ""
-    odd = "a layer has an odd number of inputs, which model.dtype='float32' takes, and bfloat16 does not"
-    problem = (
-        (not serves(like) and f"no compiled kernels serve {like.dtype} on {like.device.type}")
-        or (not _is_fusable(model) and f"'{kind}' models{unlike} have no fused forward pass")
-        or (tensor is not None and "tensor parallel ranks add in another order (parallel.tensor)")
-        or (any(type(m) is not nn.Linear for m in products) and "training computes adapters apart (lora.rank)")
-        or (like.dtype == torch.bfloat16 and any(m.in_features % 2 for m in products) and odd)
-    )
-    if problem:
-        raise ModelConfigError(
-            f"rollout.exact=true is not possible: {problem}; it needs a CPU, float32 or bfloat16, and a Llama, Qwen2 "
-            "or Qwen3 model; or use rollout.exact=false."
-        )
-
-
-def _is_fusable(model: PreTrainedModel) -> bool:
+def is_fusable(model: PreTrainedModel) -> bool:
+    """Return whether the fused forward pass computes this model."""
     config = model.config
     is_gated_silu = getattr(config, "hidden_act", None) in ("silu", "swish")
     if not is_plain_decoder(config) or not is_gated_silu or has_angles_of_length(config):
@@ -374,49 +289,3 @@ def _is_fusable(model: PreTrainedModel) -> bool:
     body: Any = model.model
     cos, _ = _angles(body, torch.zeros(1, dtype=torch.int64, device=model.device), torch.float32)
     return 2 * cos.shape[-1] == body.layers[0].self_attn.head_dim  # no partial rotary embedding
-
-
-def _decoder_of(body: Any, head: Any, epsilon: float) -> Decoder | None:
-    """Build the compiled decoder; None if no kernel supports the model, or it has adapters, whose modules must run."""
-    products = [module for layer in body.layers for name, module in layer.named_modules() if name.endswith("_proj")]
-    if type(body.embed_tokens) is not nn.Embedding or not all(_is_packable(module) for module in [*products, head]):
-        return None
-    attention = body.layers[0].self_attn
-    return Decoder(
-        body.embed_tokens.weight.detach().contiguous(),
-        [_decoder_layer(layer) for layer in body.layers],
-        _weight_of(body.norm),
-        _packed(head),
-        heads=attention.q_proj.out_features // attention.head_dim,
-        head_dim=attention.head_dim,
-        epsilon=epsilon,
-        scaling=attention.scaling,
-    )
-
-
-def _decoder_layer(layer: Any) -> DecoderLayer:
-    attention, mlp = layer.self_attn, layer.mlp
-    return DecoderLayer(
-        norm=_weight_of(layer.input_layernorm),
-        qkv=_packed(attention.q_proj, attention.k_proj, attention.v_proj),
-        query_norm=_weight_of(getattr(attention, "q_norm", None)),
-        key_norm=_weight_of(getattr(attention, "k_norm", None)),
-        out=_packed(attention.o_proj),
-        mlp_norm=_weight_of(layer.post_attention_layernorm),
-        gate_up=_packed(mlp.gate_proj, mlp.up_proj, gated=True),
-        down=_packed(mlp.down_proj),
-    )
-
-
-def _packed(*modules: nn.Linear, gated: bool = False) -> PackedLinear:
-    return PackedLinear([module.weight for module in modules], [module.bias for module in modules], gated=gated)
-
-
-def _weight_of(module: Any) -> Any:
-    return None if module is None else module.weight.detach().contiguous()
-
-
-def _is_packable(module: nn.Module) -> bool:
-    if type(module) is not nn.Linear or not serves(module.weight):
-        return False
-    return module.weight.dtype == torch.float32 or module.in_features % 2 == 0  # bfloat16 is read in pairs

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybridflow.errors import RolloutConfigError, RolloutError
-from hybridflow.models.fused_forward import forward_of
+from hybridflow.models.forward_of import forward_of
 from hybridflow.models.kv_cache import PrefillPlan
 from hybridflow.models.loading import placeholder
 from hybridflow.models.support import num_positions

@@ -16,7 +16,7 @@ from hybridflow.config import MemoryConfig, ParallelConfig
 from hybridflow.engines.packing import ModelInput, pack, pad
 from hybridflow.engines.ranks import Ranks
 from hybridflow.engines.row_forward import RowForward
-from hybridflow.models.fused_forward import forward_of
+from hybridflow.models.forward_of import forward_of
 from hybridflow.models.loading import load_causal_lm
 from hybridflow.protocol import DataProto
 from hybridflow.rollout.embedded import EmbeddedRollout

@@ -1,0 +1,61 @@
+"""The fused forward pass with exact log-probs: a token's results have the same bits in each batch and layout."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hybridflow.errors import ModelConfigError
+from hybridflow.models.attention_form import AttentionForm
+from hybridflow.models.fused_forward import FusedForward, is_fusable
+from hybridflow.models.kernels.exact import exact_linear
+from hybridflow.models.kernels.library import serves
+from hybridflow.models.support import FUSED_FAMILIES
+from hybridflow.models.tensor_parallel import TensorRanks
+from hybridflow.runtime.boxes import local
+
+
+class ExactForward(FusedForward):
+    """The fused forward pass, each operation of which adds in the order of decoding; see `require_exact`."""
+
+    is_exact = True
+
+    def compile(self) -> None:
+        """Raise ModelConfigError: compiled layers add in another order."""
+        raise ModelConfigError("rollout.exact=true computes layers by its own kernels; set model.compile = false.")
+
+    def _form(self, scaling: float) -> AttentionForm:
+        return AttentionForm(scaling, exact=True)
+
+    def _linear(self, module: Any, x: Tensor) -> Tensor:
+        return _linear(module, x)
+
+    def _add_linear(self, residual: Tensor, x: Tensor, module: Any) -> Tensor:
+        return _linear(module, x, residual)
+
+
+def require_exact(model: PreTrainedModel, tensor: TensorRanks | None) -> None:
+    """Raise ModelConfigError, with the reason, if a model's tokens cannot have the same bits in each batch."""
+    like: Any = local(model.get_input_embeddings().weight)  # pyright: ignore
+    products: list[Any] = [module for name, module in model.named_modules() if name.endswith("_proj")]
+    kind = model.config.model_type
+    unlike = " with windows, such rotary angles (rope_parameters) or hidden_act" if kind in FUSED_FAMILIES else ""
+    odd = "a layer has an odd number of inputs, which model.dtype='float32' takes, and bfloat16 does not"
+    problem = (
+        (not serves(like) and f"no compiled kernels serve {like.dtype} on {like.device.type}")
+        or (not is_fusable(model) and f"'{kind}' models{unlike} have no fused forward pass")
+        or (tensor is not None and "tensor parallel ranks add in another order (parallel.tensor)")
+        or (any(type(m) is not nn.Linear for m in products) and "training computes adapters apart (lora.rank)")
+        or (like.dtype == torch.bfloat16 and any(m.in_features % 2 for m in products) and odd)
+    )
+    if problem:
+        raise ModelConfigError(
+            f"rollout.exact=true is not possible: {problem}; it needs a CPU, float32 or bfloat16, and a Llama, Qwen2 "
+            "or Qwen3 model; or use rollout.exact=false."
+        )
+
+
+def _linear(module: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    """Compute a linear layer as decoding does."""
+    return exact_linear(x, local(module.weight), None if module.bias is None else local(module.bias), residual)
