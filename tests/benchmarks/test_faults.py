@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -132,7 +133,7 @@ def test_a_fault_of_the_driver_fires_at_the_begin_of_a_step(plan):
 
 def test_memory_disk_and_delay_act_as_the_system_does(plan, monkeypatch):
     slept = []
-    monkeypatch.setattr(time, "sleep", slept.append)
+    monkeypatch.setattr("support.faults.time", SimpleNamespace(sleep=slept.append, time=time.time))
     planned = plan("1: memory actor/0 in forward", "1: disk actor/0 in save", "1: delay actor/0 in score", delay_s=7.5)
     planned.inject("step", "driver", 1)
     with pytest.raises(torch.OutOfMemoryError):

@@ -2,7 +2,7 @@
 
 import importlib
 import os
-import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,9 +20,8 @@ def use_after(tmp_path, monkeypatch):
         own_seconds = iter((5.0, 5.0 + own))
         monkeypatch.setattr(cores, "STAT", tmp_path / "stat")
         monkeypatch.setattr(cores, "_own_seconds", lambda: next(own_seconds))
-        monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2})
-        monkeypatch.setattr(os, "sysconf", lambda _: 100)
+        monkeypatch.setattr(cores, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+        monkeypatch.setattr(cores, "os", SimpleNamespace(sched_getaffinity=lambda _: {0, 2}, sysconf=lambda _: 100))
         # user nice system idle iowait irq softirq steal: idle and stolen time is not work
         begin = "cpu 9 9\ncpu0 7 1 1 50 5 1 0 9\ncpu1 9 9 9 9 9 9 9 9\ncpu2 0 0 0 0 0 0 0 0\nintr 5\n"
         (tmp_path / "stat").write_text(begin)

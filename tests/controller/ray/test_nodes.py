@@ -1,6 +1,7 @@
 """The choice of nodes and pools, and the size of a local cluster: decisions on made-up clusters."""
 
 import itertools
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -163,7 +164,7 @@ def test_a_pool_that_could_fit_waits_for_released_resources(on_nodes, monkeypatc
     on_nodes()
     monkeypatch.setattr(resource_pool, "nodes_of_cluster", lambda: looks.pop(0))
     monkeypatch.setattr(resource_pool, "SETTLING_S", 1e6)
-    monkeypatch.setattr(resource_pool.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(resource_pool, "time", SimpleNamespace(sleep=lambda _: None, monotonic=time.monotonic))
     resource_pool.require_fit([pool_of(3)])
     assert looks == []
 

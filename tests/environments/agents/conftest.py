@@ -11,7 +11,7 @@ from fixtures.scripted_session import ScriptedSession
 from hybridflow.environments.agents.endpoint import Endpoint
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def loop() -> Iterator[asyncio.AbstractEventLoop]:
     """Yield an event loop in a thread."""
     loop = asyncio.new_event_loop()
@@ -23,7 +23,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     loop.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def on_loop(loop) -> Callable[..., Any]:
     """Return `on_loop(function, *arguments)`, which calls a function or a coroutine function on the loop."""
 
@@ -34,7 +34,7 @@ def on_loop(loop) -> Callable[..., Any]:
     return lambda *call_of: asyncio.run_coroutine_threadsafe(call(*call_of), loop).result(60)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def endpoint(on_loop) -> Iterator[Endpoint]:
     served = Endpoint(keep_alive_s=0.05)
     on_loop(served.start)

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -228,7 +229,8 @@ def test_a_lock_that_is_held_for_a_moment_is_waited_for(open_run, run_dir, monke
     run_dir.mkdir()
     look = os.open(run_dir / ".lock", os.O_CREAT | os.O_RDWR)
     fcntl.flock(look, fcntl.LOCK_SH)  # as `hybridflow runs` does
-    monkeypatch.setattr("time.sleep", lambda _: fcntl.flock(look, fcntl.LOCK_UN))
+    clock = SimpleNamespace(sleep=lambda _: fcntl.flock(look, fcntl.LOCK_UN))
+    monkeypatch.setattr("hybridflow.trainers.run.run_directory.time", clock)
     run.begin()
     with pytest.raises(BlockingIOError):
         fcntl.flock(look, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -110,7 +110,7 @@ def test_more_connections_than_there_are_places_are_closed(ask, server):
 
 def test_without_a_file_for_a_connection_the_server_pauses(server, monkeypatch):
     pauses = []
-    monkeypatch.setattr(live.time, "sleep", pauses.append)
+    monkeypatch.setattr(live, "time", SimpleNamespace(sleep=pauses.append))
     monkeypatch.setattr(server, "socket", SimpleNamespace(accept=lambda: os.open("/", os.O_WRONLY)))
     with pytest.raises(OSError, match="Is a directory"):
         server.get_request()
