@@ -7,7 +7,6 @@ and nothing to learn.
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -62,11 +61,11 @@ def episode_batch(
     return DataProto.from_dict(
         tensors,
         {
-            "prompt_texts": _objects(prompts),
-            "solution_texts": _objects(texts),
-            "finish_reasons": repeated([each.episode.ended or "error" for each in episodes], rows_per_episode),
-            "episode_messages": repeated(said, rows_per_episode),
-            "agent_outputs": repeated([each.output for each in episodes], rows_per_episode),
+            "prompt_texts": prompts,
+            "solution_texts": texts,
+            "finish_reasons": _repeated([each.episode.ended or "error" for each in episodes], rows_per_episode),
+            "episode_messages": _repeated(said, rows_per_episode),
+            "agent_outputs": _repeated([each.output for each in episodes], rows_per_episode),
         },
         {"pad_token_id": padding},
     )
@@ -119,12 +118,5 @@ def routes_column(
     return column
 
 
-def repeated(values: Sequence[Any], count: int) -> np.ndarray:
-    """Return a column of objects, each `count` times."""
-    return _objects([value for value in values for _ in range(count)])
-
-
-def _objects(values: Sequence[Any]) -> np.ndarray:
-    column = np.empty(len(values), dtype=object)
-    column[:] = values
-    return column
+def _repeated(values: Sequence[Any], count: int) -> list[Any]:
+    return [value for value in values for _ in range(count)]

@@ -34,7 +34,7 @@ from hybridflow.errors import EnvironmentConfigError, RolloutError
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.meta_info import NOISE_KEY
 from hybridflow.rollout import RolloutEngine, SamplingParams
-from hybridflow.workers.episode_batch import episode_batch, repeated
+from hybridflow.workers.episode_batch import episode_batch
 from hybridflow.workers.reward import result_columns
 
 EPISODE_PROMPT_COLUMNS = ("raw_prompts", "data_sources", "ground_truths", "extra_infos")
@@ -151,7 +151,7 @@ class EpisodeWorker:
         rows = episode_batch(scored, ids, rows_per_episode, self._tokenizer, dtype, self._stop_ids, batch.routes_shape)
         result = self._scores(scored, batch.step)
         rows.batch["turn_rewards"][result.failed.repeat_interleave(rows_per_episode)] = 0.0
-        rewards = result_columns(result).union(DataProto.from_dict({}, {"answers": repeated(result.answers, 1)}))
+        rewards = result_columns(result).union(DataProto.from_dict({}, {"answers": result.answers}))
         return rows.union(rewards.repeat(rows_per_episode, interleave=True))
 
     def renew(self, *, all_of_them: bool = False) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -47,10 +46,8 @@ def rollouts_of(
         routes = [completion.routes for completion in completions]
         mask = prompts.batch["prompt_mask"][source]
         batch["routes"] = routes_column(routes, mask, batch["responses"].shape[1], routes_shape)
-    texts = np.empty(len(completions), dtype=object)
-    texts[:] = response_texts(tokenizer, [c.token_ids for c in completions], stop_ids)
-    reasons = np.empty(len(completions), dtype=object)
-    reasons[:] = [c.finish_reason for c in completions]
+    texts = response_texts(tokenizer, [c.token_ids for c in completions], stop_ids)
+    reasons = [c.finish_reason for c in completions]
     return DataProto.from_dict(batch, {"solution_texts": texts, "finish_reasons": reasons}, {"pad_token_id": padding})
 
 

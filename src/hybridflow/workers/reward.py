@@ -1,10 +1,7 @@
 """The reward worker: scores responses with reward functions, one score for each row."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from hybridflow.checkpoint import CheckpointStore, SavedFile, load_state, require_shared, save_state, saved_files
 from hybridflow.config import Config
@@ -109,7 +106,7 @@ class RewardWorker(Worker):
         """Compute the columns of `score` and `answers` for validation, without changing the random state."""
         with unchanged_random_state():
             result = self._begin(batch)()
-        return result_columns(result).union(DataProto.from_dict({}, {"answers": _objects(result.answers)}))
+        return result_columns(result).union(DataProto.from_dict({}, {"answers": result.answers}))
 
     def _begin(self, batch: DataProto, step: int | None = None) -> Callable[[], RewardResult]:
         """Begin to score, see `RewardScorer.begin`."""
@@ -172,10 +169,4 @@ def result_columns(result: RewardResult) -> DataProto:
     tensors = {"scores": result.scores, "reward_failed": result.failed, "reward_timed_out": result.timed_out}
     if result.components is not None:
         tensors["reward_components"] = result.components
-    return DataProto.from_dict(tensors, {"reward_extras": _objects(result.extras)})
-
-
-def _objects(values: Sequence[Any]) -> np.ndarray:
-    column = np.empty(len(values), dtype=object)
-    column[:] = values
-    return column
+    return DataProto.from_dict(tensors, {"reward_extras": result.extras})

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from hybridflow.checkpoint import SavedFile
@@ -52,16 +51,14 @@ class RewardModelWorker(ModelWorker):
         columns = batch.non_tensor_batch
         ids = self._encode(columns["raw_prompts"].tolist(), columns["solution_texts"].tolist())
         values = self.engine.forward(collate_conversations(ids))["values"][:, 0].float()
-        extras = np.empty(len(batch), dtype=object)
-        extras[:] = [{} for _ in ids]
         failed = torch.zeros(len(ids), dtype=torch.bool)
         tensors = {"scores": values, "reward_failed": failed, "reward_timed_out": failed.clone()}
-        return DataProto.from_dict(tensors, {"reward_extras": extras})
+        return DataProto.from_dict(tensors, {"reward_extras": [{} for _ in ids]})
 
     @register(TO_REPLICAS, reads=TEXT_COLUMNS, writes=(*SCORE_COLUMNS, "answers"), parts=parts_of_replicas)
     def score_validation(self, batch: DataProto) -> DataProto:
         """Compute the columns of `score`, and `answers`, which are None: a reward model extracts no answers."""
-        return self.score(batch).union(DataProto.from_dict({}, {"answers": np.full(len(batch), None, dtype=object)}))
+        return self.score(batch).union(DataProto.from_dict({}, {"answers": [None] * len(batch)}))
 
     @register(Dispatch.ONE_TO_ALL)
     def save(self, directory: str, in_background: bool = False) -> list[SavedFile]:
