@@ -19,7 +19,7 @@ from hybridflow.workers.algorithm_functions import reads_column, token_selection
 from hybridflow.workers.exact_samples import exactly, require_exact, samples_exactly
 from hybridflow.workers.log_prob_mismatch import KL, MEAN, SHARE, log_prob_mismatch_of
 from hybridflow.workers.losses import actor_columns, actor_loss
-from hybridflow.workers.model_worker import MODEL_COLUMNS, TO_REPLICAS, ModelWorker, parts_of_replicas
+from hybridflow.workers.model_worker import MODEL_COLUMNS, ModelWorker, on_replicas
 from hybridflow.workers.streamed_update import StreamedUpdate
 from hybridflow.workers.updates import MiniBatch, run_updates
 from hybridflow.workers.worker_process import prepare_worker_process
@@ -88,12 +88,7 @@ class ActorWorker(SendsWeights, ModelWorker):
     def prepare(self) -> None:
         """Build what needs no weights, before they are loaded; nothing here."""
 
-    @register(
-        TO_REPLICAS,
-        reads=replayed_columns,
-        writes=log_prob_columns,
-        parts=parts_of_replicas,
-    )
+    @on_replicas(reads=replayed_columns, writes=log_prob_columns)
     def compute_log_probs(self, batch: DataProto) -> DataProto:
         """Compute log-probs of the responses and entropies under the policy before the update."""
         outputs = self.engine.forward(
@@ -106,24 +101,17 @@ class ActorWorker(SendsWeights, ModelWorker):
         outputs.pop("routes_changed", None)
         return DataProto.from_dict(outputs)
 
-    @register(
-        TO_REPLICAS,
-        reads=MODEL_COLUMNS,
-        writes=("ref_log_probs",),
-        parts=parts_of_replicas,
-    )
+    @on_replicas(reads=MODEL_COLUMNS, writes=("ref_log_probs",))
     def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
         """Compute log-probs of the responses under the base model, without its adapters (lora.rank)."""
         with self.engine.without_adapters():
             outputs = self.engine.forward(batch, temperature=self.config.rollout.temperature)
         return DataProto.from_dict({"ref_log_probs": outputs["log_probs"]})
 
-    @register(
-        TO_REPLICAS,
+    @on_replicas(
         reads=("response_mask", "row_ids", "old_log_probs", "entropies", "rollout_log_probs"),
         writes=("num_tokens", "entropy_sum", "mismatch_sum", "mismatch_max", "mismatch_kl_sum", "mismatch_share_sum"),
         rows="one",
-        parts=parts_of_replicas,
     )
     def sum_log_prob_metrics(self, batch: DataProto) -> DataProto:
         """Return one row of sums over this rank's tokens: their number, entropies, and log-prob mismatch."""
@@ -145,12 +133,10 @@ class ActorWorker(SendsWeights, ModelWorker):
         }
         return DataProto.from_dict({name: total[None] for name, total in sums.items()})
 
-    @register(
-        TO_REPLICAS,
+    @on_replicas(
         reads=lambda config: tuple(sorted({*replayed_columns(config), "row_ids", *actor_columns(config)})),
         writes=(),
         rows="one",
-        parts=parts_of_replicas,
     )
     def update_actor(self, batch: DataProto) -> DataProto:
         """Run one optimizer step for each mini-batch; `meta_info["kl_coef"]` is the weight of the KL in the loss."""
@@ -171,12 +157,10 @@ class ActorWorker(SendsWeights, ModelWorker):
             temperature=config.rollout.temperature,
         )
 
-    @register(
-        TO_REPLICAS,
+    @on_replicas(
         reads=lambda config: tuple(sorted({*replayed_columns(config), "row_ids", *actor_columns(config)})),
         writes=(),
         rows="one",
-        parts=parts_of_replicas,
     )
     def update_actor_in_parts(self, part: DataProto) -> DataProto:
         """Add the gradients of a part of a batch, and make one optimizer step after its last part.

@@ -1,10 +1,9 @@
 """The critic: values of response tokens, trained on returns."""
 
 from hybridflow.config import Config
-from hybridflow.controller import register
 from hybridflow.protocol import DataProto
 from hybridflow.workers.losses import critic_loss
-from hybridflow.workers.model_worker import MODEL_COLUMNS, TO_REPLICAS, ModelWorker, parts_of_replicas
+from hybridflow.workers.model_worker import MODEL_COLUMNS, ModelWorker, on_replicas
 from hybridflow.workers.updates import run_updates
 from hybridflow.workers.worker_process import prepare_worker_process
 
@@ -22,18 +21,12 @@ class CriticWorker(ModelWorker):
             config, config.critic.model_path or config.model.path, "value", config.critic.optimizer, total_updates
         )
 
-    @register(TO_REPLICAS, reads=MODEL_COLUMNS, writes=("values",), parts=parts_of_replicas)
+    @on_replicas(reads=MODEL_COLUMNS, writes=("values",))
     def compute_values(self, batch: DataProto) -> DataProto:
         """Compute the estimated return at every response token."""
         return DataProto.from_dict(self.engine.forward(batch))
 
-    @register(
-        TO_REPLICAS,
-        reads=(*MODEL_COLUMNS, "row_ids", "values", "returns"),
-        writes=(),
-        rows="one",
-        parts=parts_of_replicas,
-    )
+    @on_replicas(reads=(*MODEL_COLUMNS, "row_ids", "values", "returns"), writes=(), rows="one")
     def update_critic(self, batch: DataProto) -> DataProto:
         """Run one optimizer step for each mini-batch."""
         self.require_collectives("sum gradients")

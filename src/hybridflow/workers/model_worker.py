@@ -45,9 +45,13 @@ MODEL_COLUMNS = ("input_ids", "attention_mask", "response_mask")
 """Columns of a rollout batch that every model reads."""
 
 
-def parts_of_replicas(config: Config) -> PartsOf:
+def _parts_of_replicas(config: Config) -> PartsOf:
     """Return how the parts of a call with collectives are sized: all its ranks take equally long."""
     return "shares" if config.controller.parts == "measured" else "equal"
+
+
+on_replicas = partial(register, TO_REPLICAS, parts=_parts_of_replicas)
+"""`register` for methods whose rows are split over the data-parallel replicas."""
 
 
 class ModelWorker(DeviceWorker):

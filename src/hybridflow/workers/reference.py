@@ -1,9 +1,8 @@
 """The reference policy: a frozen model whose log-probs are used by the KL terms."""
 
 from hybridflow.config import Config
-from hybridflow.controller import register
 from hybridflow.protocol import DataProto
-from hybridflow.workers.model_worker import MODEL_COLUMNS, TO_REPLICAS, ModelWorker, parts_of_replicas
+from hybridflow.workers.model_worker import MODEL_COLUMNS, ModelWorker, on_replicas
 from hybridflow.workers.worker_process import prepare_worker_process
 
 
@@ -20,12 +19,7 @@ class ReferenceWorker(ModelWorker):
         path = config.reference.model_path or config.model.path
         self.engine = self.build_engine(config, path, "policy")
 
-    @register(
-        TO_REPLICAS,
-        reads=MODEL_COLUMNS,
-        writes=("ref_log_probs",),
-        parts=parts_of_replicas,
-    )
+    @on_replicas(reads=MODEL_COLUMNS, writes=("ref_log_probs",))
     def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
         """Compute log-probs of the responses under the reference policy, by default at the rollout temperature."""
         outputs = self.engine.forward(batch, temperature=self.temperature)

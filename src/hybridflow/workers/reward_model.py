@@ -15,7 +15,7 @@ from hybridflow.errors import ModelError, RewardError
 from hybridflow.models.stored_model import StoredModel
 from hybridflow.protocol import DataProto
 from hybridflow.runtime.fault_points import fault_point
-from hybridflow.workers.model_worker import TO_REPLICAS, ModelWorker, parts_of_replicas
+from hybridflow.workers.model_worker import ModelWorker, on_replicas
 from hybridflow.workers.reward import SCORE_COLUMNS
 from hybridflow.workers.worker_process import prepare_worker_process
 
@@ -44,7 +44,7 @@ class RewardModelWorker(ModelWorker):
         self.encoder = PromptEncoder(self.tokenizer, chat_template=True)
         self.engine = self.build_engine(config, path, "value")
 
-    @register(TO_REPLICAS, reads=TEXT_COLUMNS, writes=SCORE_COLUMNS, parts=parts_of_replicas)
+    @on_replicas(reads=TEXT_COLUMNS, writes=SCORE_COLUMNS)
     def score(self, batch: DataProto) -> DataProto:
         """Compute `scores`, (batch,); no row fails, and `reward_extras` are empty."""
         fault_point("score")
@@ -55,7 +55,7 @@ class RewardModelWorker(ModelWorker):
         tensors = {"scores": values, "reward_failed": failed, "reward_timed_out": failed.clone()}
         return DataProto.from_dict(tensors, {"reward_extras": [{} for _ in ids]})
 
-    @register(TO_REPLICAS, reads=TEXT_COLUMNS, writes=(*SCORE_COLUMNS, "answers"), parts=parts_of_replicas)
+    @on_replicas(reads=TEXT_COLUMNS, writes=(*SCORE_COLUMNS, "answers"))
     def score_validation(self, batch: DataProto) -> DataProto:
         """Compute the columns of `score`, and `answers`, which are None: a reward model extracts no answers."""
         return self.score(batch).union(DataProto.from_dict({}, {"answers": [None] * len(batch)}))

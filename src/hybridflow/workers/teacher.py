@@ -1,10 +1,9 @@
 """The teacher of distillation: a frozen policy that computes log-probs of the student's responses."""
 
 from hybridflow.config import Config
-from hybridflow.controller import register
 from hybridflow.models.loading import vocabulary_size
 from hybridflow.protocol import DataProto
-from hybridflow.workers.model_worker import MODEL_COLUMNS, TO_REPLICAS, ModelWorker, parts_of_replicas
+from hybridflow.workers.model_worker import MODEL_COLUMNS, ModelWorker, on_replicas
 from hybridflow.workers.worker_process import prepare_worker_process
 
 CANDIDATES = ("candidate_ids", "teacher_candidate_log_probs")
@@ -27,7 +26,7 @@ class TeacherWorker(ModelWorker):
         self.engine = self.build_engine(config, config.teacher.model_path, "policy")
         self.num_tokens = vocabulary_size(config.model.path)  # a larger model of the family may have more, as padding
 
-    @register(TO_REPLICAS, reads=MODEL_COLUMNS, writes=teacher_columns, parts=parts_of_replicas)
+    @on_replicas(reads=MODEL_COLUMNS, writes=teacher_columns)
     def compute_teacher_log_probs(self, batch: DataProto) -> DataProto:
         """Compute log-probs of the responses under the teacher, at the rollout temperature.
 
