@@ -42,8 +42,9 @@ def require_exact(model: PreTrainedModel, tensor: TensorRanks | None) -> None:
     kind = model.config.model_type
     unlike = " with windows, such rotary angles (rope_parameters) or hidden_act" if kind in FUSED_FAMILIES else ""
     odd = "a layer has an odd number of inputs, which model.dtype='float32' takes, and bfloat16 does not"
+    unserved = f"no compiled kernels serve {like.dtype} on {like.device.type} (controller.compiled_kernels, C compiler)"
     problem = (
-        (not serves(like) and f"no compiled kernels serve {like.dtype} on {like.device.type}")
+        (not serves(like) and unserved)
         or (not is_fusable(model) and f"'{kind}' models{unlike} have no fused forward pass")
         or (tensor is not None and "tensor parallel ranks add in another order (parallel.tensor)")
         or (any(type(m) is not nn.Linear for m in products) and "training computes adapters apart (lora.rank)")
