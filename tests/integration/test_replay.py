@@ -41,6 +41,24 @@ def test_a_run_that_filters_or_measures_is_learned_again_with_the_same_bits(run,
     assert hybridflow("replay", directory, "--step", 2).status == 0
 
 
+def test_a_step_is_learned_again_under_the_keys_of_its_start(run, hybridflow):
+    """config.toml has those of the newest start, which resumed with another learning rate and a shorter schedule."""
+    schedule = ("actor.optimizer.schedule=linear", "trainer.save_every=2", "actor.mini_batch_size=4")
+    directory = run(*schedule, "actor.optimizer.lr=1e-2", "trainer.total_steps=9", "--stop-after", 2)
+    assert run(*schedule, "actor.optimizer.lr=1e-3", "trainer.total_steps=4") == directory
+    for step, begin in ((2, "the begin of the run"), (3, "the checkpoint of step 2")):
+        shown = hybridflow("replay", directory, "--step", step)
+        assert f"step {step}, from {begin}\nall metrics are those of the run, bit for bit\n" in shown.out, shown.err
+    shutil.rmtree(directory / "checkpoints")
+    shown = hybridflow("replay", directory, "--step", 4, "actor.optimizer.lr=1e-4")
+    assert "step 4, from the begin of the run\nall metrics are those of the run, bit for bit\n" in shown.out, shown.err
+    learned, changed = map(float, re.findall(r"actor/lr +(\S+) +(\S+)", shown.out)[0])
+    assert learned == pytest.approx(10 * changed)  # the schedule is that of this start too
+    (directory / "run.json").unlink()
+    shown = hybridflow("replay", directory, "--step", 4)
+    assert (shown.status, "run.json" in shown.err) == (1, True)
+
+
 @pytest.mark.ray
 @pytest.mark.exhaustive
 def test_steps_of_runs_on_ray_are_learned_again_with_the_same_bits(tiny, task, tmp_path, run_in_turn):

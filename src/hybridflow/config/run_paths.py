@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from hybridflow.config import leaf_keys, load_config
@@ -26,16 +27,16 @@ PROMPT_FILE = "prompt_file"
 """Key of reward.kwargs that holds a path, that of the judge's prompt; the other values are kept as they are."""
 
 
-def absolute_paths(config_file: Path) -> list[str]:
-    """Return `key=value` for each relative path of a run's config.toml, made absolute.
+def absolute_paths(config_file: Path, overrides: Sequence[str] = (), start: int = -1) -> list[str]:
+    """Return `key=value` for each relative path of a run's config.toml with overrides, made absolute.
 
-    A path is relative to the directory that the run's newest start recorded in run.json. If that directory no longer
-    exists, or if an older version wrote run.json, the paths stay as they are.
+    A path is relative to the directory that a start of the run, by default the newest, recorded in run.json. If that
+    directory no longer exists, or if an older version wrote run.json, the paths stay as they are.
     """
-    directory = _start_directory(config_file.parent)
+    directory = _start_directory(config_file.parent, start)
     if directory is None:
         return []
-    values = leaf_keys(load_config(config_file))
+    values = leaf_keys(load_config(config_file, overrides))
     absolute: dict[str, object] = {key: _absolute(str(values[key]), directory) for key in DIRECTORIES if values[key]}
     for key in FILES:
         files = values[key]
@@ -56,13 +57,13 @@ def absolute_paths(config_file: Path) -> list[str]:
     return [f"{key}={toml_value(value)}" for key, value in absolute.items() if value != values[key]]
 
 
-def _start_directory(run: Path) -> Path | None:
-    """Return the working directory of the newest start that is in run.json; None if it is not recorded or is gone."""
+def _start_directory(run: Path, start: int) -> Path | None:
+    """Return the working directory of a start that is in run.json; None if it is not recorded or is gone."""
     try:
         file = run / "run.json"
         if not file.is_file():  # a pipe would be waited for
             return None
-        directory = Path(json.loads(file.read_text(encoding="utf-8"))["starts"][-1]["directory"])
+        directory = Path(json.loads(file.read_text(encoding="utf-8"))["starts"][start]["directory"])
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
     return directory if directory.is_dir() else None

@@ -3,8 +3,8 @@
     checkpoint c ── steps c+1 ... N-1, as in the run ── step N, as in the run
                                                      └─ step N on the same samples, under changed keys
 
-A step depends only on the state at its begin, the data and the seed, so that nothing but checkpoints must be kept. All
-happens in a directory of its own; the run is only read.
+A step depends only on the state at its begin, the data, the seed and the keys of the start that made it, so nothing but
+checkpoints must be kept. All happens in a directory of its own; the run is only read.
 """
 
 import shutil
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hybridflow.checkpoint import CheckpointStore
+from hybridflow.checkpoint import Checkpoint, CheckpointStore
 from hybridflow.config import Config, load_config
 from hybridflow.config.checks.generation import REPLAY_IN_FLIGHT
 from hybridflow.errors import CheckpointError, ConfigError, NonFiniteError
@@ -27,6 +27,7 @@ from hybridflow.trainers.read_columns import read
 from hybridflow.trainers.rl_metrics import batch_metrics
 from hybridflow.trainers.run.ppo_trainer import PPOTrainer
 from hybridflow.trainers.run.run_directory import TOKEN_BUDGETS
+from hybridflow.trainers.run.run_starts import starts_of_steps
 from hybridflow.trainers.sampling.sampled import NextPrompts, Sampled, Sampler
 
 logger = get_logger(__name__)
@@ -112,26 +113,37 @@ def replay_step(
     if rows and "critic/score/mean" not in rows[newest]:
         raise ConfigError(f"'{run_dir}' is not a run of `hybridflow train`, the only kind that can be replayed.")
     _require_step(step, run_dir, newest, newest + 1)  # also the step that ended the run
-    config = _config(run_dir, paths, scratch / "run")
-    changed_config = _config(run_dir, [*paths, *changes], scratch / "changed") if changes else None
-    REPLAY_IN_FLIGHT.require(config)
+    before = _checkpoint_before(run_dir, step)
+    first_step = before.step if before else 0
+    starts = starts_of_steps(run_dir, first_step, step)
+    configs = [
+        _config(run_dir, [*paths, *start.overrides], scratch / f"run-{place}") for place, start in enumerate(starts)
+    ]
+    of_step = [*paths, *starts[-1].overrides]
+    changed_config = _config(run_dir, [*of_step, *changes], scratch / "changed") if changes else None
+    for config in configs:
+        REPLAY_IN_FLIGHT.require(config)
     store = CheckpointStore(scratch / "before", keep=1)
     differs: dict[int, list[str]] = {}
-    with build_trainer(config) as trainer:
-        _require_step(step, run_dir, newest, trainer.total_steps)
-        first_step = _go_to_checkpoint_before(trainer, run_dir, step)
-        while trainer.global_step < step - 1:
-            trainer.train_step()
-            _note_differences(differs, trainer.global_step, trainer.metrics, rows)
-        if changed_config:
-            trainer.save_with(trainer.new_saver(store, in_background=False))
-        trainer.sample = kept = KeptSamples(trainer.sample)
-        learned = _learn(trainer, kept)
-        _note_differences(differs, step, learned.metrics, rows)
+    for start, config in zip(starts, configs, strict=True):
+        with build_trainer(config) as trainer:
+            if start.last_step == step:
+                _require_step(step, run_dir, newest, trainer.total_steps)
+            if before:
+                trainer.restore(before)
+            while trainer.global_step < min(start.last_step, step - 1):
+                trainer.train_step()
+                _note_differences(differs, trainer.global_step, trainer.metrics, rows)
+            if changed_config or start.last_step < step:
+                trainer.save_with(trainer.new_saver(store, in_background=False))
+                before = store.latest()
+            if start.last_step == step:
+                trainer.sample = kept = KeptSamples(trainer.sample)
+                learned = _learn(trainer, kept)
+                _note_differences(differs, step, learned.metrics, rows)
     changed = None
     if changed_config:
         with build_trainer(changed_config) as trainer:
-            before = store.latest()
             assert before is not None
             trainer.restore(before)
             trainer.sample = kept
@@ -192,17 +204,15 @@ def _config(run_dir: Path, overrides: Sequence[str], directory: Path) -> Config:
     return load_config(run_dir / "config.toml", [*overrides, *NOT_IN_REPLAYS, f"trainer.run_dir={directory}"])
 
 
-def _go_to_checkpoint_before(trainer: PPOTrainer, run_dir: Path, step: int) -> int:
-    """Restore the newest undamaged checkpoint before a step and return its step; 0 if the run has none."""
+def _checkpoint_before(run_dir: Path, step: int) -> Checkpoint | None:
+    """Return the newest undamaged checkpoint before a step; None if the run has none."""
     store = CheckpointStore(run_dir / "checkpoints")
     for earlier in reversed([each for each in store.list() if each < step]):
         try:
-            trainer.restore(store.verify(earlier))
+            return store.verify(earlier)
         except CheckpointError as error:
             logger.warning("the replay starts before step %d: %s", earlier, error)
-        else:
-            return earlier
-    return 0
+    return None
 
 
 def _note_differences(
