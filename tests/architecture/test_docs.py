@@ -16,6 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from fixtures.gpu_settings import sizes_of_models, step_table, tables
 from fixtures.published_models import DENSE
 from hybridflow.checkpoint import CheckpointStore
+from hybridflow.cli.compatibility import compatibility_markdown
 from hybridflow.cli.exit_codes import exit_codes_markdown
 from hybridflow.cli.main import COMMANDS, main
 from hybridflow.config import load_config, reference_markdown, refusals_markdown
@@ -165,6 +166,7 @@ def test_every_command_is_documented(capsys):
         ("configuration.md", reference_markdown),
         ("configuration.md", refusals_markdown),
         ("diagnose.md", findings_markdown),
+        ("doctor.md", compatibility_markdown),
         ("metrics.md", metrics_markdown),
         ("training.md", exit_codes_markdown),
     ],

@@ -2,11 +2,14 @@
 
 import resource
 import time
+from importlib.metadata import requires
 
 import psutil
 import pytest
+from packaging.requirements import Requirement
 
 from hybridflow.cli import doctor
+from hybridflow.cli.compatibility import TESTED
 from hybridflow.cli.doctor import (
     INTERFACE,
     CheckProgram,
@@ -59,6 +62,27 @@ def test_versions_that_are_missing_or_wrong_are_named(monkeypatch):
     assert finding.fix == "install them again: pip install 'torch>=99' 'absent>1'"
     monkeypatch.setattr(doctor, "metadata", lambda _: {"Requires-Python": ">=4"})
     assert "hybridflow needs Python >=4" in check_versions().text
+
+
+def test_versions_that_are_not_tested_are_a_warning(monkeypatch):
+    assert check_versions().state == "ok"
+    others = {"transformers": "5.25.1", "vllm": "0.31.0", "torch": "2.13.0+cpu", "ray": "2.60.4"}
+    monkeypatch.setattr(doctor, "installed", lambda name: others.get(name, "3.14.0"))
+    monkeypatch.setattr(doctor, "requires", lambda name: ["torch"])
+    finding = check_versions()
+    assert finding.state == "warning"
+    assert finding.text.partition("; ")[2] == (
+        "Python 3.14.0 is not tested, 3.11 to 3.13 is; transformers 5.25.1 is not tested, 5.19 to 5.24 is; "
+        "vllm 0.31.0 is not tested, 0.32 is"
+    )
+    assert finding.fix == "if a run fails, use Python>=3.11,<3.14, transformers>=5.19,<5.25, vllm>=0.32,<0.33"
+
+
+def test_tested_versions_are_allowed_by_the_package():
+    bounds = {need.name: need.specifier for need in map(Requirement, requires("hybridflow"))}
+    for entry in TESTED[1:]:
+        assert bounds[entry.name].contains(f"{entry.lowest}.0")
+        assert bounds[entry.name].contains(f"{entry.highest}.0")
 
 
 def test_gpus_that_torch_does_not_find_are_a_warning(tmp_path, monkeypatch):

