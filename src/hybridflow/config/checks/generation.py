@@ -174,14 +174,14 @@ REFUSALS = (
     Refusal(
         "model.dtype = 'float64'",
         "rollout.backend = 'vllm'",
-        "vLLM does not compute in it",
+        "vLLM does not support it",
         "use float32 or bfloat16, or backend = 'embedded'",
         lambda c: not _is_embedded(c) and c.model.dtype == "float64",
     ),
     Refusal(
         "rollout.on_new_weights = 'retract'",
         "rollout.tensor above 1",
-        "the ranks of an engine would load weights at different steps",
+        "an engine's ranks would load weights at different steps",
         "use tensor = 1, or on_new_weights = 'wait'",
         lambda c: c.updates_in_flight and c.rollout.tensor > 1,
     ),
@@ -204,14 +204,14 @@ REFUSALS = (
     Refusal(
         "environment.classes",
         "rollout.replay",
-        "answers of environments come at other steps of the engine",
+        "environments answer at other steps of the engine",
         "remove replay",
         lambda c: _has_environments(c) and bool(c.rollout.replay),
     ),
     Refusal(
         "environment.classes",
         "rollout.tensor above 1",
-        "the ranks of an engine would get answers of environments at different steps",
+        "an engine's ranks would get environments' answers at different steps",
         "use tensor = 1",
         lambda c: _has_environments(c) and c.rollout.tensor > 1,
     ),

@@ -170,14 +170,14 @@ REFUSALS = (
     Refusal(
         "algorithm.kl_in_reward",
         f"algorithm.advantage = {_BY_SCORE}",
-        "it does not compare sums of rewards",
+        "its estimator does not compare sums of rewards",
         "use kl_in_loss = true",
         lambda c: c.algorithm.kl_in_reward and not c.algorithm.estimator.takes_kl_in_reward,
     ),
     Refusal(
         f"algorithm.advantage = {_WITH_SUMS}",
         _FROM_ROLLOUT,
-        "it needs probabilities of the trainer's log-prob pass, which is left out",
+        "it needs probabilities from the trainer's log-prob pass, which is left out",
         "use old_log_probs_from = 'trainer', or another advantage",
         lambda c: _takes_rollout_log_probs(c) and "sum_squared_probs" in c.algorithm.estimator.extra_columns,
     ),
@@ -198,14 +198,14 @@ REFUSALS = (
     Refusal(
         f"actor.policy_loss = {_WEIGHTED}",
         "algorithm.rollout_weights",
-        "both weight each token by trainer / sampler, so that it would count twice",
+        "both weight each token by trainer / sampler, so the weight would count twice",
         "use rollout_weights = 'none', or another policy_loss",
         lambda c: c.actor.loss.has_behavior_weight and c.algorithm.rollout_weights != "none",
     ),
     Refusal(
         f"actor.policy_loss = {_OF_SEQUENCES}",
         f"actor.loss_aggregation other than {_AGGREGATIONS}",
-        "its ratio is one of the whole response, and a mean over tokens would weight long responses more",
+        "its ratio belongs to the whole response, and a mean over tokens would give long responses more weight",
         f"use {_AGGREGATIONS}, or another policy_loss",
         lambda c: bool(c.actor.loss.aggregations) and c.actor.loss_aggregation not in c.actor.loss.aggregations,
     ),

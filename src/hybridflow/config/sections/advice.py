@@ -15,14 +15,16 @@ class AdviceConfig(Section):
     enabled: bool = Field(default=True, description="Log findings as warnings during the run.")
     window: Positive = Field(
         default=20,
-        description="Newest steps whose mean is compared; during a run a finding is logged at most once in N steps.",
+        description="Number of newest steps whose mean is compared; during a run a finding is logged at most once "
+        "in N steps.",
     )
     score_std: Amount = Field(
-        default=0.01, description="Equal rewards: standard deviation of a step's scores below which they are equal."
+        default=0.01,
+        description="Equal rewards: standard deviation of a step's scores below which the scores count as equal.",
     )
     zero_variance_groups: Fraction = Field(
         default=0.8,
-        description="Groups without variance: share of groups with equal scores above which there are many.",
+        description="Groups without variance: share of groups with equal scores above which the finding is reported.",
     )
     solved: Fraction = Field(
         default=0.98,
@@ -37,20 +39,21 @@ class AdviceConfig(Section):
     reward_errors: Fraction = Field(default=0.05, description="Share of samples with a failed reward function.")
     reward_timeouts: Fraction = Field(default=0.01, description="Share of samples whose reward function timed out.")
     kl: Amount = Field(
-        default=0.1, description="KL of the policy from the reference, in nats per token, above which it runs away."
+        default=0.1,
+        description="KL of the policy from the reference, in nats per token, above which the policy is too far away.",
     )
     policy_change: Amount = Field(
         default=0.1,
-        description="KL of the policy after a step's updates from that before them, in nats per token, above which "
-        "the updates are too large.",
+        description="KL of the policy after a step's updates from the policy before them, in nats per token, above "
+        "which the updates are too large.",
     )
     entropy: Fraction = Field(
-        default=0.1, description="Entropy as a share of its first value, below which it has collapsed; 0: off."
+        default=0.1, description="Entropy as a share of its first value, below which the entropy has collapsed; 0: off."
     )
     clip_fraction: Fraction = Field(default=0.3, description="Share of tokens whose probability ratio is clipped.")
     log_prob_mismatch: Amount = Field(
         default=0.05,
-        description="Mean absolute difference of the log-probs of trainer and rollout engine, in nats per token.",
+        description="Mean absolute difference between the log-probs of trainer and rollout engine, in nats per token.",
     )
     truncation: Fraction = Field(
         default=0.5, description="Share of responses that reach data.max_response_length; 1: off."

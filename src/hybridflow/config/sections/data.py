@@ -32,18 +32,20 @@ class DataConfig(Section):
     val_files: tuple[str, ...] = Field(default=(), description="Files of validation prompts.")
     columns: dict[ColumnName, str] = Field(
         default={},
-        description="Columns of the files by our names (prompt, answer, response, messages, tools, chosen, rejected), "
-        "as in {prompt = 'question'}; a.b goes into nested values. Files that have our columns need none.",
+        description="Columns of the files by our names (prompt, answer, response, messages, tools, chosen, "
+        "rejected), as in {prompt = 'question'}; a.b names a nested value. Files with our names need no entry.",
     )
     map: UserFunction = Field(
         default="",
-        description="Function that makes of each record of the files another one, or None to leave it out, as "
+        description="Function that converts each record of the files, or returns None to drop it, as "
         "'path.py:function'.",
     )
     train_batch_size: Positive = Field(default=64, description="Prompts in one training step.")
     max_prompt_length: Positive = Field(default=512, description="Largest length of a prompt, in tokens.")
     max_response_length: Positive = Field(default=512, description="Largest length of a response, in tokens.")
-    overlong_prompts: OverlongName = Field(default="drop", description="Treatment of longer prompts.")
+    overlong_prompts: OverlongName = Field(
+        default="drop", description="What to do with prompts longer than max_prompt_length."
+    )
     order: Annotated[OrderName | UserFunction, named_or_user(OrderName)] = Field(
         default="shuffled",
         description="Order of the training rows: shuffled anew in each epoch, sequential, curriculum (ascending by "
@@ -56,8 +58,8 @@ class DataConfig(Section):
     )
     date: Annotated[str, DateOrAuto] = Field(
         default="auto",
-        description="Date that a chat template reads as today's (strftime_now), as in 2026-11-28; the time is 00:00. "
-        "auto: that of the run's start, which a resumed run keeps.",
+        description="Today's date for chat templates (strftime_now), as in 2026-11-28; the time is 00:00. auto: the "
+        "date of the run's start, also when it resumes.",
     )
 
 
@@ -96,7 +98,7 @@ class RewardConfig(Section):
     error_score: float = Field(default=0.0, description="Score of a failed sample with on_error = 'zero'.")
     max_failure_rate: Fraction = Field(
         default=0.1,
-        description="on_error = 'zero': largest share of failed samples in a batch of a rank; above it the run stops "
+        description="on_error = 'zero': largest share of failed samples in a rank's batch; above it the run stops "
         "and shows some of them.",
     )
     processes: NonNegative = Field(
@@ -105,7 +107,7 @@ class RewardConfig(Section):
         "crash then ends the run).",
     )
     concurrency: Positive = Field(
-        default=32, description="Samples that each of these processes scores at once, if reward.function is async."
+        default=32, description="Samples that each of reward.processes scores at once, if reward.function is async."
     )
     timeout_s: Annotated[Annotated[float, Field(gt=0)] | None, NoneAsText] = Field(
         default=60.0,
@@ -113,5 +115,5 @@ class RewardConfig(Section):
         "counts as failed. 'none': no deadline.",
     )
     memory_bytes: NonNegative = Field(
-        default=4 * 2**30, description="Memory limit of each of these processes, in bytes; 0: no limit."
+        default=4 * 2**30, description="Memory limit of each of reward.processes, in bytes; 0: no limit."
     )

@@ -14,7 +14,7 @@ class RolloutConfig(Section):
 
     backend: Literal["embedded", "vllm"] = Field(
         default="embedded",
-        description="Rollout engine: embedded (the trainer's own model) or vLLM. It runs in the processes that train, "
+        description="Rollout engine: embedded (the trainer's own model) or vLLM. It runs in the training processes, "
         "or in a separate pool (placement.roles.rollout).",
     )
     group_size: Positive = Field(
@@ -27,7 +27,7 @@ class RolloutConfig(Section):
         description="Sample among the fewest most likely tokens whose total probability reaches top_p; 1: all tokens.",
     )
     max_running_sequences: Positive = Field(
-        default=1024, description="Largest number of sequences decoded at once; further ones wait in a queue."
+        default=1024, description="Largest number of sequences decoded at once; others wait in a queue."
     )
     pack_weights: bool = Field(
         default=True,
@@ -37,7 +37,7 @@ class RolloutConfig(Section):
     exact: bool = Field(default=False, description="embedded, on a CPU: log-probs are the trainer's, bit for bit.")
     stop_strings: tuple[str, ...] = Field(
         default=(),
-        description="Strings that end a response, besides the model's stop tokens; they stay in the response.",
+        description="Strings that end a response, in addition to the model's stop tokens; they stay in the response.",
     )
     tensor: Positive = Field(default=1, description="vllm: tensor parallel size, the ranks that share one engine.")
     max_model_len: NonNegative = Field(
@@ -61,28 +61,30 @@ class RolloutConfig(Section):
     )
     on_new_weights: Literal["wait", "retract"] = Field(
         default="wait",
-        description="With trainer.lag and a separate pool: wait: new weights are loaded when the begun batches are "
-        "generated; retract: running sequences keep their tokens and compute keys and values again with the new "
-        "weights, so that a batch depends on timings.",
+        description="With trainer.lag and a separate pool: wait: load new weights after the started batches are "
+        "generated; retract: load them between two steps; running sequences keep their tokens but recompute keys "
+        "and values, so a batch depends on timings.",
     )
     replay: str = Field(
         default="",
-        description="With on_new_weights = retract: a run directory; each engine begins batches and loads "
-        "weights after as many steps as in that run. With the embedded engine the bits are equal, also with "
+        description="With on_new_weights = retract: a run directory to repeat. Each engine starts batches and loads "
+        "weights at the same steps as in that run. The embedded engine gives equal bits, also with "
         "controller.backend = 'local'.",
     )
     merge_adapters: bool = Field(
-        default=True, description="vllm: sync weights with the adapters (lora.rank) in them; false: the adapters alone."
+        default=True, description="vllm: sync weights with merged adapters (lora.rank); false: sync only the adapters."
     )
-    quantization: Literal["", "fp8"] = Field(default="", description="vllm: fp8: generate with weights of 8 bits.")
+    quantization: Literal["", "fp8"] = Field(default="", description="vllm: fp8: generate with 8-bit weights.")
     speculative: dict[Speculative, Parameter] = Field(
-        default={}, description="vllm: draft tokens that the model verifies; keys and example: docs/rollout.md."
+        default={},
+        description="vllm: speculative decoding (draft tokens that the model verifies); keys and "
+        "example: docs/rollout.md.",
     )
     weight_sync: Literal["object_store", "broadcast", "disk", "ipc"] = Field(
         default="object_store",
         description="Transport of the weight sync to rollout engines in a separate pool: Ray's object store (shared "
-        "memory on one node), a collective broadcast (gloo, or NCCL on GPUs), files in trainer.run_dir, or memory "
-        "shared between processes of one node (ipc; on GPUs, of one GPU).",
+        "memory on one node), a collective broadcast (gloo, or NCCL on GPUs), files in trainer.run_dir, or shared "
+        "memory of one node (ipc; with GPUs: of one GPU).",
     )
     sync_bucket_bytes: Positive = Field(
         default=256 * 2**20,
@@ -111,9 +113,9 @@ class EnvironmentConfig(Section):
 
     classes: dict[str, str] = Field(
         default={},
-        description="Classes of environments and `async` functions of agents by name, as in {calculator = "
-        "'path.py:Calculator'}, commands of agents ('command:COMMAND'), or environments of other packages "
-        "('SCHEME:NAME'). With several, the data_source of a row names its class. They run in reward.processes.",
+        description="Environments by name, as in {calculator = 'path.py:Calculator'}: a class, an `async` function "
+        "or a command ('command:COMMAND') of an agent, or an environment of another package ('SCHEME:NAME'). With "
+        "several, a row's data_source names its class. They run in reward.processes.",
     )
     weights: dict[str, Annotated[float, Field(ge=0)]] = Field(
         default={},
@@ -123,13 +125,13 @@ class EnvironmentConfig(Section):
     max_turns: Positive = Field(default=8, description="Largest number of turns of an episode.")
     max_seconds: Annotated[Annotated[float, Field(gt=0)] | None, NoneAsText] = Field(
         default=None,
-        description="Seconds after which an episode has no further turn, counted from its beginning; 'none': no limit.",
+        description="Seconds since its start after which an episode gets no further turn; 'none': no limit.",
     )
     max_rows: NonNegative = Field(
         default=0,
-        description="Rows of tokens that an episode may have, each with what the template makes of the turns before, "
-        "or a branch of an agent's conversations; 0: 1 without agents if the template never changes earlier turns "
-        "(`hybridflow check-template`), otherwise max_turns.",
+        description="Largest number of token rows of an episode: a new row begins where the template changes "
+        "earlier turns, or an agent's conversation branches. 0: 1 without agents if the template never changes "
+        "earlier turns (`hybridflow check-template`), otherwise max_turns.",
     )
 
 
@@ -138,16 +140,16 @@ class AgentConfig(Section):
 
     timeout_s: Annotated[Annotated[float, Field(gt=0)] | None, NoneAsText] = Field(
         default=600.0,
-        description="Seconds that an agent may take for an episode, without those in which it waits for the model; "
-        "'none': no limit.",
+        description="Seconds that an agent may take for an episode, not counting waits for the model; 'none': no "
+        "limit.",
     )
     train_branches: Literal["all", "last"] = Field(
         default="all",
-        description="all: every turn of an agent is trained, in the rows of all branches of its conversations; last: "
-        "those of the conversation with the last turn.",
+        description="all: train every turn of an agent, in all branches of its conversations; last: train only the "
+        "conversation with the last turn.",
     )
     override_sampling: bool = Field(
         default=False,
-        description="Replace temperature, top_p and top_k of an agent's requests by those of the run; false: refuse "
-        "requests with others.",
+        description="Replace temperature, top_p and top_k of an agent's requests by the run's values; false: refuse "
+        "requests with other values.",
     )

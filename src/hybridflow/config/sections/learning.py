@@ -88,7 +88,7 @@ class AlgorithmConfig(Section):
     )
     kl_in_loss: bool = Field(default=False, description="Add kl_coef * KL to the policy loss (adds a reference model).")
     kl_coef: Annotated[float, Field(ge=0)] = Field(
-        default=0.001, description="Coefficient of each KL penalty; with the adaptive controller its initial value."
+        default=0.001, description="Coefficient of each KL penalty; its initial value with the adaptive controller."
     )
     kl_estimator: KLEstimatorName = Field(
         default="k3", description="KL estimator from the log-probs of sampled tokens."
@@ -111,22 +111,24 @@ class AlgorithmConfig(Section):
     )
     max_sampling_rounds: Positive = Field(
         default=8,
-        description="filter_groups: largest number of prompt batches that a step samples; then discarded groups fill "
-        "the remaining places.",
+        description="filter_groups: largest number of prompt batches that a step samples; after that, discarded "
+        "groups fill the batch.",
     )
     rollout_weights: Literal["none", "token", "sequence"] = Field(
         default="none",
-        description="Importance weight of each token's policy loss against log-prob mismatch: probability under the "
-        "trainer before the update / probability under the sampler, of the token or of its whole response.",
+        description="Importance weight of each token's policy loss, against log-prob mismatch: trainer's "
+        "probability before the update / sampler's probability, of the token or of its whole response.",
     )
-    rollout_weight_bounds: Bounds = Field(default=(0.0, 2.0), description="Lower and upper bound of these weights.")
+    rollout_weight_bounds: Bounds = Field(
+        default=(0.0, 2.0), description="Lower and upper bound of the weights of rollout_weights."
+    )
     rollout_weight_outside: Literal["truncate", "mask"] = Field(
         default="truncate", description="A weight outside its bounds becomes the nearest bound (truncate) or 0 (mask)."
     )
     rollout_reject: dict[RejectionName, Bounds] = Field(
         default={},
-        description="Bounds of statistics of the same ratio, as in {sequence_mean_k3 = [0.0, 0.01]}: a token or "
-        "response outside its bounds is masked out of the loss (docs/algorithms.md).",
+        description="Bounds of statistics of the ratio of rollout_weights, as in {sequence_mean_k3 = [0.0, 0.01]}: "
+        "a token or response outside its bounds is masked out of the loss (docs/algorithms.md).",
     )
 
     @property
@@ -170,8 +172,8 @@ class ActorConfig(Section):
     )
     router_replay: Annotated[bool | Literal["auto"], SwitchOrAuto] = Field(
         default="auto",
-        description="Mixture of experts: let each token take the experts in training that it had when it was sampled "
-        "(R3, docs/rollout.md). auto: where model and rollout engine can.",
+        description="Mixture of experts: in training, each token uses the experts that it used in sampling (R3, "
+        "docs/rollout.md). auto: if model and rollout engine support it.",
     )
     entropy_coef: Annotated[float, Field(ge=0)] = Field(
         default=0.0, description="Coefficient of the entropy bonus in the loss."
@@ -201,10 +203,12 @@ class CriticConfig(Section):
     loss_aggregation: AggregationName = Field(
         default="token-mean", description="Aggregation of token losses into one number."
     )
-    warmup_steps: NonNegative = Field(default=0, description="First training steps in which only the critic learns.")
+    warmup_steps: NonNegative = Field(
+        default=0, description="Number of first training steps in which only the critic learns."
+    )
     always: bool = Field(
         default=False,
-        description="Train a critic with any algorithm.advantage, for your own function that reads `values`.",
+        description="Train a critic for any algorithm.advantage, such as a function of your own that reads `values`.",
     )
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
 
@@ -223,6 +227,6 @@ class OfflineConfig(Section):
     )
     average_log_probs: bool = Field(
         default=False,
-        description="hybridflow dpo: average the log-probs over the tokens of a response, in place of their sum.",
+        description="hybridflow dpo: average the log-probs over a response's tokens instead of summing them.",
     )
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)

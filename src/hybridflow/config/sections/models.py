@@ -22,8 +22,8 @@ class ModelConfig(Section):
     )
     chat_template: str = Field(
         default="",
-        description="Chat template in place of the tokenizer's: chatml, chatml-tools, llama3-tools, or a .jinja file. "
-        "The run keeps its text, and exports it with the model.",
+        description="Chat template to use instead of the tokenizer's: chatml, chatml-tools, llama3-tools, or a "
+        ".jinja file. The run stores its text and exports it with the model.",
     )
     dtype: Literal[DTypeName, "auto"] = Field(
         default="auto",
@@ -35,9 +35,9 @@ class ModelConfig(Section):
     )
     compile: Annotated[bool | Literal["auto"], SwitchOrAuto] = Field(
         default="auto",
-        description="Train with layers compiled by torch.compile, once for all numbers of tokens, instead of "
-        "controller.compiled_kernels (generation keeps those). The first step takes up to a minute longer; rounding "
-        "changes. auto: on a GPU, for Llama, Qwen2 and Qwen3.",
+        description="Train with layers compiled by torch.compile, once for all numbers of tokens. They replace "
+        "controller.compiled_kernels, which generation still uses. The first step takes up to a minute longer; "
+        "rounding changes. auto: on a GPU, for Llama, Qwen2 and Qwen3.",
     )
 
 
@@ -80,11 +80,11 @@ class TeacherConfig(Section):
         description="Add coef * KL to the policy loss: KL(policy || teacher) with reverse_kl, KL(teacher || policy) "
         "with forward_kl. none: distill by algorithm.advantage = 'distillation'.",
     )
-    coef: Annotated[float, Field(ge=0)] = Field(default=1.0, description="Coefficient of this KL.")
+    coef: Annotated[float, Field(ge=0)] = Field(default=1.0, description="Coefficient of the KL of teacher.loss.")
     top_k: Positive = Field(
         default=64,
-        description="Number of the teacher's most likely tokens in this KL; all others count as one token. A lower "
-        "bound of the full KL, equal to it at the size of the vocabulary.",
+        description="Number of the teacher's most likely tokens in the KL of teacher.loss; all others count as one "
+        "token. The result is a lower bound of the full KL, and equals it if top_k is the size of the vocabulary.",
     )
 
 
@@ -93,8 +93,8 @@ class MemoryConfig(Section):
 
     max_tokens_per_micro_batch: Annotated[Positive | Literal["auto"], CountOrAuto] = Field(
         default=16384,
-        description="Largest number of tokens in one forward and backward pass of a rank: bounds memory, changes "
-        "results only by rounding. 'auto': found by a trial for each role at the first start, then kept by the run.",
+        description="Largest number of tokens in one forward and backward pass of a rank: limits memory, changes "
+        "results only by rounding. 'auto': each role finds it by trial at the first start; then the run keeps it.",
     )
     packing: bool = Field(
         default=True,
@@ -107,9 +107,9 @@ class MemoryConfig(Section):
     )
     offload: dict[RoleName, OffloadName] = Field(
         default={},
-        description="Roles with offload to host memory, as in {critic = 'idle'}. idle: weights and optimizer state, "
-        "between calls; forward passes and weight sync bring only the weights back (no effect on a CPU); host: "
-        "always, with gradients, and the optimizer steps on the CPU.",
+        description="Roles with offload to host memory, as in {critic = 'idle'}. idle: offload weights and "
+        "optimizer state between calls; forward passes and weight sync load only the weights (no effect on a CPU). "
+        "host: offload always, also gradients, and run the optimizer on the CPU.",
     )
 
 
@@ -126,13 +126,12 @@ class ParallelConfig(Section):
     )
     replicas: Positive = Field(
         default=1,
-        description="Copies of the weights and the optimizer state (HSDP): groups of data and sequence parallel ranks, "
-        "which shard within a group and sum gradients between groups.",
+        description="Number of copies of the weights and the optimizer state (HSDP): data and sequence parallel "
+        "ranks shard within a group and sum gradients between groups.",
     )
     expert: Positive = Field(
         default=1,
-        description="Expert parallel size: data parallel ranks that each hold a part of the experts of a mixture, and "
-        "exchange tokens.",
+        description="Expert parallel size: number of data parallel ranks that split the experts and exchange tokens.",
     )
 
     @property

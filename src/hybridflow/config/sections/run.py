@@ -28,13 +28,14 @@ class TrainerConfig(Section):
     epochs: Positive = Field(default=1, description="Passes over the training data, if total_steps is 0.")
     lag: Annotated[int, Field(ge=0, le=1024)] = Field(
         default=0,
-        description="Sample a batch with weights that are N steps old: generation in a pool of its own then overlaps "
-        "training. 0: with the newest. N above 0 needs a correction, such as algorithm.rollout_weights.",
+        description="Sample a batch with weights that are N steps old, so that generation in a separate pool "
+        "overlaps training. 0: use the newest weights. N above 0 needs a correction, such as "
+        "algorithm.rollout_weights.",
     )
     stream: bool = Field(
         default=False,
-        description="Score a batch, compute its log-probs and accumulate gradients in parts, as groups of responses "
-        "finish; what needs the whole batch follows the last part. Bits differ from a step on the whole batch.",
+        description="Process a batch (scores, log-probs, gradients) in parts, as groups of responses finish; work "
+        "on the whole batch follows the last part. Bits differ from a step on the whole batch.",
     )
     val_before_train: bool = Field(
         default=True, description="Validate before the first step, if there are data.val_files."
@@ -44,18 +45,18 @@ class TrainerConfig(Section):
     )
     save_every: NonNegative = Field(
         default=0,
-        description="Save a checkpoint every N steps and after the last one; 0: only after the last, and as "
-        "save_every_s says.",
+        description="Save a checkpoint every N steps and after the last one; 0: only after the last one, and by "
+        "save_every_s.",
     )
     save_every_s: Annotated[float, Field(ge=0)] = Field(
         default=1800.0,
-        description="Save a checkpoint at the end of a step if at least N seconds passed since the last one, and with "
-        "each validation; 0: only as save_every says.",
+        description="Save a checkpoint at the end of a step if at least N seconds passed since the last one, and "
+        "with each validation; 0: only by save_every.",
     )
     save_in_background: bool = Field(
         default=False,
-        description="Write a checkpoint from a copy of the state while the next step runs: faster, but the host "
-        "holds a copy of the state (pinned, with a GPU). A crash during the write loses that checkpoint only.",
+        description="Write a checkpoint while the next step runs: faster, but the host holds a copy of the state "
+        "(in pinned memory with a GPU). A crash during the write loses that checkpoint only.",
     )
     keep_checkpoints: Positive = Field(
         default=2, description="Number of newest checkpoints to keep; older ones are deleted."
@@ -69,24 +70,24 @@ class TrainerConfig(Section):
     )
     log_samples: NonNegative = Field(
         default=4,
-        description="Responses of each step in samples.jsonl: first those whose reward failed (at most half), the "
-        "best and the worst, then the first one to each prompt; 0: none.",
+        description="Responses of each step in samples.jsonl: failed rewards (at most half), the best and the "
+        "worst, then the first response to each prompt; 0: none.",
     )
     log_tokens: NonNegative = Field(
         default=512, description="Tokens of a sample that are kept with their log-probs and advantages; 0: none."
     )
     profile_steps: tuple[Positive, ...] = Field(
         default=(),
-        description="Steps of which PyTorch's profiler writes a Chrome trace, and on a GPU a memory snapshot, into "
-        "run_dir/profile. Such a step is slower, its results are the same.",
+        description="Steps for which PyTorch's profiler writes a Chrome trace, and on a GPU a memory snapshot, into "
+        "run_dir/profile. They are slower, with the same results.",
     )
     profile_ranks: tuple[NonNegative, ...] = Field(
         default=(0,), description="Ranks of each pool that are profiled in profile_steps."
     )
     deterministic: bool = Field(
         default=True,
-        description="Use only deterministic kernels, and a seed for each response of vLLM. false: vLLM samples without "
-        "seeds, so that a response depends on the requests that run beside it.",
+        description="Use only deterministic kernels, and a seed for each response of vLLM. false: vLLM samples "
+        "without seeds, so a response depends on concurrent requests.",
     )
 
 
@@ -110,8 +111,8 @@ class ControllerConfig(Section):
     )
     gpus_per_worker: Annotated[float, Field(ge=0.01, le=1)] = Field(
         default=1.0,
-        description="ray: share of a GPU that each worker process with a model reserves. 0.5: two pools of one process "
-        "share a GPU, as rollout.weight_sync = 'ipc' needs it.",
+        description="ray: share of a GPU that each worker process with a model reserves. 0.5: two pools of one "
+        "process share a GPU, as rollout.weight_sync = 'ipc' requires.",
     )
     call_timeout_s: Annotated[Annotated[float, Field(gt=0)] | None, NoneAsText] = Field(
         default=3600.0,
@@ -120,13 +121,13 @@ class ControllerConfig(Section):
     )
     heartbeat_timeout_s: Annotated[Annotated[float, Field(gt=0)] | None, NoneAsText] = Field(
         default=60.0,
-        description="ray: seconds without a heartbeat after which a worker process that is stopped or unreachable is "
-        "lost, and one that is too busy after ten times as long; 'none': never.",
+        description="ray: seconds without a heartbeat after which a stopped or unreachable worker process counts as "
+        "lost; a busy one counts as lost after ten times as long. 'none': never.",
     )
     report_after_s: Annotated[Annotated[float, Field(gt=0)] | None, NoneAsText] = Field(
         default=60.0,
-        description="ray: seconds without progress after which a wait for workers logs who waits for whom, with their "
-        "stacks; 'none': never.",
+        description="ray: seconds without progress after which a wait for workers logs which processes wait for "
+        "which, with their stacks; 'none': never.",
     )
     object_store_bytes: NonNegative = Field(
         default=0, description="ray: object store of a cluster that the run starts, in bytes; 0: Ray's default."
@@ -142,11 +143,11 @@ class ControllerConfig(Section):
     balance: Literal["rows", "groups", "none"] = Field(
         default="rows",
         description="Load balancing of rows over ranks after generation, by the compute cost of their lengths: rows "
-        "(each by itself), groups (keeps the responses to a prompt on one rank) or none (in their order).",
+        "(each separately), groups (keep a prompt's responses on one rank) or none (keep the order).",
     )
     threads: Annotated[int, Field(ge=0, le=1024)] = Field(
         default=0,
-        description="CPU threads per rank; 0: the number of physical cores. Rounding depends on it.",
+        description="CPU threads per rank; 0: the number of physical cores. The number affects rounding.",
     )
     environment: dict[str, str] = Field(
         default={},
@@ -155,8 +156,8 @@ class ControllerConfig(Section):
     )
     compiled_kernels: bool = Field(
         default=True,
-        description="On a CPU, use kernels compiled by the machine's C compiler at the first start. false, or without "
-        "a compiler: PyTorch's own, slower ones. Rounding depends on it.",
+        description="On a CPU, use kernels compiled by the machine's C compiler at the first start. false, or "
+        "without a compiler: PyTorch's slower kernels. Affects rounding.",
     )
 
 
@@ -170,14 +171,14 @@ class PlacementConfig(Section):
     )
     roles: dict[RoleName, str] = Field(
         default={},
-        description="Pool of a role, as in {critic = 'second'}; other roles are on the first pool. Roles of one pool "
-        "share its processes and run one after another.",
+        description="Pool of each role, as in {critic = 'second'}; other roles use the first pool. Roles in one "
+        "pool share its processes and run one after another.",
     )
     min_processes: dict[str, Positive] = Field(
         default={},
-        description="ray: fewest processes of a pool, as in {rollout = 1}. With fewer nodes, at the start or after a "
-        "loss, the run has the processes that fit, down to this number, and gets more when there is room again. A pool "
-        "that is not named needs all its processes.",
+        description="ray: fewest processes of a pool, as in {rollout = 1}. With fewer nodes, at the start or after "
+        "a loss, the run uses the processes that fit, but at least this number, and adds processes when there is "
+        "room again. Other pools need all their processes.",
     )
 
 
@@ -186,25 +187,25 @@ class RecoveryConfig(Section):
 
     max_restarts: NonNegative = Field(
         default=3,
-        description="ray: after the loss of a worker, start new ones, go back to the last snapshot or checkpoint and "
-        "go on; stop when N tries of a step have failed. 0: stop at the first failure.",
+        description="ray: after the loss of a worker, start new workers and continue from the last snapshot or "
+        "checkpoint; stop after N failed tries of a step. 0: stop at the first failure.",
     )
     snapshot_every: NonNegative = Field(
         default=1,
-        description="ray: take a snapshot of the training state every N steps, in the background, from which a run "
-        "recovers; 0: none, a run goes back to its last checkpoint.",
+        description="ray: take a snapshot of the training state for recovery every N steps, in the background; 0: "
+        "recover from the last checkpoint.",
     )
     snapshot_dir: str = Field(
         default="",
-        description="Directory of snapshots; empty: shared memory (/dev/shm) if all workers are on the node of the "
-        "controller, otherwise run_dir/snapshots.",
+        description="Directory of snapshots; empty: shared memory (/dev/shm) if all workers are on the controller's "
+        "node, otherwise run_dir/snapshots.",
     )
     standby: bool = Field(
         default=False,
-        description="ray: keep a process without a model waiting beside each rank, to replace it sooner if it is lost.",
+        description="ray: keep one standby process without a model for each rank, to replace it sooner if it is lost.",
     )
     backoff_s: Annotated[float, Field(ge=0, le=86400)] = Field(
         default=1.0,
-        description="Pause before the second restart of a failed step, in seconds; it doubles with each further one, "
-        "up to 10 minutes, and varies by a quarter.",
+        description="Pause before the second restart of a failed step, in seconds; it doubles with each further "
+        "restart, up to 10 minutes, and varies by a quarter.",
     )
