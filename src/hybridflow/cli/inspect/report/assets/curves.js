@@ -5,6 +5,8 @@ const FIRST = ["critic/score/mean", "val/accuracy", "val/score/mean", "response_
   "actor/entropy", "actor/loss", "actor/grad_norm", "actor/ppo_kl", "actor/kl_loss", "critic/kl", "actor/clipfrac", "sft/loss",
   "dpo/loss", "reward_model/loss", "reward/error_rate", "timing_s/step", "perf/tokens_per_s"];
 
+const MANY = 400;  // values of a curve that is smoothed unless the reader chooses otherwise
+
 function showCurves(main) {
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.curves.values)))];
   const order = (name) => (FIRST.indexOf(name) + 1 || FIRST.length + 1);
@@ -13,7 +15,7 @@ function showCurves(main) {
     chosen.metric = search.value;
     draw();
   }, 120) });
-  const smoothing = make("input", { type: "range", min: "0", max: "0.98", step: "0.02", value: String(chosen.smoothing), input: delayed(() => {
+  const smoothing = make("input", { type: "range", min: "0", max: "0.98", step: "0.02", value: String(chosen.smoothing ?? 0), input: delayed(() => {
     chosen.smoothing = Number(smoothing.value);
     draw();
   }, 60) });
@@ -72,18 +74,18 @@ function drawChart(box, name) {
   };
   for (const run of shown) {
     const values = aligned(run, name), half = Object.hasOwn(run.curves.values, `${name}/ci95`) ? aligned(run, `${name}/ci95`) : null;
-    const isShort = values.filter((value) => value !== null).length < 40;
+    const count = values.filter((value) => value !== null).length, weight = chosen.smoothing ?? (count > MANY ? 0.98 : 0);
     for (const sign of half ? [1, -1] : []) {  // the interval of 95%
       data.push(values.map((value, i) => (value === null ? null : value + sign * half[i])));
       series.push({ class: "bound", spanGaps: true, points: { show: false } });
     }
     if (half) bands.push({ series: [data.length - 2, data.length - 1], fill: `${run.color}33` });
-    if (chosen.smoothing > 0) {
+    if (weight > 0) {
       data.push(values);
-      series.push({ label: `${run.name}, as it is`, stroke: `${run.color}44`, width: 1, spanGaps: true, points: { show: false } });
+      series.push({ label: run.name, stroke: `${run.color}44`, width: 1, spanGaps: true, points: { show: false }, value: (_, value) => formatNumber(value) });
     }
-    data.push(smoothed(values, chosen.smoothing));
-    series.push({ label: run.name, stroke: run.color, width: 1.6, spanGaps: true, points: { show: isShort, size: 4 },
+    data.push(smoothed(values, weight));
+    series.push({ label: weight > 0 ? "smoothed" : run.name, stroke: run.color, width: 1.6, spanGaps: true, points: { show: count < 40, size: 4 },
       value: (_, value, __, i) => formatNumber(value) + (half?.[i] ? ` ± ${formatNumber(half[i])}` : "") });
   }
   keepZoom(drawPlot(box, data, series, chosen.axis === "log", 190, bands), name);

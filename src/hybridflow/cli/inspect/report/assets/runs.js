@@ -4,7 +4,7 @@
 const COLORS = ["#2b7cc9", "#c2410c", "#15803d", "#9333ea", "#b45309", "#0e7490", "#be185d", "#4d7c0f"];
 
 const chosen = {
-  tab: "overview", run: 0, smoothing: 0, axis: "step", metric: "", page: 0, sort: "step", ascending: false, sample: null,
+  tab: "overview", run: 0, smoothing: null, axis: "step", metric: "", page: 0, sort: "step", ascending: false, sample: null,
   color: "log_probs", step: null,
   filters: { step: "", prompt_id: "", data_source: "", finish_reason: "", failed: "", low: "", high: "", stale: "", kept: "", text: "" },
 };
