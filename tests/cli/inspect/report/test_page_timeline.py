@@ -33,6 +33,7 @@ def test_each_step_has_its_line_waits_and_lanes(run):
     first, second = page_timeline(run)
     assert (first["step"], first["seconds"]) == (1, 5.0)
     assert first["line"] == ("step 1, 5 s: 80% gen, of it 3% waiting for the longest 1% of responses; 20% controller")
+    assert first["shares"] == {"gen": 0.8, "controller": 0.2}
     assert first["waited"] == [
         ["actor/0", 3.5, 1.5, "1.00 s gen on actor/1; 0.50 s controller"],
         ["actor/1", 4.0, 0.0, ""],

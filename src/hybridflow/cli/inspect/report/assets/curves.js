@@ -85,7 +85,7 @@ function drawChart(box, name) {
       series.push({ label: run.name, stroke: `${run.color}44`, width: 1, spanGaps: true, points: { show: false }, value: (_, value) => formatNumber(value) });
     }
     data.push(smoothed(values, weight));
-    series.push({ label: weight > 0 ? "smoothed" : run.name, stroke: run.color, width: 1.6, spanGaps: true, points: { show: count < 40, size: 4 },
+    series.push({ label: weight > 0 ? `${run.name}, smoothed` : run.name, stroke: run.color, width: 1.6, spanGaps: true, points: { show: count < 40, size: 4 },
       value: (_, value, __, i) => formatNumber(value) + (half?.[i] ? ` ± ${formatNumber(half[i])}` : "") });
   }
   keepZoom(drawPlot(box, data, series, chosen.axis === "log", 190, bands), name);
