@@ -1,6 +1,6 @@
 """The page of a run of 100,000 responses, of which 2,000 keep their tokens, and what it costs a run to keep its files.
 
-open    seconds from the request for the file until its first part is drawn, in headless Chromium
+open    seconds from the request for the file until its first curve is drawn, in headless Chromium
 filter  milliseconds from a filter's change until the table shows the responses that pass it, the median of changes
 size    MB of the file
 cost    share of a step's processor time that goes into metrics, trace and samples, on a model of 3 million weights
@@ -87,7 +87,7 @@ def opened(file: Path, chromium: str) -> list[Row]:
             page = browser.new_page()
             start = time.perf_counter()
             page.goto(file.as_uri())
-            page.wait_for_selector("main table")
+            page.wait_for_selector("main canvas")
             open_s.append(time.perf_counter() - start)
         page.click("#tab-rollouts")
         page.wait_for_selector("#responses")

@@ -30,7 +30,7 @@ from hybridflow.runtime.observe import (
     trace_row,
     transfer_metrics,
 )
-from hybridflow.trainers.build.groups import STAGE_OF_WORKER_METHOD
+from hybridflow.runtime.observe.timing import STAGES
 
 LIMIT = 0.01
 ROUNDS = 20
@@ -91,7 +91,7 @@ def seconds_for(events: Sequence[TraceEvent]) -> float:
                 copy = pickle.loads(pickle.dumps(copy, protocol=5))._replace(sources=event.sources)
             trace.record(copy)
         taken = trace.take()
-        stage_seconds(taken, STAGE_OF_WORKER_METHOD)
+        stage_seconds(taken, STAGES)
         transfer_metrics(taken)
         writer.write_all({"step": 1, **trace_row(event)} for event in taken)
         seconds = time.perf_counter() - start

@@ -37,9 +37,9 @@ def names(path):
 def test_the_call_that_ended_last_is_on_the_path():
     assert names(critical_path(STEP, *step_span(STEP))) == [
         ("controller", "controller", "waiting", 1.0),
-        ("generate_sequences", "rollout/1", "transfer", 1.0),
-        ("generate_sequences", "rollout/1", "computing", 6.0),
-        ("generate_sequences", "controller", "transfer", 0.5),
+        ("gen", "rollout/1", "transfer", 1.0),
+        ("gen", "rollout/1", "computing", 6.0),
+        ("gen", "controller", "transfer", 0.5),
         ("controller", "controller", "waiting", 0.5),
         ("update_actor", "actor/0", "computing", 10.0),
         ("controller", "controller", "waiting", 1.0),
@@ -61,7 +61,7 @@ def test_segments_partition_the_step(span):
             [call("generate_sequences", "rollout/0", -5, 3), call("update_actor", "actor/0", 4, 6)],
             0.0,
             [
-                ("generate_sequences", "rollout/0", "computing", 3.0),
+                ("gen", "rollout/0", "computing", 3.0),
                 ("controller", "controller", "waiting", 1.0),
                 ("update_actor", "actor/0", "computing", 2.0),
             ],
@@ -100,7 +100,7 @@ def test_the_line_names_the_largest_shares_first_and_adds_up_small_ones():
     path = critical_path(STEP, 0.0, 20.0)
     lengths = [*range(1, 100), 125]  # the 99th percentile is 99.26
     assert path_line(12, path, lengths) == (
-        "step 12, 20 s: 50% update_actor; 30% generate_sequences, of it 21% waiting for the longest 1% of responses; "
+        "step 12, 20 s: 50% update_actor; 30% gen, of it 21% waiting for the longest 1% of responses; "
         "12% controller; 8% transfer"
     )
     assert "longest" not in path_line(12, path, [7, 7, 7])

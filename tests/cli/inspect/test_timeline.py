@@ -43,7 +43,7 @@ def test_a_planted_wait_is_found_at_the_process_that_waited():
     first, second = who_waited(events_until(EVENTS, 1), 0.0, 6.0)
     assert (first.process, first.computing_s, first.waiting_s) == ("a/0", 3.0, 3.0)
     # 1 s before the first call, 0.25 s between calls, 1 s after the last
-    assert first.waited_for == {"controller": 2.25, "generate_sequences on actor/1": PAUSE}
+    assert first.waited_for == {"controller": 2.25, "gen on actor/1": PAUSE}
     assert (second.process, second.computing_s, second.waiting_s) == ("a/1", 3.75, 2.25)
     assert second.waited_for == {"controller": 2.25}
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridflow.cli.inspect import timeline
 from hybridflow.config import load_config
 from hybridflow.controller import ClassWithInitArgs, Dispatch, ResourcePool, WorkerGroup, register
 from hybridflow.errors import RolloutError, WeightSyncError, WorkerDiedError
@@ -16,6 +15,7 @@ from hybridflow.rollout.weight_sync.disk import Disk
 from hybridflow.rollout.weight_sync.ipc import Ipc
 from hybridflow.rollout.weight_sync.receiver import RECEIVING, ReceivesWeights
 from hybridflow.rollout.weight_sync.sender import SENDING, SendsWeights
+from hybridflow.runtime.observe.timing import STAGES, WEIGHT_SYNC
 from hybridflow.workers import ActorWorker, InFlightRolloutWorker, RolloutWorker
 
 LONG_S = 240
@@ -198,8 +198,12 @@ class MortalInFlight(InFlightRolloutWorker):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_the_timeline_knows_the_calls_of_a_sync():
-    assert {*SENDING, *RECEIVING, "sync_weights"} == set(timeline.WEIGHT_SYNC)
+def test_the_stages_name_the_calls_of_a_sync():
+    assert {method for method, stage in STAGES.items() if stage in WEIGHT_SYNC} == {
+        *SENDING,
+        *RECEIVING,
+        "sync_weights",
+    }
     assert InFlightRolloutWorker.second_thread_methods > RECEIVING
     assert all(hasattr(SendsWeights, name) for name in SENDING)
     assert all(hasattr(ReceivesWeights, name) for name in RECEIVING)

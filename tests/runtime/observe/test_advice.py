@@ -84,6 +84,7 @@ def test_a_fault_in_the_metrics_is_found_with_a_key_to_change(name):
     assert advice.why.endswith(".")
     assert advice.keys
     assert advice.steps == (1, 20)
+    assert advice.metric in {"equal rewards": {"critic/score/mean"}}.get(name, PLANTED[name])
     known = leaf_keys(load_config(None, of_run))
     assert all(known[key] == now and now not in values for key, now, values in advice.keys)
     first = [f"{key}={toml_value(values[0])}" for key, _, values in advice.keys if values][:1]
@@ -201,6 +202,7 @@ def test_samples_show_contradictory_truths():
         assert names(samples=samples) == []
         (advice,) = found(samples=[*samples, {"step": 1, "prompt": "1 + 1", "ground_truth": 3}])
         assert advice.seen == "1 of 1 logged prompts have several ground truths, such as '1 + 1'"
+        assert advice.metric == ""
 
 
 def test_offline_runs_are_judged_by_their_own_metrics():

@@ -5,7 +5,8 @@ from hybridflow.config import load_config
 from hybridflow.controller import Role
 from hybridflow.controller.register import registered_methods
 from hybridflow.errors import ModelConfigError
-from hybridflow.trainers.build.groups import STAGE_OF_WORKER_METHOD, build_pool
+from hybridflow.runtime.observe.timing import STAGES
+from hybridflow.trainers.build.groups import build_pool
 from hybridflow.trainers.build.preconditions import require_model_directory
 
 
@@ -32,4 +33,4 @@ def test_a_model_directory_has_a_configuration(path, tmp_path, monkeypatch, mode
 def test_methods_with_a_stage_are_registered_methods_of_workers():
     classes = [getattr(workers, name) for name in workers.__all__ if isinstance(getattr(workers, name), type)]
     methods = {name for cls in classes for name in registered_methods(cls)}
-    assert sorted(STAGE_OF_WORKER_METHOD.keys() - methods) == []
+    assert sorted(STAGES.keys() - methods) == []

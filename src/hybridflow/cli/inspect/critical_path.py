@@ -8,19 +8,17 @@ from collections.abc import Iterable, Sequence
 from statistics import quantiles
 from typing import Literal, NamedTuple
 
+from hybridflow.runtime.observe.timing import STAGES
 from hybridflow.runtime.observe.trace import CONTROLLER, TraceEvent
 
 Use = Literal["computing", "transfer", "waiting"]
-
-GENERATION = ("generate_sequences", "begin_sequences", "next_sequences", "finish_sequences")
-"""Methods that generate responses."""
 
 LEAST_SHOWN = 0.01
 """Share of a step below which the line does not name a stage."""
 
 
 class Segment(NamedTuple):
-    """A part of a critical path. `stage`: the method, "controller" or "recovery". Times are seconds of `time.time()`.
+    """A part of a critical path. `stage`: as in STAGES, "controller" or "recovery". Times are seconds of `time.time()`.
 
     `kind`: "computing", the call ran; "transfer", its arguments or its result were packed or unpacked; "waiting", no
     call on the path ran: the controller computed, or a failure was mended.
@@ -104,12 +102,13 @@ def _segments_of(event: TraceEvent, start: float, end: float) -> list[Segment]:
     """Return the segments of an event of which this much is on the path."""
     if event.kind == "recovery":
         return [Segment("recovery", event.worker, "waiting", start, end)]
+    stage = STAGES.get(event.method, event.method)
     if event.kind != "call":
-        return [Segment(event.method, CONTROLLER, "transfer", start, end)]
+        return [Segment(stage, CONTROLLER, "transfer", start, end)]
     computes = min(start + max(event.transfer_s, 0.0), end)
     parts = [
-        Segment(event.method, event.worker, "transfer", start, computes),
-        Segment(event.method, event.worker, "computing", computes, end),
+        Segment(stage, event.worker, "transfer", start, computes),
+        Segment(stage, event.worker, "computing", computes, end),
     ]
     return [part for part in parts if part.start < part.end]
 
@@ -133,7 +132,7 @@ def path_line(step: int, path: CriticalPath, lengths: Sequence[float | None] = (
             rest += share
             continue
         part = f"{share:.0%} {stage}"
-        if stage in GENERATION and waiting is not None and waiting >= LEAST_SHOWN:
+        if stage == "gen" and waiting is not None and waiting >= LEAST_SHOWN:
             part += f", of it {waiting:.0%} waiting for the longest 1% of responses"
         parts.append(part)
     if rest >= LEAST_SHOWN:

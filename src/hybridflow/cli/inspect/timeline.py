@@ -8,17 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hybridflow.cli.inspect.critical_path import critical_path
-from hybridflow.runtime.observe.timing import union_seconds
+from hybridflow.runtime.observe.timing import STAGES, WEIGHT_SYNC, union_seconds
 from hybridflow.runtime.observe.trace import CONTROLLER, TraceEvent
 
 Events = Mapping[int, Sequence[TraceEvent]]
 """The events of a run by step, as `RunFiles.events`."""
-
-WEIGHT_SYNC = (
-    *("announce_weights", "join_receivers", "send_bucket", "compute_probe", "finish_sending"),
-    *("join_sender", "start_receiving", "receive_bucket", "finish_receiving", "check_weights", "sync_weights"),
-)
-"""Methods of a weight sync."""
 
 
 class ProcessTime(NamedTuple):
@@ -158,7 +152,7 @@ def _span_of(event: TraceEvent, step: int) -> Span:
     name = f"step {step}" if event.kind == "step" else event.method
     if event.kind in ("send", "read"):
         name = f"{event.kind} {name}"
-    is_sync = event.kind == "call" and event.method in WEIGHT_SYNC
+    is_sync = event.kind == "call" and STAGES.get(event.method) in WEIGHT_SYNC
     return Span(event.start, event.end, name, "weight_sync" if is_sync else event.kind, args)
 
 

@@ -13,7 +13,8 @@ from hybridflow.runtime.observe.run_files import RunFiles
 class Advice:
     """What was seen in a run, why it matters, and what to change: (key, current value, values to try) of each key.
 
-    Without values to try, the key is to be checked. `steps`: the first and the last step looked at.
+    Without values to try, the key is to be checked. `steps`: the first and the last step looked at. `metric`: the one
+    it was seen in, "" if it was seen in samples.
     """
 
     name: str
@@ -23,6 +24,7 @@ class Advice:
     steps: tuple[int, int]
     is_note: bool = False
     """Whether nothing that is learned is wrong."""
+    metric: str = ""
 
     @property
     def where(self) -> str:
@@ -74,7 +76,8 @@ def advice_from(evidence: Evidence, *, at_first_step: bool = False) -> list[Advi
             suggested = [(key, suggest(evidence.config[key])) for key, suggest in changes]
             named = [(_set_key(key, evidence), values) for key, values in suggested if values is not None]
             keys = tuple((key, evidence.config[key], values) for key, values in named)
-            found.append((finding, Advice(finding.name, seen.text, finding.why, keys, evidence.steps, finding.is_note)))
+            about = (finding.name, seen.text, finding.why, keys, evidence.steps, finding.is_note, seen.metric)
+            found.append((finding, Advice(*about)))
     hidden = {name for finding, _ in found for name in finding.hides}
     return [advice for _, advice in found if advice.name not in hidden]
 

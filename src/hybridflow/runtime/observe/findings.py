@@ -25,9 +25,10 @@ Changes = Mapping[str, Suggest]
 
 
 class Seen(NamedTuple):
-    """What was seen, with numbers, and further keys that only apply to it."""
+    """What was seen, with numbers, in which metric ("": in samples), and further keys that only apply to it."""
 
     text: str
+    metric: str = ""
     changes: Changes = MappingProxyType({})
 
 
@@ -66,7 +67,7 @@ def mean_above(text: str, *patterns: str) -> Look:
         worst = max(means, key=means.__getitem__, default=None)
         if worst is None or not means[worst] > threshold:
             return None
-        return Seen(text.format(mean=means[worst], name=worst))
+        return Seen(text.format(mean=means[worst], name=worst), worst)
 
     return look
 
@@ -120,7 +121,7 @@ def _solved(evidence: Evidence, threshold: float) -> Seen | None:
     highest = max((row["critic/score/max"] for row in evidence.rows if "critic/score/max" in row), default=0.0)
     if mean is None or highest < 1 or highest == lowest or mean <= lowest + threshold * (highest - lowest):
         return None
-    return Seen(f"the mean score is {mean:.3g}, and the highest score of the run is {highest:.3g}")
+    return Seen(f"the mean score is {mean:.3g}, and the highest score of the run is {highest:.3g}", "critic/score/mean")
 
 
 def _compares_scores(evidence: Evidence) -> bool:
@@ -161,27 +162,28 @@ def _equal_rewards(evidence: Evidence, threshold: float) -> Seen | None:
     what = "the standard deviation of the scores of a step"
     if has_baseline:
         what = "the largest difference of a score from that of the greedy response"
-    return Seen(f"{what} is at most {math.fsum(known) / len(known):.2g} (mean score {mean:.3g})")
+    text = f"{what} is at most {math.fsum(known) / len(known):.2g} (mean score {mean:.3g})"
+    return Seen(text, "critic/score/mean")
 
 
 def _equal_groups(evidence: Evidence, threshold: float) -> Seen | None:
     estimator = ESTIMATORS.get(evidence.config["algorithm.advantage"])
     if not estimator or not estimator.compares_groups or not _compares_scores(evidence):
         return None
-    share, where = evidence.mean("critic/zero_variance_groups"), "groups"
-    differing = evidence.mean("sampling/differing_groups")
+    name, where = "critic/zero_variance_groups", "groups"
+    share, differing = evidence.mean(name), evidence.mean("sampling/differing_groups")
     if differing is not None:
-        share, where = 1 - differing, "sampled groups"
+        name, where, share = "sampling/differing_groups", "sampled groups", 1 - differing
     if share is None or not share > threshold:
         return None
-    return Seen(f"the responses to a prompt have equal scores in {share:.0%} of the {where}")
+    return Seen(f"the responses to a prompt have equal scores in {share:.0%} of the {where}", name)
 
 
 def _format(evidence: Evidence, threshold: float) -> Seen | None:
     for name in evidence.names("reward/*format*/mean"):
         mean = evidence.mean(name)
         if mean is not None and mean < threshold:
-            return Seen(f"{name} is {mean:.2g}")
+            return Seen(f"{name} is {mean:.2g}", name)
     return None
 
 
@@ -190,7 +192,8 @@ def _entropy(evidence: Evidence, threshold: float) -> Seen | None:
     last = values[-max(1, len(evidence.recent) // 4) :]
     if len(values) < 2 or not sum(last) / len(last) < threshold * values[0]:
         return None
-    return Seen(f"the entropy fell from {values[0]:.3g} to {sum(last) / len(last):.3g} nats per token")
+    text = f"the entropy fell from {values[0]:.3g} to {sum(last) / len(last):.3g} nats per token"
+    return Seen(text, "actor/entropy")
 
 
 def _lr_is_0(evidence: Evidence, threshold: float) -> Seen | None:
@@ -200,8 +203,8 @@ def _lr_is_0(evidence: Evidence, threshold: float) -> Seen | None:
         rates = [row[name] for row in evidence.recent if name in row]
         if rates and max(rates) <= threshold:
             if evidence.config[f"{section}.optimizer.lr"] == 0:
-                return Seen(f"{name} is 0", {f"{section}.optimizer.lr": lambda _: (1e-6, 1e-5)})
-            return Seen(f"{name} is 0", {f"{section}.optimizer.min_lr_ratio": lambda _: (0.1,)})
+                return Seen(f"{name} is 0", name, {f"{section}.optimizer.lr": lambda _: (1e-6, 1e-5)})
+            return Seen(f"{name} is 0", name, {f"{section}.optimizer.min_lr_ratio": lambda _: (0.1,)})
     return None
 
 

@@ -7,6 +7,34 @@ from typing import Any
 
 from hybridflow.runtime.observe.trace import TraceEvent
 
+STAGES = {
+    "generate_sequences": "gen",
+    "begin_sequences": "gen",
+    "next_sequences": "gen",
+    "update_actor_in_parts": "update_actor",
+    "finish_sequences": "gen",
+    "score": "reward",
+    "begin_score": "reward",
+    "finish_score": "reward",
+    "sync_weights": "weight_sync",
+    **dict.fromkeys(
+        ("announce_weights", "join_receivers", "send_bucket", "compute_probe", "finish_sending"), "send_weights"
+    ),
+    **dict.fromkeys(
+        ("join_sender", "start_receiving", "receive_bucket", "finish_receiving", "check_weights"), "receive_weights"
+    ),
+    "compute_log_probs": "old_log_probs",
+    "compute_ref_log_probs": "ref_log_probs",
+    "compute_teacher_log_probs": "teacher",
+    "compute_values": "values",
+    "generate_validation_sequences": "validation_gen",
+    "score_validation": "validation_reward",
+}
+"""Stage of a worker's method in metrics, timelines and pages; that of any other method is its name."""
+
+WEIGHT_SYNC = ("weight_sync", "send_weights", "receive_weights")
+"""Stages of a weight sync."""
+
 
 @contextmanager
 def timed(

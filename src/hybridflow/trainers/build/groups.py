@@ -16,32 +16,10 @@ from hybridflow.controller import (
     spawn_colocated,
 )
 from hybridflow.controller.mesh import ROLLOUT_MESH
-from hybridflow.rollout.weight_sync.receiver import RECEIVING
-from hybridflow.rollout.weight_sync.sender import SENDING
 from hybridflow.runtime.observe import TraceEvent, get_logger, stage_seconds, transfer_metrics
+from hybridflow.runtime.observe.timing import STAGES
 
 logger = get_logger(__name__)
-
-STAGE_OF_WORKER_METHOD = {
-    "generate_sequences": "gen",
-    "begin_sequences": "gen",
-    "next_sequences": "gen",
-    "update_actor_in_parts": "update_actor",
-    "finish_sequences": "gen",
-    "score": "reward",
-    "begin_score": "reward",
-    "finish_score": "reward",
-    "sync_weights": "weight_sync",
-    **dict.fromkeys(SENDING, "send_weights"),
-    **dict.fromkeys(RECEIVING, "receive_weights"),
-    "compute_log_probs": "old_log_probs",
-    "compute_ref_log_probs": "ref_log_probs",
-    "compute_teacher_log_probs": "teacher",
-    "compute_values": "values",
-    "generate_validation_sequences": "validation_gen",
-    "score_validation": "validation_reward",
-}
-"""Stage in the metrics `timing_s/<stage>` by registered method of `workers`; that of any other method is its name."""
 
 MOST_NAMED = 8
 """Workers that the log of the start names."""
@@ -78,7 +56,7 @@ class BackendOwner:
         """Return times and transfers since the last call; append the trace events to `events`, for the log."""
         events = self.backend.trace.take() if self.backend else []
         self.events = [*self.events, *events]
-        return {**stage_seconds(events, STAGE_OF_WORKER_METHOD), **transfer_metrics(events)}
+        return {**stage_seconds(events, STAGES), **transfer_metrics(events)}
 
     def take_events(self) -> list[TraceEvent]:
         """Return the trace events since the last call and forget them."""

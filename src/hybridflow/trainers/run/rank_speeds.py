@@ -14,7 +14,8 @@ from hybridflow.config import Config
 from hybridflow.config.roles import pool_of
 from hybridflow.controller import Role, WorkerGroup
 from hybridflow.controller.part_sizes import SteadyShares
-from hybridflow.trainers.build.groups import STAGE_OF_WORKER_METHOD, traits_of
+from hybridflow.runtime.observe.timing import STAGES
+from hybridflow.trainers.build.groups import traits_of
 
 FIRST_STEPS = 4
 """Number of first steps after each of which the ranks are measured."""
@@ -86,6 +87,6 @@ def part_metrics(groups: Mapping[Role, WorkerGroup]) -> dict[str, Any]:
     least: dict[str, float] = {}
     for group in groups.values():
         for method, share in group.shares.least().items():
-            stage = STAGE_OF_WORKER_METHOD.get(method, method)
+            stage = STAGES.get(method, method)
             least[stage] = min(share, least.get(stage, share))
     return {f"parts/{stage}": share for stage, share in least.items()}

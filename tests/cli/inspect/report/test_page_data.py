@@ -7,6 +7,7 @@ from fixtures.report_runs import write_run
 from hybridflow.cli.inspect.report import page_data
 from hybridflow.cli.inspect.report.page_data import MAX_CHARS, MAX_SAMPLES, run_data
 from hybridflow.errors import DataError
+from hybridflow.runtime.observe.metrics import METRICS
 from hybridflow.runtime.observe.run_files import RunFiles
 
 
@@ -38,6 +39,22 @@ def test_curves_have_a_value_for_each_step_and_name_what_is_not_finite(tmp_path)
     assert curves["values"]["critic/score/mean"][1:] == [7.0, None]
     assert curves["values"]["timing_s/step"] == [1.5, None, None]
     assert curves["not_finite"] == {"critic/score/mean": [3]}
+
+
+def test_figures_have_the_labels_of_the_console_and_metrics_their_meaning(tmp_path):
+    run = write_run(tmp_path / "run", steps=1)
+    append(run / "metrics.jsonl", {"step": 2, "val/accuracy": 0.5, "response_length/clip_ratio": 0.9, "own": 1.0})
+    data = page_data([RunFiles(run)])
+    assert data["runs"][0]["figures"] == {
+        "reward": "critic/score/mean",
+        "val accuracy": "val/accuracy",
+        "s/step": "timing_s/step",
+    }
+    (advice,) = (each for each in data["runs"][0]["advice"] if each["title"].startswith("truncation"))
+    assert advice["metric"] == "response_length/clip_ratio"
+    assert data["metrics"]["timing_s/step"][0].endswith(" Unit: s.")
+    assert data["metrics"]["val/accuracy"] == [METRICS["val/accuracy"].description, METRICS["val/accuracy"].worry]
+    assert "own" not in data["metrics"]
 
 
 def test_failed_best_worst_and_latest_samples_are_kept(tmp_path):

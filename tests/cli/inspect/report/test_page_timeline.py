@@ -32,16 +32,15 @@ def run(tmp_path):
 def test_each_step_has_its_line_waits_and_lanes(run):
     first, second = page_timeline(run)
     assert (first["step"], first["seconds"]) == (1, 5.0)
-    assert first["line"] == (
-        "step 1, 5 s: 80% generate_sequences, of it 3% waiting for the longest 1% of responses; 20% controller"
-    )
+    assert first["line"] == ("step 1, 5 s: 80% gen, of it 3% waiting for the longest 1% of responses; 20% controller")
+    assert first["shares"] == {"gen": 0.8, "controller": 0.2}
     assert first["waited"] == [
-        ["actor/0", 3.5, 1.5, "1.00 s generate_sequences on actor/1; 0.50 s controller"],
+        ["actor/0", 3.5, 1.5, "1.00 s gen on actor/1; 0.50 s controller"],
         ["actor/1", 4.0, 0.0, ""],
     ]
-    generate, update = [0.0, 3.0, "generate_sequences", "call"], [4.5, 5.0, "update_actor", "call"]
+    generate, update = [0.0, 3.0, "gen", "call"], [4.5, 5.0, "update_actor", "call"]
     assert first["lanes"] == [
         {"name": "actor/0", "spans": [generate, update]},
-        {"name": "actor/1", "spans": [[0.0, 4.0, "generate_sequences", "call"]]},
+        {"name": "actor/1", "spans": [[0.0, 4.0, "gen", "call"]]},
     ]
     assert second["lanes"] == [{"name": "actor/0", "spans": [[0.0, 4.0, "update_actor", "call"]]}]

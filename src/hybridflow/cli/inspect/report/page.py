@@ -25,6 +25,7 @@ SCRIPTS = (
     "rollouts.js",
     "sample.js",
     "timeline.js",
+    "overview.js",
     "facts.js",
     "page.js",
 )

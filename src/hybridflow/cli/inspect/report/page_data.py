@@ -12,7 +12,10 @@ from hybridflow.cli.inspect.critical_path import critical_path, path_line, step_
 from hybridflow.cli.inspect.run_table import run_row
 from hybridflow.cli.inspect.timeline import Lane, ProcessTime, events_until, lanes, who_waited
 from hybridflow.runtime.observe.advice import find_advice
+from hybridflow.runtime.observe.console import DPO_FIGURES, REWARD_MODEL_FIGURES, RL_FIGURES, SFT_FIGURES
+from hybridflow.runtime.observe.metrics import Metric, find_metric
 from hybridflow.runtime.observe.run_files import ROLLOUT_TEXTS, SAMPLES, RunFiles
+from hybridflow.runtime.observe.timing import STAGES
 
 NUM_STEPS = 10
 """Newest steps that the page draws."""
@@ -31,10 +34,22 @@ MAX_CHARS = 2_000_000
 
 NUMBERS = ("score", "length", "staleness")
 
+FIGURES = (RL_FIGURES, SFT_FIGURES, DPO_FIGURES, REWARD_MODEL_FIGURES)
+"""The figures of a run by label, as the console has them; those of a kind of run of which it has a metric."""
+
 
 def page_data(runs: Sequence[RunFiles]) -> dict[str, Any]:
     """Return the data of the page of some runs; raises DataError if a file of one is damaged."""
-    return {"runs": [run_data(run) for run in runs]}
+    data = [run_data(run) for run in runs]
+    names = sorted({name for run in data for name in run["curves"]["values"]})
+    metrics = {name: _meaning(metric) for name in names if (metric := find_metric(name))}
+    return {"runs": data, "metrics": metrics}
+
+
+def _meaning(metric: Metric) -> list[str]:
+    """Return the description of a metric with its unit, and when to worry."""
+    has_unit = metric.unit not in ("1", "count", "score", "steps")
+    return [f"{metric.description}{f' Unit: {metric.unit}.' if has_unit else ''}", metric.worry]
 
 
 def run_data(run: RunFiles) -> dict[str, Any]:
@@ -51,6 +66,7 @@ def run_data(run: RunFiles) -> dict[str, Any]:
         "config": _plain(run.shown_config),
         "state": state,
         "curves": curves,
+        "figures": {label: name for of_kind in FIGURES for label, name in of_kind.items() if name in curves["values"]},
         "rollouts": _rollouts(known(run.rollouts)),
         "samples": [_plain(sample) for sample in _kept(known(run.samples))],
         "recoveries": [_plain(row) for row in run.recoveries],
@@ -59,6 +75,7 @@ def run_data(run: RunFiles) -> dict[str, Any]:
         "advice": [
             {
                 "title": f"{each.name} ({each.where})",
+                "metric": each.metric,
                 "seen": each.seen,
                 "why": each.why,
                 "change": each.change,
@@ -141,16 +158,18 @@ def _is_not_finite(value: Any) -> bool:
 
 
 def page_timeline(run: RunFiles) -> list[dict[str, Any]]:
-    """Return line, waits and lanes of each of the newest steps; times are seconds since the start of the step."""
+    """Return line, shares, waits and lanes of each of the newest steps; times are seconds since the step's start."""
     lengths = {row["step"]: row.get("length", ()) for row in run.rollouts}
     drawn = []
     for step in sorted(run.events)[-NUM_STEPS:]:
         events, (start, end) = events_until(run.events, step), step_span(run.events[step])
+        path = critical_path(events, start, end)
         drawn.append(
             {
                 "step": step,
                 "seconds": end - start,
-                "line": path_line(step, critical_path(events, start, end), lengths.get(step, ())),
+                "line": path_line(step, path, lengths.get(step, ())),
+                "shares": {stage: round(share, 5) for stage, share in path.shares().items()},
                 "waited": [_row(times) for times in who_waited(events, start, end)],
                 "lanes": _drawn(lanes({step: events}), start, end),
             }
@@ -176,7 +195,11 @@ def _drawn(rows: list[Lane], start: float, end: float) -> list[dict[str, Any]]:
     return [
         {
             "name": lane.name,
-            "spans": [[round(t, 6) for t in part[1:3]] + [*part[3:]] for part in sorted(parts) if part[0] == row],
+            "spans": [
+                [round(since, 6), round(until, 6), STAGES.get(name, name), category]
+                for place, since, until, name, category in sorted(parts)
+                if place == row
+            ],
         }
         for row, lane in enumerate(rows)
         if any(part[0] == row for part in parts)

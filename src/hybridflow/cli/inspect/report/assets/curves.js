@@ -3,7 +3,9 @@
 
 const FIRST = ["critic/score/mean", "val/accuracy", "val/score/mean", "response_length/mean", "response_length/clip_ratio",
   "actor/entropy", "actor/loss", "actor/grad_norm", "actor/ppo_kl", "actor/kl_loss", "critic/kl", "actor/clipfrac", "sft/loss",
-  "dpo/loss", "reward_model/loss", "reward/error_rate", "timing_s/step", "perf/throughput"];
+  "dpo/loss", "reward_model/loss", "reward/error_rate", "timing_s/step", "perf/tokens_per_s"];
+
+const MANY = 400;  // values of a curve that is smoothed unless the reader chooses otherwise
 
 function showCurves(main) {
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.curves.values)))];
@@ -13,7 +15,7 @@ function showCurves(main) {
     chosen.metric = search.value;
     draw();
   }, 120) });
-  const smoothing = make("input", { type: "range", min: "0", max: "0.98", step: "0.02", value: String(chosen.smoothing), input: delayed(() => {
+  const smoothing = make("input", { type: "range", min: "0", max: "0.98", step: "0.02", value: String(chosen.smoothing ?? 0), input: delayed(() => {
     chosen.smoothing = Number(smoothing.value);
     draw();
   }, 60) });
@@ -21,7 +23,7 @@ function showCurves(main) {
   const count = make("p", { class: "note", role: "status" });
   main.append(
     make("div", { class: "tools" }, labelled("metrics with", search), labelled("smoothing", smoothing),
-      choice("axis", [["step", "step"], ["log", "step, values logarithmic"]], chosen.axis, (value) => { chosen.axis = value; draw(); })),
+      choice("axis", [["step", "linear"], ["log", "logarithmic"]], chosen.axis, (value) => { chosen.axis = value; draw(); })),
     make("div", { class: "legend" }, runs.map((run) => make("span", {},
       make("span", { class: "swatch", style: { background: run.color } }), run.name))),
     count, charts);
@@ -43,30 +45,50 @@ const seen = new IntersectionObserver((entries) => {
   }
 }, { rootMargin: "200px" });
 
-function lazyChart(name) {
-  const box = make("section", { class: "chart", "data-metric": name }, make("h2", {}, name));
-  seen.observe(box);
-  return box;
+/** Return the box of a metric with its meaning and the advice about it; the curve is drawn when it comes into view. */
+function lazyChart(name, label) {
+  const advice = runs.flatMap((run) => run.advice.filter((each) => each.metric === name).map((each) => adviceBox(run, each)));
+  const plot = make("div", { class: "plot", "data-metric": name });
+  seen.observe(plot);
+  return make("section", { class: advice.length ? "chart advised" : "chart" },
+    make("h2", {}, label ?? name, meaningOf(name)), plot, make("div", {}, advice));
+}
+
+/** Return a mark that tells what a metric means and when to worry, by pointer, focus or touch; null if that is not known. */
+function meaningOf(name) {
+  if (!Object.hasOwn(metrics, name)) return null;
+  const [meaning, worry] = metrics[name], id = `meaning-${name}`;
+  return make("span", { class: "meaning" }, make("button", { type: "button", "aria-label": `meaning of ${name}`, "aria-describedby": id }, "?"),
+    make("span", { role: "tooltip", id }, make("code", {}, name), make("span", {}, meaning), worry ? make("span", {}, make("strong", {}, "When to worry: "), worry) : null));
 }
 
 function drawChart(box, name) {
   const shown = runs.filter((run) => Object.hasOwn(run.curves.values, name));
   const steps = [...new Set(shown.flatMap((run) => run.curves.steps))].sort((a, b) => a - b);
   const places = new Map(steps.map((step, place) => [step, place]));
-  const data = [steps], series = [{ label: "step" }];
-  for (const run of shown) {
+  const data = [steps], series = [{ label: "step" }], bands = [];
+  const aligned = (run, metric) => {
     const values = new Array(steps.length).fill(null);
-    run.curves.steps.forEach((step, i) => { values[places.get(step)] = run.curves.values[name][i]; });
-    const isShort = values.filter((value) => value !== null).length < 40;
-    if (chosen.smoothing > 0) {
-      data.push(values);
-      series.push({ label: `${run.name}, as it is`, stroke: `${run.color}44`, width: 1, spanGaps: true, points: { show: false } });
+    run.curves.steps.forEach((step, i) => { values[places.get(step)] = run.curves.values[metric][i]; });
+    return values;
+  };
+  for (const run of shown) {
+    const values = aligned(run, name), half = Object.hasOwn(run.curves.values, `${name}/ci95`) ? aligned(run, `${name}/ci95`) : null;
+    const count = values.filter((value) => value !== null).length, weight = chosen.smoothing ?? (count > MANY ? 0.98 : 0);
+    for (const sign of half ? [1, -1] : []) {  // the interval of 95%
+      data.push(values.map((value, i) => (value === null ? null : value + sign * half[i])));
+      series.push({ class: "bound", spanGaps: true, points: { show: false } });
     }
-    data.push(smoothed(values, chosen.smoothing));
-    series.push({ label: run.name, stroke: run.color, width: 1.6, spanGaps: true, points: { show: isShort, size: 4 },
-      value: (_, value) => formatNumber(value) });
+    if (half) bands.push({ series: [data.length - 2, data.length - 1], fill: `${run.color}33` });
+    if (weight > 0) {
+      data.push(values);
+      series.push({ label: run.name, stroke: `${run.color}44`, width: 1, spanGaps: true, points: { show: false }, value: (_, value) => formatNumber(value) });
+    }
+    data.push(smoothed(values, weight));
+    series.push({ label: weight > 0 ? `${run.name}, smoothed` : run.name, stroke: run.color, width: 1.6, spanGaps: true, points: { show: count < 40, size: 4 },
+      value: (_, value, __, i) => formatNumber(value) + (half?.[i] ? ` ± ${formatNumber(half[i])}` : "") });
   }
-  keepZoom(drawPlot(box, data, series, chosen.axis === "log"), name);
+  keepZoom(drawPlot(box, data, series, chosen.axis === "log", 190, bands), name);
   box.append(...shown.filter((run) => Object.hasOwn(run.curves.not_finite, name)).map((run) =>
     make("p", { class: "note error" }, `${run.name}: not finite at step ${run.curves.not_finite[name].slice(0, 5).join(", ")}`)));
 }
@@ -89,16 +111,16 @@ function rangeOfValues(_, low, high) {
   return pad ? [low - pad, high + pad] : uPlot.rangeNum(low, high, 0.1, true);
 }
 
-function drawPlot(box, data, series, isLogarithmic, height) {
+function drawPlot(box, data, series, isLogarithmic, height, bands) {
   const style = getComputedStyle(document.documentElement);
   const line = style.getPropertyValue("--line"), text = style.getPropertyValue("--soft");
   const axis = { stroke: text, grid: { stroke: line, width: 0.5 }, ticks: { stroke: line, width: 0.5 } };
   const hasPositive = data.slice(1).some((values) => values.some((value) => value > 0));
   const options = {
-    width: Math.max(200, box.clientWidth - 18), height: height || 190, series,
+    width: Math.max(200, box.clientWidth), height, series, bands,
     scales: { x: { time: false }, y: isLogarithmic && hasPositive ? { distr: 3 } : { range: rangeOfValues } },
     axes: [axis, { ...axis, size: 62, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : formatNumber(tick))) }],
-    legend: { live: true }, cursor: { drag: { x: true, y: false } },
+    legend: { live: true }, hooks: { ready: [(plot) => plot.setLegend({ idx: data[0].length - 1 })] }, cursor: { drag: { x: true, y: false } },
   };
   const clean = isLogarithmic && hasPositive
     ? [data[0], ...data.slice(1).map((values) => values.map((value) => (value > 0 ? value : null)))] : data;

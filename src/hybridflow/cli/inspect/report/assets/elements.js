@@ -63,7 +63,7 @@ function table(caption, head, rows, cellClass) {
   const cell = (value, column) => {
     const isNumber = typeof value === "number" || value === "–";
     const content = typeof value === "number" ? formatNumber(value) : value;
-    return make("td", { class: (cellClass && cellClass[column]) || (isNumber ? "number" : null) }, content);
+    return make("td", { class: (cellClass && cellClass[column]) || (isNumber ? "number" : null), "data-label": head[column] || null }, content);
   };
   return make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
     make("table", {},

@@ -1,20 +1,5 @@
 "use strict";
-// What is not drawn: advice, the configuration and its differences, starts, failures and recoveries.
-
-function showOverview(main) {
-  for (const run of runs) {
-    const { steps, values } = run.curves, last = steps.length - 1;
-    const figure = (name) => (Object.hasOwn(values, name) ? values[name].findLast((value) => value !== null) ?? "–" : "–");
-    addAll(main, make("h2", {}, make("span", { class: "swatch", style: { background: run.color } }), run.name),
-      table(`figures of ${run.name}`, ["state", "step", "of", "score", "accuracy of validation", "response length", "seconds a step", "responses", "kept"], [[
-        run.state, last >= 0 ? steps[last] : 0, run.total_steps || "–", figure("critic/score/mean"), figure("val/accuracy"), figure("response_length/mean"),
-        figure("timing_s/step"), run.rollouts.step.length, run.samples.length]]),
-      run.timeline.length ? make("p", {}, run.timeline.at(-1).line) : null,
-      run.advice.length ? null : make("div", { class: "advice fine" }, "No finding: nothing in the metrics crosses a threshold"),
-      ...run.advice.map((each) => make("section", { class: each.is_note ? "advice soft" : "advice" }, make("h3", {}, each.title), make("p", {}, each.seen), make("p", {}, each.why),
-        make("p", {}, each.change))));
-  }
-}
+// What is not drawn: the configuration and its differences, starts, failures and recoveries.
 
 function showConfiguration(main) {
   const keys = [...new Set(runs.flatMap((run) => Object.keys(run.config)))].sort();
@@ -52,7 +37,7 @@ function showEvents(main) {
     const { failed: codes, texts } = run.rollouts, count = codes.filter((code) => texts.failed[code] !== "").length;
     const failed = run.samples.flatMap((sample, place) => (sample.failed ? [place] : [])), shown = failed.slice(-100);
     main.append(make("h3", {}, `Responses whose reward failed: ${count} of ${codes.length}`));
-    if (count) main.append(note(`${failed.length} of them are kept; the last ${shown.length} are here. The log of the run has the messages.`));
+    if (count) main.append(note(`${failed.length} of them have their text; the last ${shown.length} are here. The log of the run has the messages.`));
     if (failed.length) {
       main.append(
         table("responses whose reward failed", ["step", "row", "failure", "response"], shown.map((place) => {

@@ -59,6 +59,7 @@ function start() {
   });
   document.addEventListener("keydown", (event) => {
     const isTyping = /^(INPUT|SELECT|TEXTAREA)$/.test(document.activeElement?.tagName ?? "");
+    if (event.key === "Escape") document.activeElement?.closest(".meaning button")?.blur();
     if (event.key === "Escape" && chosen.tab === "rollouts" && chosen.sample !== null) closeSample();
     const isAtTop = document.activeElement === document.body || document.activeElement?.id === "back";
     if (/^Arrow(Left|Right)$/.test(event.key) && chosen.sample !== null && isAtTop) focusTokens();
@@ -68,7 +69,7 @@ function start() {
       document.getElementById("search").focus();
     }
   });
-  window.addEventListener("resize", delayed(() => { if (chosen.tab === "curves") show(); }, 200));
+  window.addEventListener("resize", delayed(() => { if (["overview", "curves"].includes(chosen.tab)) show(); }, 200));
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => show());
   window.addEventListener("popstate", () => { goTo(location.hash); show(); });
   goTo(location.hash);
@@ -94,7 +95,7 @@ async function follow(version) {
   setTimeout(() => follow(next), Math.max(2000, SHARE * (performance.now() - asked)));  // before drawing, which may fail
   if (data) {
     useData(data);  // also the first time: files may have changed since the page was made
-    if (chosen.sample === null && !document.getElementById("main").contains(document.activeElement?.closest("input, select"))) show();
+    if (chosen.sample === null && !document.getElementById("main").contains(document.activeElement?.closest("input, select, .meaning"))) show();
   }
   if (!state.textContent) state.textContent = `live: ${runs.map((run) => `step ${run.curves.steps.at(-1) ?? 0}, ${run.state}`).join("; ")}`;
 }

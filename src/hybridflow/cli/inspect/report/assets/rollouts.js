@@ -12,6 +12,7 @@ function showRollouts(main) {
   const isKnown = (name) => CODED.includes(name) ? rollouts.texts[name].some((text) => text !== "") : rollouts[name].some((value) => value !== null);
   const columns = COLUMNS.filter(([, name]) => name === "" || name === "failed" || isKnown(name));
   const count = make("p", { class: "note", role: "status", id: "count" });
+  const texts = make("p", { class: "note" });
   const histograms = make("div", { class: "charts" }), rows = make("div", {}), pager = make("div", { class: "pager" });
   const later = delayed(() => { chosen.page = 0; update(); }, 60);
   const filter = (label, name, attributes) => {
@@ -27,19 +28,20 @@ function showRollouts(main) {
       filter("score from", "low", { type: "number", step: "any" }), filter("score to", "high", { type: "number", step: "any" }),
       isKnown("staleness") ? filter("staleness from", "stale", { type: "number", step: "1" }) : null,
       among("data source", "data_source"), among("finish reason", "finish_reason"), among("reward failed", "failed"),
-      choice("kept with its text", [["", "all"], ["yes", "yes"]], chosen.filters.kept, (value) => { chosen.filters.kept = value; chosen.page = 0; update(); }),
-      filter("text of kept responses", "text", { type: "search", size: 18, id: "search" }),
+      choice("has text", [["", "all"], ["yes", "yes"]], chosen.filters.kept, (value) => { chosen.filters.kept = value; chosen.page = 0; update(); }),
+      filter("text", "text", { type: "search", size: 18, id: "search" }),
       make("button", { type: "button", click: () => {
         for (const name of Object.keys(chosen.filters)) chosen.filters[name] = "";
         chosen.page = 0;
         show();
       } }, "clear")),
-    count, rows, pager, make("h2", {}, "Histograms"), histograms);
+    count, texts, rows, pager, make("h2", {}, "Histograms"), histograms);
 
   let found = [];
   function update() {
     found = sortRows(run, filterRows(run));
     count.textContent = `${found.length} of ${rollouts.step.length} responses`;
+    texts.textContent = `${run.samples.length} responses have their text: the run kept trainer.log_samples=${run.config["trainer.log_samples"] ?? "…"} of each step.`;
     drawRows();
     drawHistograms();
   }
@@ -57,7 +59,7 @@ function showRollouts(main) {
     } }, label, chosen.sort === name ? (chosen.ascending ? " ▲" : " ▼") : "")));
     rows.replaceChildren(make("div", { class: "scroll", role: "region", tabindex: "0", "aria-label": "responses" },
       make("table", { id: "responses" }, make("thead", {}, make("tr", {}, head)),
-        make("tbody", {}, part.map((i) => make("tr", {}, columns.map(([, name]) => name === "" ? responseCell(run, i) : cellOf(run, name, i))))))));
+        make("tbody", {}, part.map((i) => make("tr", {}, columns.map(([label, name]) => name === "" ? responseCell(run, i) : cellOf(run, label, name, i))))))));
     const move = (label, page, id) => make("button", { type: "button", id, disabled: page < 0 || page >= pages, click: () => {
       chosen.page = page;
       drawRows();
@@ -74,26 +76,27 @@ function showRollouts(main) {
   update();
 }
 
-function cellOf(run, name, i) {
+function cellOf(run, label, name, i) {
   const value = run.rollouts[name][i];
-  if (name === "prompt_id") return make("td", {}, promptLink(run.rollouts.texts[name][value]));
-  if (CODED.includes(name)) return make("td", { class: "cut" }, oneLine(run.rollouts.texts[name][value] || (name === "failed" ? "no" : ""), 60));
-  return make("td", { class: "number" }, formatNumber(value));
+  if (name === "prompt_id") return make("td", { class: "prompt", "data-label": "prompt" }, promptLink(run, run.rollouts.texts[name][value]));
+  if (CODED.includes(name)) return make("td", { class: "cut", "data-label": label }, oneLine(run.rollouts.texts[name][value] || (name === "failed" ? "no" : ""), 60));
+  return make("td", { class: "number", "data-label": label }, formatNumber(value));
 }
 
 function responseCell(run, i) {
   const place = run.sampleOf[i];
-  if (place < 0) return make("td", { class: "response note" }, "not kept");
-  return make("td", { class: "response" }, make("button", { type: "button", class: "link", click: () => openSample(place) }, oneLine(run.samples[place].response || "", 60) || "(empty)"));
+  if (place < 0) return make("td", { class: "response", "data-label": "response" }, "–");
+  return make("td", { class: "response", "data-label": "response" }, make("button", { type: "button", class: "link", click: () => openSample(place) }, oneLine(run.samples[place].response || "", 60) || "(empty)"));
 }
 
-function promptLink(id) {
-  return make("button", { type: "button", class: "link", title: "this prompt over the steps", click: () => {
+/** Return a link to the responses to a prompt over the steps: its text if a sample has it, its name otherwise. */
+function promptLink(run, id) {
+  return make("button", { type: "button", class: "link", title: `prompt ${id} over the steps`, click: () => {
     for (const name of Object.keys(chosen.filters)) chosen.filters[name] = "";
     chosen.filters.prompt_id = id;
     Object.assign(chosen, { tab: "rollouts", sample: null, page: 0, sort: "step", ascending: true });
     show();
-  } }, id);
+  } }, oneLine(run.promptOf.get(id) ?? id, 60));
 }
 
 /** Return the rows that all filters let through, in the order of the file. */
@@ -108,7 +111,7 @@ function filterRows(run) {
     if (filters[name] !== "") { const code = Number(filters[name]); tests.push((i) => rollouts[name][i] === code); }
   }
   if (filters.prompt_id) {
-    const codes = new Set(rollouts.texts.prompt_id.flatMap((text, code) => text.startsWith(filters.prompt_id) ? [code] : []));
+    const codes = new Set(rollouts.texts.prompt_id.flatMap((id, code) => id.startsWith(filters.prompt_id) || run.promptOf.get(id)?.includes(filters.prompt_id) ? [code] : []));
     tests.push((i) => codes.has(rollouts.prompt_id[i]));
   }
   const [low, high] = [filters.low, filters.high].map((text) => text === "" ? NaN : Number(text));
@@ -128,7 +131,7 @@ function filterRows(run) {
   return found.subarray(0, size);
 }
 
-/** Sort rows by the chosen column, equal ones by step and row; rows without a value come last. */
+/** Sort rows by the chosen column, equal ones by whether they have text, then step and row; rows without a value come last. */
 function sortRows(run, rows) {
   const { rollouts } = run, name = chosen.sort, sign = chosen.ascending ? 1 : -1;
   let keys = rollouts[name];
@@ -140,22 +143,22 @@ function sortRows(run, rows) {
   const lowest = -sign * Infinity;
   return rows.slice().sort((a, b) => {
     const [x, y] = [keys[a] ?? -lowest, keys[b] ?? -lowest];
-    return x === y ? a - b : x < y ? -sign : sign;
+    return x === y ? (run.sampleOf[b] >= 0) - (run.sampleOf[a] >= 0) || a - b : x < y ? -sign : sign;
   });
 }
 
 /** Return a box with the histogram of some numbers; `draw` draws it once the box has a width. */
 function histogram(name, values) {
   const finite = values.filter((value) => !Number.isNaN(value));
-  const box = make("section", { class: "chart" }, make("h2", {}, name));
+  const plot = make("div", { class: "plot" }), box = make("section", { class: "chart" }, make("h2", {}, name), plot);
   box.draw = () => {
-    if (!finite.length) { box.append(note("no values")); return; }
+    if (!finite.length) { plot.append(note("no values")); return; }
     let low = Infinity, high = -Infinity;
     for (const value of finite) { low = Math.min(low, value); high = Math.max(high, value); }
     const bins = 24, width = (high - low) / bins || 1;
     const counts = new Array(bins).fill(0), middles = counts.map((_, bin) => low + (bin + 0.5) * width);
     for (const value of finite) counts[Math.min(bins - 1, Math.floor((value - low) / width))] += 1;
-    drawPlot(box, [middles, counts], [{ label: name, value: (_, value) => formatNumber(value) }, { label: "responses", stroke: COLORS[0],
+    drawPlot(plot, [middles, counts], [{ label: name, value: (_, value) => formatNumber(value) }, { label: "responses", stroke: COLORS[0],
       fill: `${COLORS[0]}66`, paths: uPlot.paths.bars({ size: [0.95, 60] }), points: { show: false } }], false, 170);
   };
   return box;

@@ -4,9 +4,9 @@
 const NUMBERS_OF_TOKENS = [
   ["log_probs", "log-prob", (t, i) => at(t.log_probs, i)],
   ["advantages", "advantage", (t, i) => at(t.advantages, i)],
-  ["ratio", "ratio of the trainer's probability to that of the rollout", (t, i) => exp(at(t.old_log_probs, i), at(t.log_probs, i))],
-  ["mismatch", "trainer less rollout log-prob", (t, i) => less(at(t.old_log_probs, i), at(t.log_probs, i))],
-  ["reference", "ratio to the reference", (t, i) => exp(at(t.old_log_probs ?? t.log_probs, i), at(t.ref_log_probs, i))],
+  ["ratio", "importance ratio, trainer / rollout", (t, i) => exp(at(t.old_log_probs, i), at(t.log_probs, i))],
+  ["mismatch", "log-prob mismatch, trainer - rollout", (t, i) => less(at(t.old_log_probs, i), at(t.log_probs, i))],
+  ["reference", "ratio to the reference policy", (t, i) => exp(at(t.old_log_probs ?? t.log_probs, i), at(t.ref_log_probs, i))],
   ["weights", "importance weight", (t, i) => at(t.weights, i)],
   ["versions", "version of the weights", (t, i) => at(t.versions, i)],
 ];
@@ -46,18 +46,18 @@ function showSample(main, place) {
   addAll(main,
     make("div", { class: "tools" },
       make("button", { type: "button", id: "back", click: closeSample }, "back to the table"),
-      make("button", { type: "button", disabled: place === 0, click: () => openSample(place - 1) }, "previous kept"),
-      make("button", { type: "button", disabled: place + 1 >= run.samples.length, click: () => openSample(place + 1) }, "next kept"),
+      make("button", { type: "button", disabled: place === 0, click: () => openSample(place - 1) }, "previous"),
+      make("button", { type: "button", disabled: place + 1 >= run.samples.length, click: () => openSample(place + 1) }, "next"),
       available.length ? choice("color of tokens", available.map(([key, label]) => [key, label]), chosen.color, (value) => { chosen.color = value; show(); }) : null),
     make("h2", {}, `Step ${sample.step}, row ${sample.row}`),
-    table("facts of the response", ["score", "length", "finish reason", "data source", "reward failed", "staleness", "weights' version", "prompt"],
+    table("facts of the response", ["score", "length", "finish reason", "data source", "reward failed", "staleness", "weight version", "prompt"],
       [[sample.score ?? "–", sample.length ?? "–", sample.finish_reason ?? "–", oneLine(sample.data_source ?? "–", 60), sample.failed || "no",
-        sample.staleness ?? "–", at(sample.tokens?.versions, 0) ?? "–", sample.prompt_id ? promptLink(sample.prompt_id) : "–"]]),
+        sample.staleness ?? "–", at(sample.tokens?.versions, 0) ?? "–", sample.prompt_id ? promptLink(run, sample.prompt_id) : "–"]]),
     make("h3", {}, "Prompt"), textBlock(sample.prompt ?? "", "prompt"),
     sample.rendered_prompt !== undefined && sample.rendered_prompt !== sample.prompt
       ? make("details", {}, make("summary", {}, "as the model reads it"), textBlock(sample.rendered_prompt, "rendered prompt")) : null,
     make("h3", {}, "Ground truth"), textBlock(typeof sample.ground_truth === "string" ? sample.ground_truth : JSON.stringify(sample.ground_truth), "ground truth"),
-    make("h3", {}, beside.length > 1 ? `Responses of this step to this prompt, kept: ${beside.length}` : "Response"),
+    make("h3", {}, beside.length > 1 ? `${beside.length} responses to this prompt in this step` : "Response"),
     hasTokens ? scaleOf(beside.length ? beside : [place]) : null,
     make("div", { class: "sides", tabindex: "0", role: "region", "aria-label": "responses to the prompt" },
       (beside.length ? beside : [place]).map((i) => sideOf(run, i, i === place))),
@@ -157,7 +157,7 @@ function tokensOf(sample) {
       if (step && own(event) >= 0) { event.preventDefault(); focus(Math.max(0, Math.min(spans.length - 1, own(event) + step))); }
     } }, spans);
   const missing = (sample.length ?? tokens.ids.length) - tokens.ids.length;
-  return make("div", {}, box, missing > 0 ? note(`${missing} further tokens were not kept (trainer.log_tokens)`) : null, details);
+  return make("div", {}, box, missing > 0 ? note(`${missing} further tokens have no numbers (trainer.log_tokens)`) : null, details);
 }
 
 /** Return the numbers of all responses to the prompt in its step, also of those that were not kept. */

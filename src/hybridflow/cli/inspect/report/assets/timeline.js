@@ -3,8 +3,7 @@
 
 function showTimeline(main) {
   const run = theRun();
-  addAll(main, make("div", { class: "tools" }, runChoice()));
-  showStages(main, run);
+  addAll(main, make("div", { class: "tools" }, runChoice()), ...stagesOf(run));
   if (!run.timeline.length) {
     main.append(note("The run has no trace of a step."));
     return;
@@ -22,20 +21,33 @@ function showTimeline(main) {
   draw();
 }
 
-/** Show the mean seconds of each stage over the last steps, and their share of a step. */
-function showStages(main, run) {
-  const { steps, values } = run.curves, last = Math.max(0, steps.length - 20);
-  const mean = (name) => {
-    const rows = values[name].slice(last), known = rows.filter((value) => value !== null);
-    return known.length ? known.reduce((sum, value) => sum + value, 0) / rows.length : null;
-  };
-  const whole = Object.hasOwn(values, "timing_s/step") ? mean("timing_s/step") : null;
-  if (!whole) return;
-  const stages = Object.keys(values).filter((name) => name.startsWith("timing_s/") && name !== "timing_s/step")
-    .map((name) => [name.slice("timing_s/".length), mean(name)]).filter(([, value]) => value !== null).sort((a, b) => b[1] - a[1]);
-  main.append(make("h2", {}, "Time of each stage"), note(`Means of the last ${steps.length - last} rows; a step takes ${formatNumber(whole)} s. Stages may overlap; what does not run at each step counts by its mean.`),
-    table("time of each stage", ["stage", "seconds", "share of a step", ""], stages.map(([name, value]) => [name, value, `${(100 * value / whole).toFixed(1)}%`,
-      make("span", { class: "bar", style: { width: `${Math.min(100, 100 * value / whole) * 1.5}px` } })])));
+/** Return the mean time of each stage in some steps as one bar, with its legend. Its shares add up to 100.0%. */
+function splitBar(steps, which) {
+  const seconds = new Map(), add = (stage, value) => seconds.set(stage, (seconds.get(stage) ?? 0) + value);
+  for (const step of steps) for (const [stage, share] of Object.entries(step.shares)) add(stage, share * step.seconds / steps.length);
+  const whole = [...seconds.values()].reduce((sum, value) => sum + value, 0) || 1;
+  for (const [stage, value] of [...seconds]) if (value < 0.01 * whole && seconds.delete(stage)) add("other", value);
+  let sum = 0, before = 0;
+  const parts = [...seconds].sort((a, b) => b[1] - a[1]).map(([stage, value]) => {
+    sum += value;
+    const until = Math.round(1000 * sum / whole), share = ((until - before) / 10).toFixed(1);
+    before = until;
+    return { stage, value, share, text: `${stage} ${share}%` };
+  });
+  return make("div", { class: "split" }, note(`${formatNumber(whole)} s/step, ${which}`),
+    make("div", { class: "bar", role: "img", "aria-label": parts.map((part) => part.text).join(", ") },
+      parts.map((part) => make("span", { title: part.text, style: { flexGrow: part.share, background: stageColor(part.stage) } }))),
+    make("ul", { class: "legend" }, parts.map((part) => make("li", {}, make("span", { class: "swatch", style: { background: stageColor(part.stage) } }), part.text,
+      make("span", { class: "note" }, ` ${formatNumber(part.value)} s`)))));
+}
+
+const hues = new Map();
+
+/** Return the color of a stage, the same one in bars and lanes. */
+function stageColor(stage) {
+  if (stage === "controller" || stage === "other") return stage === "other" ? "#bcc3cd" : "#7c8694";
+  if (!hues.has(stage)) hues.set(stage, (210 + 137.5 * hues.size) % 360);
+  return `hsl(${hues.get(stage)} 55% 52%)`;
 }
 
 /** Return round times from 0 to at most so many seconds, four to ten of them. */
@@ -46,7 +58,6 @@ function roundTimes(seconds) {
 
 function stepParts(step) {
   const names = [...new Set(step.lanes.flatMap((lane) => lane.spans.map((span) => span[2])))].sort();
-  const color = (name) => `hsl(${(names.indexOf(name) * 137.5) % 360} 60% 52%)`;
   const left = 150, width = 1100, height = 26, seconds = step.seconds || 1;
   const x = (time) => left + (width - left - 10) * time / seconds;
   const picture = makeSvg("svg", { class: "lanes", viewBox: `0 0 ${width} ${step.lanes.length * height + 26}`, role: "img",
@@ -54,14 +65,14 @@ function stepParts(step) {
   ...step.lanes.flatMap((lane, row) => [
     makeSvg("text", { x: 4, y: row * height + 17 }, oneLine(lane.name, 22)),
     ...lane.spans.map(([start, end, name, kind]) => makeSvg("rect", { x: x(start), y: row * height + 4, width: Math.max(0.6, x(end) - x(start)),
-      height: height - 8, fill: kind === "recovery" ? "#b3261e" : color(name), opacity: kind === "call" ? 0.95 : 0.55 },
+      height: height - 8, fill: kind === "recovery" ? "#b3261e" : stageColor(name), opacity: kind === "call" ? 0.95 : 0.55 },
     makeSvg("title", {}, `${name}: ${formatNumber(end - start)} s, from ${formatNumber(start)} s`)))]),
   ...roundTimes(seconds).map((time) => makeSvg("text", { x: x(time), y: step.lanes.length * height + 20, "text-anchor": time > 0.95 * seconds ? "end" : "middle" },
     `${formatNumber(time)} s`)));
   return [
-    make("p", {}, step.line),
+    splitBar([step], `step ${step.step}`),
     make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "timeline" }, picture),
-    make("div", { class: "legend" }, names.map((name) => make("span", {}, make("span", { class: "swatch", style: { background: color(name) } }), name))),
+    make("div", { class: "legend" }, names.map((name) => make("span", {}, make("span", { class: "swatch", style: { background: stageColor(name) } }), name))),
     step.waited.length ? make("h3", {}, "Who waited for whom") : null,
     step.waited.length ? table("who waited for whom", ["process", "computing (s)", "waiting (s)", "most of it for"], step.waited) : null,
   ].filter(Boolean);
