@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 LIMIT_S = 120.0
-"""Seconds after which a program counts as hanging; a first start on a slow machine compiles all that it imports."""
+"""Seconds after which a program counts as hanging; a first start on a slow machine compiles its imports."""
 
 MOST_CHARS = 300
 """Characters of the last line of a program that failed."""

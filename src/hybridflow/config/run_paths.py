@@ -24,7 +24,7 @@ CLASSES = "environment.classes"
 """Key of sources by name, which may be 'path.py:Class' or 'harbor:DIR'."""
 
 PROMPT_FILE = "prompt_file"
-"""Key of reward.kwargs that holds a path, that of the judge's prompt; the other values are kept as they are."""
+"""Key of reward.kwargs for the path of the judge's prompt; other values are not paths."""
 
 
 def absolute_paths(config_file: Path, overrides: Sequence[str] = (), start: int = -1) -> list[str]:

@@ -142,7 +142,7 @@ class LocalHandle(Handle):
 
 
 class LocalWorker:
-    """One rank: its worker object, its name and its environment variables."""
+    """A rank: its worker object, its name and its environment variables."""
 
     def __init__(self, name: str, role: str, rank: int, environment: dict[str, str]) -> None:
         self.name, self.role, self.rank, self.environment = name, role, rank, environment

@@ -31,7 +31,7 @@ BALANCED_PART_SIZES = "part_sizes"
 """Key of `meta_info`: rows of each part by name of the group. `trainers/balance.py` sets it, a call reads it."""
 
 FEWEST, MOST = 3, 8
-"""Number of measurements that a change needs, and of those that count."""
+"""Number of measurements that a change needs, and of newest measurements that count."""
 
 LEAST_GAIN = 0.05
 """Share of the time that a change must save. Changes for less would cost more than they save."""

@@ -26,7 +26,7 @@ COLUMNS = {
 CONVERSATIONS, SYSTEM = "conversations", "system"
 """Columns of ShareGPT: the messages, and the text of a system message before them."""
 OTHER_NAMES = {"response": "completion", "messages": CONVERSATIONS, "prompt": CONVERSATIONS}
-"""Our name of a column -> that of TRL or ShareGPT, which is read where ours is missing."""
+"""Our name of a column -> its name in TRL or ShareGPT, which is read where ours is missing."""
 PROMPT_FILE = ("prompt", "data_source", "reward_model")
 """Columns of a prompt file, as `hybridflow prepare` writes it; its other columns are not read."""
 DATA_SOURCE = "rows"

@@ -13,7 +13,7 @@ ROLES = {
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
 CALL = "function_call"
-"""Writes the call of a tool as JSON, one or a list of them."""
+"""Sender of messages whose text is a tool call, or a list of them, as JSON."""
 
 
 def chat_messages(messages: Sequence[Any], place: str) -> list[Any]:

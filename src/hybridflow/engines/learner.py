@@ -32,7 +32,7 @@ from hybridflow.runtime.observe.metrics import find_metric
 from hybridflow.runtime.progress import note_progress
 
 PARTIAL_STEP = "an optimizer step, which may be applied in part (restart from the last checkpoint)"
-"""What the error calls the end of an update, after which a step is no longer applied as a whole or not at all."""
+"""Name in errors for the end of an update, where an error may leave the step partly applied."""
 
 MAX_LISTED_ROWS = 8
 """Number of rows that the report of a rejected step lists."""

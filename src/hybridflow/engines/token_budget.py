@@ -19,7 +19,7 @@ WITHOUT_TRIALS = (
     "set memory.max_tokens_per_micro_batch to a number of fewer tokens, model.gradient_checkpointing = true, or "
     "memory.offload for roles that can wait"
 )
-"""What to change if a trial runs out of memory."""
+"""Advice for a trial that runs out of memory."""
 
 LARGEST, STEP = 131072, 256
 """The largest budget, since more tokens do not make matrix products faster; and the unit of budgets."""

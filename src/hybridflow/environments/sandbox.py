@@ -37,7 +37,7 @@ LATE = 124
 _KILLED = (None, -signal.SIGKILL, 128 + signal.SIGKILL)  # here, or by a limit inside
 
 READABLE = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.conf.d")
-"""What a local sandbox shows of this machine, read-only."""
+"""Directories and files of this machine that a local sandbox can read."""
 
 _UNPRIVILEGED = 65534
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -161,7 +161,7 @@ class Program(asyncio.SubprocessProtocol):
 
     @property
     def exit_code(self) -> int:
-        """What it has exited with, or `LATE`."""
+        """The command's exit code, or `LATE`."""
         return LATE if self.is_late else self.transport.get_returncode() or 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:  # noqa: D102  (of the protocol, as below)

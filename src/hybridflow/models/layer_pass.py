@@ -28,7 +28,7 @@ TOKENS = 1009
 
 @dataclass(frozen=True)
 class AttentionSize:
-    """What a layer gives to attention: numbers of heads and their widths."""
+    """The numbers of heads that a layer gives to attention, and their widths."""
 
     heads: int
     kv_heads: int

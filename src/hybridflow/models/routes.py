@@ -25,11 +25,11 @@ from hybridflow.models.loading import build_without_weights, model_config
 ROUTES = torch.int16
 """Dtype of routes."""
 NOT_RECORDED = -1
-"""What stands for the experts of a token whose routes are not known: it takes its own."""
+"""Marks the experts of a token without recorded routes, which uses the experts that its routers choose."""
 
 
 class Routes(Protocol):
-    """What is done with the experts that routers choose in a pass."""
+    """A rule for the experts that routers choose in a pass, such as recording or replaying them."""
 
     def choose(self, layer: int, own: Tensor) -> Tensor | None:
         """Return the experts to take in place of `own` (tokens, top_k); None: these."""

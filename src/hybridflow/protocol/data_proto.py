@@ -52,7 +52,7 @@ Futures = TypeVar("Futures", bound=Future)
 
 @dataclass(eq=False)
 class DataProtoItem:
-    """One row: tensors without the batch dimension, entries of the numpy columns, and meta_info of the batch."""
+    """A row: tensors without the batch dimension, entries of the numpy columns, and meta_info of the batch."""
 
     batch: TensorDict = None  # pyright: ignore[reportAssignmentType]
     non_tensor_batch: dict[str, Any] = field(default_factory=dict)

@@ -29,13 +29,13 @@ COMPACT_BELOW = 0.9
 """Finished rows are removed when the share of running rows falls below this value."""
 
 COMPACT_PARKED_BELOW = 0.75
-"""The same while a row stays for a later turn: it moves as well, and must move back if the turn comes soon."""
+"""`COMPACT_BELOW` while rows are kept for later turns: these move too, and move back for their turn."""
 
 PREFILL_TOKENS = 16384
 """Maximal number of prompt tokens in one forward pass; a longer prompt has a pass to itself."""
 
 CONTINUED_TOKENS = 4 * PREFILL_TOKENS
-"""The same for prompts that continue kept sequences, whose known tokens take part in attention only."""
+"""`PREFILL_TOKENS` of prompts that continue kept sequences, whose known tokens only need attention."""
 
 
 class DecodingBatch:

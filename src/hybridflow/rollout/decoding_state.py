@@ -22,7 +22,7 @@ from hybridflow.models.varlen import upload
 from hybridflow.rollout.sampling import RowRules, SamplingKinds, draw_rows
 
 NO_TOKEN = -1
-"""What a row that does not run emits."""
+"""The token that an idle row emits."""
 
 
 SMALLEST_TABLE = 8

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 LESS_MEMORY = (
     "set a smaller rollout.max_running_sequences or data.max_response_length, or memory.offload for roles that can wait"
 )
-"""What to change if generation runs out of memory."""
+"""Advice if generation runs out of memory."""
 
 
 class EmbeddedRollout:

@@ -48,7 +48,7 @@ class KeptSequences(Generic[Storage]):
 
     @property
     def storages(self) -> list[Storage]:
-        """Where keys and values are kept."""
+        """The storages of the kept keys and values."""
         return [kept.storage for kept in self._kept.values()]
 
     def add(

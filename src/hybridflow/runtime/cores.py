@@ -38,7 +38,7 @@ class CoreUse:
 
     @property
     def text(self) -> str:
-        """What other programs use, if it matters; else ""."""
+        """A sentence on the cores that other programs use, if they matter; else ""."""
         if self.others < LEAST_OTHERS:
             return ""
         return f"other programs use {self.others:.1f} of {len(self.cores)} cores"

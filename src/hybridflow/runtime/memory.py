@@ -63,7 +63,7 @@ LESS_MEMORY = (
     "set a smaller memory.max_tokens_per_micro_batch, model.gradient_checkpointing = true, or memory.offload for roles "
     "that can wait"
 )
-"""What to change if training runs out of memory."""
+"""Advice if training runs out of memory."""
 
 NOTABLE_BYTES = 2**30
 """Memory of other processes that an error mentions; the CUDA context of one process takes about half of it."""

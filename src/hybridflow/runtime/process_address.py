@@ -32,7 +32,7 @@ def own_address() -> ProcessAddress:
 
 
 def allow_observers() -> None:
-    """Let any process of the same user read this one's memory, as py-spy does for its stacks.
+    """Let any process of the same user read this process's memory, as py-spy does for stacks.
 
     With kernel.yama.ptrace_scope=1, as on Ubuntu, only its ancestors may otherwise. Without Yama nothing changes.
     """

@@ -37,7 +37,7 @@ class ProcessReport:
     kernel_wait: str = ""
     """The kernel function in which the main thread sleeps."""
     finding: str = ""
-    """What the state means, as a sentence."""
+    """The meaning of the state, as a sentence."""
     stacks: str = ""
     """The Python stacks of all threads, most recent call first, with who holds the interpreter lock."""
     unseen: list[str] = field(default_factory=list)

@@ -9,7 +9,7 @@ from hybridflow.trainers.read_columns import Batch, read
 
 
 class EpisodeRows:
-    """Which rows of a batch belong to one episode; in a batch without episodes, each row stands alone.
+    """The rows of each episode in a batch; in a batch without episodes, each row stands alone.
 
     The rows of an episode are as many for each, and follow each other in the order of `row_ids`, without these in that
     of the batch.

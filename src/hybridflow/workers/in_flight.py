@@ -72,7 +72,7 @@ class InFlightRolloutWorker(RolloutWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def check_weights(self, probe: Probe) -> dict[str, float]:
-        """Check the weights, and let running sequences go on with them: some engines advance these in the check."""
+        """Check the weights, and continue running sequences with them: some engines advance these in the check."""
         with self.receiving():
             self.rollout.retract()
         metrics = super().check_weights(probe)

@@ -36,7 +36,7 @@ LESS_MEMORY_AT_START = (
     "use more ranks (controller.num_workers), set memory.offload = {role = 'idle' or 'host'} or lora.rank, a smaller "
     "rollout.gpu_memory_utilization, or a smaller model"
 )
-"""What to change if a model does not fit."""
+"""Advice if a model does not fit."""
 
 ADAPTED_ROLES = ("actor_rollout", "actor")
 """Roles whose models train adapters if lora.rank is set."""

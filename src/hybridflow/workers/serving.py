@@ -35,10 +35,10 @@ WAIT_S = 1.0
 """Seconds between two looks for an interrupt while no request is open."""
 
 MOST_TURNS = 4096
-"""Turns from which a request may go on; older ones are forgotten."""
+"""Number of turns that a request can continue; older turns are forgotten."""
 
 KEPT_TOKENS, MOST_KEPT_TOKENS = 2**16, 2**20
-"""Tokens whose keys and values are kept for later turns, once the engine is idle and at most."""
+"""Tokens with keys and values kept for later turns: once the engine is idle, and at most."""
 
 RECORD = "turns.jsonl"
 """The file of recorded turns in the directory that is given."""

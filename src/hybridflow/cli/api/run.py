@@ -112,7 +112,7 @@ class Run:
         return self
 
     def resume(self, stop_after: int | None = None, **settings: Any) -> "Run":
-        """Go on from the newest checkpoint, see `fit`. Raises CheckpointConfigError if there is none."""
+        """Continue from the newest checkpoint, see `fit`. Raises CheckpointConfigError if there is none."""
         if self._checkpoint(None) is None:
             raise CheckpointConfigError(f"'{self.path}' has no checkpoint to resume from; fit() starts the run.")
         return self.fit(stop_after, **settings)

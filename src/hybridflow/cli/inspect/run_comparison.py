@@ -13,10 +13,10 @@ LAST = 10
 """Steps at the end whose mean is compared."""
 
 ENVIRONMENT = ("kind", "versions", "git", "hardware")
-"""What a start records of its environment."""
+"""Keys of a start's record that describe its environment."""
 
 DATA = ("data", "models")
-"""What a start records of the contents of its data files and its initial models: numbers of rows, fingerprints."""
+"""Keys of a start's record that describe its data files and initial models: numbers of rows, fingerprints."""
 
 
 @dataclass(frozen=True)
@@ -38,29 +38,29 @@ class CurveDifference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What differs between two runs, by the newest start of each.
+    """The differences between two runs, by their newest starts.
 
-    A metric that both have but never at the same step is not compared.
+    A metric is not compared if the runs never have it at the same step.
     """
 
     config: dict[str, tuple[Any, Any]]
     environment: dict[str, tuple[Any, Any]]
     data: dict[str, tuple[Any, Any]]
-    """As `config` and `environment` the values of both by key, None where one lacks it."""
+    """Like `config` and `environment`: both runs' values by key, None where a run lacks the key."""
     has_data: bool
     """Whether both recorded their data."""
     steps: list[int]
-    """Those that both have."""
+    """Steps that both runs have."""
     last_steps: tuple[int, int]
-    """The last one of each run."""
+    """The last step of each run."""
     has_prompts: bool
     """Whether both runs say which prompts they used."""
     first_other_prompts: int | None
     """The first common step with other prompts; None if there is none."""
     curves: list[CurveDifference]
-    """Metrics that equal runs share and these do not, by the first step."""
+    """Metrics that would be equal in equal runs but differ here, by the first step."""
     num_equal: int
-    """Number of metrics that equal runs share, and these do."""
+    """Number of metrics that would be equal in equal runs and are equal here."""
     times: list[CurveDifference]
     """Metrics that differ between any two runs."""
     only: tuple[list[str], list[str]]

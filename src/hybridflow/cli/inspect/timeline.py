@@ -16,7 +16,7 @@ Events = Mapping[int, Sequence[TraceEvent]]
 
 
 class ProcessTime(NamedTuple):
-    """What a process did with its time, in seconds. `waited_for`: seconds by who or what it waited for, longest first.
+    """The time of a process by use, in seconds. `waited_for`: waiting time by cause, longest first.
 
     That is a call on another worker ("update_actor on actor_rollout/0"), "controller" or "recovery".
     """

@@ -22,7 +22,7 @@ TRACKERS = ("wandb", "mlflow", "tensorboard")
 
 
 def trackers_of(value: Any) -> list[str]:
-    """Return those of the named trackers that exist here; the console is always there."""
+    """Return the named trackers that exist here, without the console, which is always active."""
     return [name for name in (value if isinstance(value, list) else [value]) if name in TRACKERS]
 
 
@@ -75,7 +75,7 @@ ADVANTAGES = {
     "reinforce_plus_plus_baseline": "reinforce++-baseline",
 }
 MARK = "actor_rollout_ref."
-"""How keys of verl begin, of which every configuration has some."""
+"""Prefix of verl's keys that every configuration of verl has."""
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _STEPS = {"where": (-1, None), "instead": 0}
 
@@ -180,7 +180,7 @@ IGNORED = (
     "actor_rollout_ref.ref.fsdp_config.param_offload",
     "data.filter_overlong_prompts_workers",
 )
-"""Keys for which nothing is to be set: hybridflow decides, or has one key for all roles."""
+"""Keys without a counterpart: hybridflow decides, or has one key for all roles."""
 
 _KL = (f"{_ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward")
 _NODES = ("trainer.n_gpus_per_node", "trainer.nnodes")

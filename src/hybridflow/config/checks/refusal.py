@@ -13,7 +13,7 @@ from hybridflow.errors import ConfigError
 
 @dataclass(frozen=True)
 class Refusal:
-    """Two features that do not combine.
+    """A pair of features that cannot be combined.
 
     `feature` and `other` begin with a key, after which the values may follow that are meant; `other` may be a command,
     which then calls `require`. `why` and `fix` continue the line of the error.

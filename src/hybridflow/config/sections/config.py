@@ -109,7 +109,7 @@ class Config(Section):
 
     @property
     def updates_in_flight(self) -> bool:
-        """Whether sequences that run when new weights come go on with them."""
+        """Whether running sequences continue with new weights when these arrive."""
         return self.rollout.on_new_weights != "wait" and self.has_rollout_pool
 
     @property

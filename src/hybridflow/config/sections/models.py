@@ -136,13 +136,13 @@ class ParallelConfig(Section):
 
     @property
     def divisor(self) -> tuple[int, str]:
-        """The number that must divide that of the ranks, and the keys of which it is the product."""
+        """The number that must divide the number of ranks, and the keys whose product it is."""
         sizes = [(name, size) for name, size in reversed(list(self)) if size > 1]
         return prod(size for _, size in sizes), " times ".join(f"parallel.{name}={size}" for name, size in sizes)
 
     @property
     def contradiction(self) -> str:
-        """Which sizes exclude each other, and the fix; empty if none do."""
+        """The sizes that exclude each other, and the fix; empty if all combine."""
         if self.expert == 1 or self.replicas == self.tensor == 1:
             return ""
         return (

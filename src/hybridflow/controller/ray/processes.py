@@ -33,7 +33,7 @@ class Home:
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """What the processes of a group are started with."""
+    """The arguments with which a group's processes are started."""
 
     classes: Mapping[str, ClassWithInitArgs]
     pool: RayResourcePool
@@ -45,7 +45,7 @@ class Launch:
 
 
 class RayProcess:
-    """One worker process.
+    """A worker process.
 
     `unfinished`: the calls that are not known to have finished, oldest first; the process runs the first of them, as
     many as `threads` says, and the first of those of its second thread. `home`: None until it has started.

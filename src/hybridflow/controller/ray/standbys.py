@@ -22,7 +22,7 @@ ANSWER_TIMEOUT_S = 5.0
 """Seconds in which standbys must answer; otherwise new processes are started instead."""
 
 IMPORT_TIMEOUT_S = 30.0
-"""The same for standbys that were started so recently that they still import: a new process would take longer."""
+"""`ANSWER_TIMEOUT_S` of new standbys, which may still be importing: another process would take longer."""
 
 
 class Standbys:

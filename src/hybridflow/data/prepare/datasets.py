@@ -35,13 +35,13 @@ class FileKind(NamedTuple):
     """A kind of files."""
 
     summary: str
-    """What `hybridflow prepare --help` says of it."""
+    """Its line in `hybridflow prepare --help`."""
     columns: Sequence[str]
     """The columns that its files need."""
     make_row: Callable[..., MadeRow]
     """Its row function; keyword-only parameters are options of the command, whose help `OPTIONS` has."""
     unique: Sequence[str] = ("prompt",)
-    """Rows with the same values in these columns are written once; (): all are kept."""
+    """Columns by which duplicate rows are removed; (): keep all rows."""
 
 
 def prepare_files(

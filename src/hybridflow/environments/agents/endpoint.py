@@ -46,7 +46,7 @@ _BASE_URLS = "The base URL of OpenAI's clients ends in /v1, that of Anthropic's 
 _NUM_REMEMBERED = 10_000
 """Sessions that have ended and whose requests get an error that says so."""
 _NUM_BODIES_READ = 16
-"""How much of a body that is too large is read, in bodies of the largest size."""
+"""Part of a too large body that is read, in multiples of the largest allowed size."""
 _MODEL = {"id": "hybridflow", "object": "model", "created": 0, "owned_by": "hybridflow"} | {
     "type": "model",
     "display_name": "hybridflow",

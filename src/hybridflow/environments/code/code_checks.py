@@ -161,7 +161,7 @@ def _is_literal(node: ast.expr) -> bool:
 
 
 class _Names:
-    """Which names of a test mean objects of the program."""
+    """The names in a test that refer to objects of the program."""
 
     def __init__(self, body: list[ast.stmt]) -> None:
         nodes = [each for statement in body for each in ast.walk(statement)]

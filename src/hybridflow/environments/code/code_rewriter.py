@@ -16,7 +16,7 @@ from typing import Any
 _SWALLOWING = ("AssertionError", "Exception", "BaseException")
 _EXITS = ("sys.exit", "exit", "quit")
 _RESULTS = ("attempted", "errors", "failed", "failures", "testsRun", "wasSuccessful")
-"""What a runner of tests says afterwards; the checks are those that it ran."""
+"""Attributes of a test runner's results; the checks are the tests that it ran."""
 
 
 def rewritten(module: ast.Module) -> ast.Module:

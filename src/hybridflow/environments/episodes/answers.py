@@ -11,7 +11,7 @@ from hybridflow.environments.episodes.environment import CalledTool, EndReason, 
 from hybridflow.environments.episodes.messages import AssistantTurn, Message
 
 Failure = Literal["raised", "timeout", "memory", "died"]
-"""How an environment has failed; the words are those of reward functions."""
+"""Kinds of failures of an environment, named as those of reward functions."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Done:
 
 @dataclass
 class Episode:
-    """What has happened: the row of the data, the messages, the turns, and how it ended (None: it goes on)."""
+    """The history of an episode: its data row, messages and turns, and how it ended (None: it is running)."""
 
     row: Mapping[str, Any]
     messages: list[Message] = field(default_factory=list)

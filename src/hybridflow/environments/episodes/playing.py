@@ -73,7 +73,7 @@ class NextTurn:
 
 
 class EpisodePlayer(Protocol):
-    """What plays one episode: it asks for turns of the model, and gets them."""
+    """A player of one episode, which asks for the model's turns and receives them."""
 
     async def start(self, row: Mapping[str, Any]) -> list[NextTurn]:
         """Return the first turns; none if the episode has ended."""

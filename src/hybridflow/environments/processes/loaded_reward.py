@@ -27,7 +27,7 @@ Called = tuple[dict[str, Any], BaseException | None]
 
 @dataclass(frozen=True)
 class RewardKind:
-    """How a function is called, and the digest of the file that defines it (empty without one)."""
+    """The way to call a function, and the digest of the file that defines it (empty without a file)."""
 
     is_async: bool = False
     takes_batches: bool = False
@@ -59,7 +59,7 @@ class LoadedReward:
 
     @property
     def kind(self) -> RewardKind:
-        """How the function is called."""
+        """The way to call the function."""
         function = self.function
         return RewardKind(returns_awaitable(function), takes_batches(function), takes_names(function), self.source)
 

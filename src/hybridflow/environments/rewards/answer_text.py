@@ -18,12 +18,12 @@ NUMBER = (
 )
 _ONE_NUMBER = re.compile(NUMBER)
 _WITHIN_LONGER = re.compile(r"\w|[.:][0-9]|[/^]\S|\*[0-9(]")
-"""What follows a number that is only a part of a value: 5x, 1.2.3, 10:30, 5/x, 2^5, 3*4."""
+"""Text after a number that is only a part of a value: 5x, 1.2.3, 10:30, 5/x, 2^5, 3*4."""
 _OPERATOR = r"(?:[-+*/^=\u00d7\u00f7\u00b1\u2013~:;,']|\.\.|\\(?:times|cdot|div|pm)|(?:to|or|and)\b)"
 _GOES_ON = re.compile(
     rf"[ \t\u00a0\u202f]*(?:{_OPERATOR}[ \t]*)?[0-9]|[ \t]*(?![,;:~']){_OPERATOR}[ \t]*\(|[ \t]*[+\u00d7\u00f7][ \t]*\w"
 )
-"""The same where the number is the first of an answer: 5-2, 1, 2, 5 or 6, 5 1/2, 5 + x."""
+"""Text after a number that only begins an answer: 5-2, 1, 2, 5 or 6, 5 1/2, 5 + x."""
 MINUS = str.maketrans({"\u2212": "-"})
 """The minus sign of Unicode is a sign of numbers."""
 _MAX_CHARS = 100

@@ -39,7 +39,7 @@ from hybridflow.runtime.progress import note_progress
 from hybridflow.runtime.random_streams import derive_seed
 
 LESS_MEMORY = "set a smaller rollout.gpu_memory_utilization or rollout.kv_cache_bytes"
-"""What to change if vLLM runs out of memory in a step."""
+"""Advice if vLLM runs out of memory in a step."""
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from hybridflow.models.routes import ROUTES, Routers
 
 
 class ReturnedRoutes:
-    """What vLLM must return for a model of which routes are replayed; `shape` is that of `Completion.routes`."""
+    """The routes that vLLM must return for a model with router replay, in the `shape` of `Completion.routes`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         routers = Routers.of(model)

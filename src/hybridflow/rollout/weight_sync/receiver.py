@@ -22,7 +22,7 @@ LESS_AT_ENGINE = (
     "set a smaller rollout.sync_bucket_bytes or rollout.gpu_memory_utilization, or memory.offload for roles that can "
     "wait"
 )
-"""What to change if a rollout engine has no memory for the weights it receives."""
+"""Advice if a rollout engine has no memory for the weights that it receives."""
 
 
 class WeightReceiver:

@@ -20,7 +20,7 @@ from hybridflow.runtime.memory import naming_out_of_memory
 from hybridflow.runtime.progress import note_progress
 
 SMALLER_BUCKETS = "set a smaller rollout.sync_bucket_bytes, or memory.offload for roles that can wait"
-"""What to change if there is no memory for the gathered weights."""
+"""Advice if there is no memory for the gathered weights."""
 
 
 def boxes_of_sender(shapes: Mapping[str, Size], *, sends: bool) -> dict[str, Box]:

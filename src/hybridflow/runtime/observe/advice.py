@@ -44,7 +44,7 @@ class Advice:
 
     @property
     def change(self) -> str:
-        """What to do, as one sentence."""
+        """The advice as one sentence."""
         text = ", ".join(self.changes)
         return f"{text[:1].upper()}{text[1:]}."
 

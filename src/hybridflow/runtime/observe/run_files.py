@@ -23,7 +23,7 @@ METRICS, SAMPLES, ROLLOUTS = "metrics.jsonl", "samples.jsonl", "rollouts.jsonl"
 RECOVERIES = "recoveries.jsonl"
 
 ROLLOUT_TEXTS = ("prompt_id", "data_source", "finish_reason", "failed")
-"""What a row of rollouts.jsonl or samples.jsonl has as text."""
+"""Keys of a row of rollouts.jsonl or samples.jsonl whose values are texts."""
 
 
 TOO_LARGE = "it does not fit into memory"

@@ -21,7 +21,7 @@ CONTROLLER = "controller"
 """The name of the driver as producer or reader of columns."""
 
 DRIVER = "driver"
-"""The process of calls that run in that of the controller."""
+"""Name of the controller's process, for calls that run in it."""
 
 
 class TraceEvent(NamedTuple):

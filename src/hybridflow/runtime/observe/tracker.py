@@ -40,7 +40,7 @@ def needing(package: str, extra: str = "trackers") -> Iterator[None]:
 
 
 SAMPLE_COLUMNS = ("step", "row", "prompt", "response", "ground_truth", "score", "length", "finish_reason", "failed")
-"""What a table of samples has of each."""
+"""Columns of a tracker's table of samples."""
 
 
 LARGEST_INTEGER = 2**53

@@ -36,7 +36,7 @@ SEEDS = (0, 1)
 
 @dataclass(frozen=True)
 class LineText:
-    """What a line compares, and what to do where it fails."""
+    """The comparison that a line makes, and the advice where it fails."""
 
     title: str
     remedy: str
@@ -73,7 +73,7 @@ class Finding:
 
     @property
     def title(self) -> str:
-        """What the line compares."""
+        """The line's comparison."""
         return LINES[self.line].title if self.line in LINES else self.line
 
 

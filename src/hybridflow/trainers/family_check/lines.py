@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Difference:
-    """How far two ways to compute the same rows are apart; `error` if one of them failed."""
+    """The difference between two computations of the same rows; `error` if one of them failed."""
 
     log_probs: float = 0.0
     gradients: float | None = None
@@ -50,7 +50,7 @@ class Difference:
 
     @property
     def text(self) -> str:
-        """What differs, and by how much."""
+        """The outputs that differ, and by how much."""
         if self.error:
             return self.error
         found = []

@@ -43,14 +43,14 @@ CAPS = {
 }
 """The largest value of a key in a small configuration."""
 ENDS = {"intermediate_size": 64, "ffn_dim": 64, "ffn_hidden_size": 64, "intermediate_size_mlp": 64, "lora_rank": 16}
-"""The same for keys with these endings."""
+"""The largest value of keys with these endings."""
 EVERY = {"vocab_size": VOCABULARY, "intermediate_size": 64}
 """Values that all small configurations have, also those of smaller models, so that they share a result."""
 LEFT_OUT = (
     *("architectures", "_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache", "id2label"),
     *("label2id", "initializer_range", "chunk_size_feed_forward", "output_attentions", "output_hidden_states"),
 )
-"""Keys that change no log-prob."""
+"""Keys that do not change log-probs."""
 NOT_BY_LAYER = re.compile("limit|section|token_id|range")
 """Names of lists that do not have an entry for each layer, also if they are as long."""
 COUNTS = re.compile("idx|index|layer")

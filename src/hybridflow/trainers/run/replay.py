@@ -36,7 +36,7 @@ CHANGEABLE = ("actor.", "critic.", "algorithm.", "memory.", "model.dtype", "mode
 """Keys, or prefixes of keys, that a replay may change: they do not change what a step has sampled."""
 
 SAMPLING = ("algorithm.filter_groups", "algorithm.max_sampling_rounds")
-"""Keys among them that do."""
+"""Keys of `CHANGEABLE` that do change what a step samples."""
 
 NOT_IN_REPLAYS = (
     *("trainer.resume=auto", "trainer.save_every=0", "trainer.save_every_s=0", "trainer.trackers=[]"),
@@ -69,7 +69,7 @@ class LearnedSample:
 
     @property
     def moved(self) -> float:
-        """How much the step changed the mean log-prob of the response's tokens."""
+        """Change of the mean log-prob of the response's tokens by the step."""
         return self.log_prob_after - self.log_prob_before
 
 

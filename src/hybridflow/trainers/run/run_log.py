@@ -31,7 +31,7 @@ from hybridflow.trainers.run.run_directory import RunDirectory
 from hybridflow.trainers.run.samples import NO_SAMPLES, Samples
 
 KEPT = ("step", "prompt", "rendered_prompt", "ground_truth")
-"""What is kept of samples, which may have thousands of tokens."""
+"""Keys of samples that are kept; a sample may have thousands of tokens."""
 
 
 class AdviceMonitor:

@@ -26,7 +26,7 @@ D = TypeVar("D", bound=Dataset)
 
 @dataclass(frozen=True)
 class RunParts(Generic[D]):
-    """What a trainer is built of."""
+    """The parts from which a trainer is built."""
 
     config: Config
     """With the pools that fit the cluster, if their sizes may change."""

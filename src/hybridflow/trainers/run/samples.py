@@ -51,7 +51,7 @@ MAX_GROUND_TRUTH_CHARS = 2000
 
 
 class Samples(NamedTuple):
-    """What is kept of a step: `kept`, rows of samples.jsonl, and `numbers`, a row of rollouts.jsonl (empty: none)."""
+    """The records of a step: `kept`, rows of samples.jsonl, and `numbers`, a row of rollouts.jsonl (empty: none)."""
 
     kept: Sequence[Sample] = ()
     numbers: Mapping[str, Any] = MappingProxyType({})

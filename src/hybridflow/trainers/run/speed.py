@@ -67,7 +67,7 @@ class Speedometer:
 def measured_speedometer(
     config: Config, learners: Mapping[str, LearnerWork], groups: Mapping[Role, WorkerGroup]
 ) -> Speedometer:
-    """Return a speedometer after measuring the peak of the ranks of each trained role, and of those that generate."""
+    """Return a speedometer, after measuring the peak of the ranks that train each role or generate."""
 
     def peak_of(*roles: Role) -> float:
         group = next((groups[role] for role in roles if role in groups), None)

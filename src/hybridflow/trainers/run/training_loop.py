@@ -174,7 +174,7 @@ def _completing_saves(trainer: Trainer) -> Iterator[None]:
 
 
 FREE = ("model.dtype", "trainer.total_steps", "trainer.epochs", "trainer.resume", "trainer.run_dir", "trainer.trackers")
-"""Keys that may change in a run that is at its last step; of the sections below, all may."""
+"""Keys that may change when a run is at its last step; all keys of `FREE_SECTIONS` may change too."""
 
 FREE_SECTIONS = ("controller.", "placement.", "recovery.")
 

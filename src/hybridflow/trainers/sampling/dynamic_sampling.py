@@ -13,7 +13,7 @@ from hybridflow.trainers.sampling.sampled import NextPrompts, Sampled, joined
 
 
 class Rounds(Protocol):
-    """What begins and scores a round: `Sampling`."""
+    """The object that begins and scores a round, such as `Sampling`."""
 
     config: Config
 

@@ -22,7 +22,7 @@ PATIENCE_S = 30.0
 """Seconds without a connection until the services of a cluster count as lost: an external GCS may be restarted."""
 
 PATIENCE_LOCAL_S = 5.0
-"""The same for a local cluster, where nothing restarts them."""
+"""`PATIENCE_S` of a local cluster, whose services are not restarted."""
 
 STOPPED_PATIENCE_S = 60.0
 """Seconds for which a service of a local cluster may be stopped (SIGSTOP) until it counts as lost."""

@@ -62,7 +62,7 @@ def delete_heartbeat(process: RayProcess) -> None:
 
 @dataclass
 class _Seen:
-    """What the driver has seen of a process: its last record (beat 0: none), and the seconds since a count changed."""
+    """The driver's view of a process: its last record (beat 0: none), and the seconds since a count changed."""
 
     looked_at: float
     beat: int = 0

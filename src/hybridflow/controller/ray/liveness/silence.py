@@ -74,4 +74,4 @@ _MEANING = {
     "running": "is starved, or holds its interpreter lock in C code",
     "blocked": "sleeps, and cannot run its threads",
 }
-"""What the state of a silent process means; that of any other cannot be seen."""
+"""The meaning of a silent process's state."""
