@@ -15,12 +15,10 @@ class AdviceConfig(Section):
     enabled: bool = Field(default=True, description="Log findings as warnings during the run.")
     window: Positive = Field(
         default=20,
-        description="Number of newest steps whose mean is compared; during a run a finding is logged at most once "
-        "in N steps.",
+        description="Number of newest steps whose mean is compared; a run logs a finding at most once in N steps.",
     )
     score_std: Amount = Field(
-        default=0.01,
-        description="Equal rewards: standard deviation of a step's scores below which the scores count as equal.",
+        default=0.01, description="Equal rewards: standard deviation of a step's scores below which they are equal."
     )
     zero_variance_groups: Fraction = Field(
         default=0.8,
@@ -39,8 +37,7 @@ class AdviceConfig(Section):
     reward_errors: Fraction = Field(default=0.05, description="Share of samples with a failed reward function.")
     reward_timeouts: Fraction = Field(default=0.01, description="Share of samples whose reward function timed out.")
     kl: Amount = Field(
-        default=0.1,
-        description="KL of the policy from the reference, in nats per token, above which the policy is too far away.",
+        default=0.1, description="KL of the policy from the reference, in nats per token, above which it is too far."
     )
     policy_change: Amount = Field(
         default=0.1,

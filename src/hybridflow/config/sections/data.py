@@ -43,9 +43,7 @@ class DataConfig(Section):
     train_batch_size: Positive = Field(default=64, description="Prompts in one training step.")
     max_prompt_length: Positive = Field(default=512, description="Largest length of a prompt, in tokens.")
     max_response_length: Positive = Field(default=512, description="Largest length of a response, in tokens.")
-    overlong_prompts: OverlongName = Field(
-        default="drop", description="What to do with prompts longer than max_prompt_length."
-    )
+    overlong_prompts: OverlongName = Field(default="drop", description="Treatment of too long prompts.")
     order: Annotated[OrderName | UserFunction, named_or_user(OrderName)] = Field(
         default="shuffled",
         description="Order of the training rows: shuffled anew in each epoch, sequential, curriculum (ascending by "

@@ -76,9 +76,7 @@ class RolloutConfig(Section):
     )
     quantization: Literal["", "fp8"] = Field(default="", description="vllm: fp8: generate with 8-bit weights.")
     speculative: dict[Speculative, Parameter] = Field(
-        default={},
-        description="vllm: speculative decoding (draft tokens that the model verifies); keys and "
-        "example: docs/rollout.md.",
+        default={}, description="vllm: draft tokens that the model verifies; keys and example: docs/rollout.md."
     )
     weight_sync: Literal["object_store", "broadcast", "disk", "ipc"] = Field(
         default="object_store",
@@ -139,9 +137,7 @@ class AgentConfig(Section):
     """Agents among environment.classes, which call the model behind a base URL."""
 
     timeout_s: Annotated[Annotated[float, Field(gt=0)] | None, NoneAsText] = Field(
-        default=600.0,
-        description="Seconds that an agent may take for an episode, not counting waits for the model; 'none': no "
-        "limit.",
+        default=600.0, description="Seconds of an agent for an episode, without waits for the model; 'none': no limit."
     )
     train_branches: Literal["all", "last"] = Field(
         default="all",

@@ -119,9 +119,7 @@ class AlgorithmConfig(Section):
         description="Importance weight of each token's policy loss, against log-prob mismatch: trainer's "
         "probability before the update / sampler's probability, of the token or of its whole response.",
     )
-    rollout_weight_bounds: Bounds = Field(
-        default=(0.0, 2.0), description="Lower and upper bound of the weights of rollout_weights."
-    )
+    rollout_weight_bounds: Bounds = Field(default=(0.0, 2.0), description="Lower and upper bound of rollout_weights.")
     rollout_weight_outside: Literal["truncate", "mask"] = Field(
         default="truncate", description="A weight outside its bounds becomes the nearest bound (truncate) or 0 (mask)."
     )
@@ -203,9 +201,7 @@ class CriticConfig(Section):
     loss_aggregation: AggregationName = Field(
         default="token-mean", description="Aggregation of token losses into one number."
     )
-    warmup_steps: NonNegative = Field(
-        default=0, description="Number of first training steps in which only the critic learns."
-    )
+    warmup_steps: NonNegative = Field(default=0, description="First training steps in which only the critic learns.")
     always: bool = Field(
         default=False,
         description="Train a critic for any algorithm.advantage, such as a function of your own that reads `values`.",

@@ -28,9 +28,8 @@ class TrainerConfig(Section):
     epochs: Positive = Field(default=1, description="Passes over the training data, if total_steps is 0.")
     lag: Annotated[int, Field(ge=0, le=1024)] = Field(
         default=0,
-        description="Sample a batch with weights that are N steps old, so that generation in a separate pool "
-        "overlaps training. 0: use the newest weights. N above 0 needs a correction, such as "
-        "algorithm.rollout_weights.",
+        description="Sample a batch with weights that are N steps old: generation in a separate pool then overlaps "
+        "training. 0: newest weights. N above 0 needs a correction, such as algorithm.rollout_weights.",
     )
     stream: bool = Field(
         default=False,
@@ -146,8 +145,7 @@ class ControllerConfig(Section):
         "(each separately), groups (keep a prompt's responses on one rank) or none (keep the order).",
     )
     threads: Annotated[int, Field(ge=0, le=1024)] = Field(
-        default=0,
-        description="CPU threads per rank; 0: the number of physical cores. The number affects rounding.",
+        default=0, description="CPU threads per rank; 0: the number of physical cores. The number affects rounding."
     )
     environment: dict[str, str] = Field(
         default={},
