@@ -371,6 +371,7 @@ def test_a_chosen_part_of_a_curve_is_kept_and_colors_follow_the_scheme(open_page
     page.emulate_media(color_scheme="dark")
     wait_until(page, f"plots.length > {drawn}")
     assert of_newest("plot.axes[0].stroke()") != light
+    assert page.evaluate("drawn.length") == 1  # those before are destroyed
 
 
 def test_axes_have_round_numbers_and_a_constant_is_in_the_middle(open_page, pages):

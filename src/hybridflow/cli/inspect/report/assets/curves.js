@@ -111,6 +111,8 @@ function rangeOfValues(_, low, high) {
   return pad ? [low - pad, high + pad] : uPlot.rangeNum(low, high, 0.1, true);
 }
 
+let drawn = [];  // the plots of the page
+
 function drawPlot(box, data, series, isLogarithmic, height, bands) {
   const style = getComputedStyle(document.documentElement);
   const line = style.getPropertyValue("--line"), text = style.getPropertyValue("--soft");
@@ -124,7 +126,9 @@ function drawPlot(box, data, series, isLogarithmic, height, bands) {
   };
   const clean = isLogarithmic && hasPositive
     ? [data[0], ...data.slice(1).map((values) => values.map((value) => (value > 0 ? value : null)))] : data;
-  return new uPlot(options, clean, box);
+  drawn = drawn.filter((plot) => plot.root.isConnected || plot.destroy());  // a live page draws for days
+  drawn.push(new uPlot(options, clean, box));
+  return drawn.at(-1);
 }
 
 /** Return the exponential moving average, corrected for its start; null stays null. */
