@@ -1,5 +1,6 @@
 """Exact log-probs: those of training are those of sampling, bit for bit, and each other order of a sum is seen."""
 
+import copy
 import random
 
 import pytest
@@ -15,6 +16,7 @@ from hybridflow.models.attention_form import AttentionForm
 from hybridflow.models.kernels import exact
 from hybridflow.models.kernels.attention import causal_attention
 from hybridflow.models.kernels.library import serves
+from hybridflow.models.loading import build_with_placeholders
 from hybridflow.protocol import DataProto
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate, load_weights
 from hybridflow.workers.exact_samples import require_exact
@@ -80,28 +82,46 @@ def compared(rows, log_probs):
     ids=lambda seeds: f"{seeds.start}-{seeds.stop}",
 )
 def test_log_probs_of_training_are_those_of_sampling(tiny_model, seeds):
+    """Also with a lag, under the weights of the version; and after a resume, of trainer and sampler."""
     num_tokens = 0
     for seed in seeds:
         chosen = random.Random(seed)
         dtype = chosen.choice(["float32", "bfloat16"])
         temperature = chosen.choice([1.0, 0.7, 1.3])
-        engine = engine_of(model_of(tiny_model, chosen), chosen, dtype)
-        rollout = EmbeddedRollout(
-            engine.model,
-            exact=True,
-            max_running_sequences=chosen.choice([3, 1024]),
-            pack_weights=chosen.choice([True, False]),
-        )
+        path, has_lag, is_resumed = model_of(tiny_model, chosen), seed % 2 == 0, seed % 3 == 0
+
+        def built(state=None, path=path, chosen=chosen, dtype=dtype, has_lag=has_lag):
+            """Return a trainer, from a state, and a sampler, which has a copy of the weights if there is a lag."""
+            engine = engine_of(path, chosen, dtype)
+            if state:
+                engine.load_state_dict(state)
+            model = build_with_placeholders(path, "policy", engine.compute_dtype, engine.device)
+            return engine, EmbeddedRollout(
+                model if has_lag else engine.model,
+                shares_model=not has_lag,
+                exact=True,
+                max_running_sequences=chosen.choice([3, 1024]),
+                pack_weights=chosen.choice([True, False]),
+            )
+
+        def loss(outputs, part):
+            require_exact(part, outputs["log_probs"].detach())
+            return -outputs["log_probs"].sum() / 100, {}
+
+        engine, rollout = built()
         for version in range(2):  # before and after an update
-            load_weights(rollout, engine.weights(), version=version)
+            weights = [(name, weight.clone() if has_lag else weight) for name, weight in engine.weights()]
+            load_weights(rollout, weights, version=version)
             rows = rows_of(*sampled(rollout, chosen, temperature))
+            if has_lag:  # the trainer goes on, the sampler does not
+                state = copy.deepcopy(engine.state_dict())
+                engine.update(rows, loss, temperature=temperature)
+                rows = rows_of(*sampled(rollout, chosen, temperature))
+                engine, _ = built(state)
             num_tokens += compared(rows, engine.forward(rows, temperature=temperature)["log_probs"])
-
-            def loss(outputs, part):
-                require_exact(part, outputs["log_probs"].detach())
-                return -outputs["log_probs"].sum() / 100, {}
-
             engine.update(rows, loss, temperature=temperature, with_entropy=chosen.choice([True, False]))
+            if is_resumed:
+                engine, rollout = built(engine.state_dict())
     assert num_tokens > 50 * len(seeds)
 
 
