@@ -19,7 +19,7 @@ from hybridflow.models.kernels.library import serves
 from hybridflow.models.loading import build_with_placeholders
 from hybridflow.protocol import DataProto
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate, load_weights
-from hybridflow.workers.exact_samples import require_exact
+from hybridflow.workers.exact_samples import exactly, require_exact
 from hybridflow.workers.generating import rollout_batch
 
 pytestmark = pytest.mark.skipif(not serves(torch.zeros(0)), reason="no compiled kernels")
@@ -31,8 +31,11 @@ def model_of(tiny_model, chosen):
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": heads * dim}
     sizes |= {"intermediate_size": chosen.choice([70, 160]), "max_position_embeddings": 2048}
     family, tied = chosen.choice(["llama", "qwen2", "qwen3"]), chosen.choice([True, False])
-    head_dim = {} if family == "qwen2" else {"head_dim": dim}
-    return tiny_model(family, vocab_size=VOCABULARY, tie_word_embeddings=tied, **sizes, **head_dim)
+    if family == "llama":  # the others have no choice of biases
+        sizes |= {name: chosen.choice([True, False]) for name in ("attention_bias", "mlp_bias")}
+    if family != "qwen2":
+        sizes["head_dim"] = dim
+    return tiny_model(family, vocab_size=VOCABULARY, tie_word_embeddings=tied, **sizes)
 
 
 def engine_of(path, chosen, dtype):
@@ -51,6 +54,7 @@ def sampled(rollout, chosen, temperature, lengths=(1, 9, 40)):
         chosen.choice(lengths),
         temperature=temperature,
         top_k=chosen.choice([0, 0, 7]),
+        top_p=chosen.choice([1.0, 1.0, 0.8]),
         stop_token_ids=(3, 5) if chosen.random() < 0.5 else (),
     )
     prompts = [[chosen.randrange(VOCABULARY) for _ in range(chosen.choice([1, 5, 33, 150, 600]))] for _ in range(5)]
@@ -81,48 +85,51 @@ def compared(rows, log_probs):
     [range(3), *(pytest.param(range(i, i + 20), marks=pytest.mark.exhaustive) for i in range(3, 203, 20))],
     ids=lambda seeds: f"{seeds.start}-{seeds.stop}",
 )
-def test_log_probs_of_training_are_those_of_sampling(tiny_model, seeds):
-    """Also with a lag, under the weights of the version; and after a resume, of trainer and sampler."""
+def test_log_probs_of_training_are_those_of_sampling(tiny_model, restores_the_process, seeds):
+    """Also with a lag, under the weights of the version, and resumed, by engines that are built from a snapshot."""
     num_tokens = 0
     for seed in seeds:
-        chosen = random.Random(seed)
-        dtype = chosen.choice(["float32", "bfloat16"])
-        temperature = chosen.choice([1.0, 0.7, 1.3])
-        path, has_lag, is_resumed = model_of(tiny_model, chosen), seed % 2 == 0, seed % 3 == 0
+        chosen, lag, is_resumed = random.Random(seed), seed % 3, seed % 2 == 0
+        path, dtype = model_of(tiny_model, chosen), chosen.choice(["float32", "bfloat16"])
+        temperature = chosen.choice([1.0, 0.7, 1.3, 0.0])
 
-        def built(state=None, path=path, chosen=chosen, dtype=dtype, has_lag=has_lag):
-            """Return a trainer, from a state, and a sampler, which has a copy of the weights if there is a lag."""
+        def trainer(state, path=path, chosen=chosen, dtype=dtype):
             engine = engine_of(path, chosen, dtype)
-            if state:
-                engine.load_state_dict(state)
-            model = build_with_placeholders(path, "policy", engine.compute_dtype, engine.device)
-            return engine, EmbeddedRollout(
-                model if has_lag else engine.model,
-                shares_model=not has_lag,
+            engine.load_state_dict(state)
+            return engine
+
+        def sampler(engine, path=path, chosen=chosen, lag=lag):
+            return EmbeddedRollout(
+                build_with_placeholders(path, "policy", engine.compute_dtype, engine.device) if lag else engine.model,
+                shares_model=not lag,
                 exact=True,
                 max_running_sequences=chosen.choice([3, 1024]),
                 pack_weights=chosen.choice([True, False]),
             )
 
-        def loss(outputs, part):
-            require_exact(part, outputs["log_probs"].detach())
-            return -outputs["log_probs"].sum() / 100, {}
-
-        engine, rollout = built()
+        engine = engine_of(path, chosen, dtype)
+        rollout = sampler(engine)
         for version in range(2):  # before and after an update
-            weights = [(name, weight.clone() if has_lag else weight) for name, weight in engine.weights()]
+            weights = [(name, weight.clone() if lag else weight) for name, weight in engine.weights()]
             load_weights(rollout, weights, version=version)
             rows = rows_of(*sampled(rollout, chosen, temperature))
-            if has_lag:  # the trainer goes on, the sampler does not
+            if lag:
                 state = copy.deepcopy(engine.state_dict())
-                engine.update(rows, loss, temperature=temperature)
+                for _ in range(lag):  # the trainer goes on, the sampler does not
+                    engine.update(rows, loss, temperature=temperature)
                 rows = rows_of(*sampled(rollout, chosen, temperature))
-                engine, _ = built(state)
+                engine = trainer(state)
+            torch.set_num_threads(chosen.choice([1, 2]))
             num_tokens += compared(rows, engine.forward(rows, temperature=temperature)["log_probs"])
-            engine.update(rows, loss, temperature=temperature, with_entropy=chosen.choice([True, False]))
+            engine.update(rows, exactly(loss), temperature=temperature, with_entropy=chosen.choice([True, False]))
             if is_resumed:
-                engine, rollout = built(engine.state_dict())
+                engine = trainer(engine.state_dict())
+                rollout = sampler(engine)
     assert num_tokens > 50 * len(seeds)
+
+
+def loss(outputs, part):
+    return -outputs["log_probs"].sum() / 100, {}
 
 
 def in_halves(x, weight, bias=None, residual=None):
