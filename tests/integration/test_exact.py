@@ -1,5 +1,7 @@
 """Runs whose log-probs are exact: resumed, with older weights, and on several ranks."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from fixtures.tiny_run import WEIGHTS, differing
@@ -33,20 +35,26 @@ def test_a_resumed_exact_run_equals_an_uninterrupted_one_without_mismatch(run):
 
 @pytest.mark.runs
 @pytest.mark.own_run("lag: exact log-probs")
-def test_samples_of_a_lag_have_the_log_probs_of_the_weights_of_their_version(run, task):
-    """The checkpoint of step n has the batch of step n + 1, sampled with the weights of step n - 1."""
-    lag = ("trainer.lag=1", "algorithm.rollout_weights=token", "trainer.save_every=1", "trainer.keep_checkpoints=9")
-    saved = run(*EXACT, *lag, "trainer.total_steps=4") / "checkpoints"
-    model = ModelConfig(dtype="bfloat16")
+@pytest.mark.parametrize("lag", [1, 2])
+def test_samples_of_a_lag_have_the_log_probs_of_the_weights_of_their_version(run, task, lag):
+    """Also those of a run that was stopped and resumed. A checkpoint has the batches that wait for their step."""
+    more = (f"trainer.lag={lag}", "algorithm.rollout_weights=token", "trainer.save_every=1", "trainer.total_steps=5")
+    for stop in (("--stop-after=2",), ()):
+        saved = run(*EXACT, *more, "trainer.keep_checkpoints=9", *stop) / "checkpoints"
+    model, sampled_after = ModelConfig(dtype="bfloat16"), set()
     engine = TorchEngine(str(task / "model"), "policy", model=model, memory=MemoryConfig(), exact=True)
-    for step in (1, 2, 3):
-        rows = DataProto.load_from_disk(saved / f"step_{step:06d}" / f"batch_{step:06d}.safetensors")
-        require_exact(rows, engine.forward(rows)["log_probs"])
-        assert rows.batch["response_mask"].sum() > 24
-        weights = open_checkpoint(saved / f"step_{step:06d}").load("actor", "model")
-        engine.load_state_dict({"num_updates": step, "model": weights})
-        with pytest.raises(RolloutError, match="sampled tokens have another log-prob in training"):
-            require_exact(rows, engine.forward(rows)["log_probs"])
+    initial = {name: weight.clone() for name, weight in engine.model.named_parameters()}
+    for path in saved.glob("*/batch_*.safetensors"):
+        rows = DataProto.load_from_disk(path)
+        (version,) = rows.batch["rollout_versions"][rows.batch["response_mask"]].unique().tolist()
+        step = version // 2  # of two optimizer steps
+        sampled_after.add(step)
+        for other in (step, step + 1):
+            at = open_checkpoint(saved / f"step_{other:06d}").load("actor", "model") if other else initial
+            engine.load_state_dict({"num_updates": other, "model": at})
+            with nullcontext() if other == step else pytest.raises(RolloutError, match="sampled tokens have another"):
+                require_exact(rows, engine.forward(rows)["log_probs"])
+    assert sampled_after == set(range(5 - lag))
 
 
 @pytest.mark.runs

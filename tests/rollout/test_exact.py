@@ -9,14 +9,14 @@ import torch
 from hybridflow.algorithms import log_probs_from_logits
 from hybridflow.config import MemoryConfig, ModelConfig, OptimizerConfig
 from hybridflow.engines import TorchEngine, row_forward
-from hybridflow.errors import ModelConfigError, RolloutError
+from hybridflow.errors import ModelConfigError, RolloutConfigError, RolloutError
 from hybridflow.models import attention, exact_forward, fused_forward
 from hybridflow.models.attention import run_attention
 from hybridflow.models.attention_form import AttentionForm
 from hybridflow.models.kernels import exact
 from hybridflow.models.kernels.attention import causal_attention
 from hybridflow.models.kernels.library import serves
-from hybridflow.models.loading import build_with_placeholders
+from hybridflow.models.loading import build_with_placeholders, load_causal_lm
 from hybridflow.protocol import DataProto
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate, load_weights
 from hybridflow.workers.exact_samples import exactly, require_exact
@@ -57,7 +57,7 @@ def sampled(rollout, chosen, temperature, lengths=(1, 9, 40)):
         top_p=chosen.choice([1.0, 1.0, 0.8]),
         stop_token_ids=(3, 5) if chosen.random() < 0.5 else (),
     )
-    prompts = [[chosen.randrange(VOCABULARY) for _ in range(chosen.choice([1, 5, 33, 150, 600]))] for _ in range(5)]
+    prompts = [[chosen.randrange(VOCABULARY) for _ in range(chosen.choice([1, 5, 33, 150, 300]))] for _ in range(5)]
     size = chosen.choice([1, 3])
     asked = [Request(i, prompt, sampling, size, (7, 0, i), keep=True) for i, prompt in enumerate(prompts)]
     done = generate(rollout, asked)
@@ -283,3 +283,8 @@ def test_where_log_probs_cannot_be_exact_an_error_says_why(tiny_model, family, s
     directory = str(tiny_model(family, **sizes))
     with pytest.raises(ModelConfigError, match=f"rollout.exact=true .*{problem}"):
         TorchEngine(directory, "policy", model=ModelConfig(**options), memory=MemoryConfig(), exact=True)
+
+
+def test_exact_log_probs_have_no_pages(tiny_model):
+    with pytest.raises(RolloutConfigError, match=r"paged=True is not supported with exact=True: .*; leave paged out"):
+        EmbeddedRollout(load_causal_lm(tiny_model()), exact=True, paged=True)
