@@ -1,5 +1,6 @@
 """Exact log-probs: those of training are those of sampling, bit for bit, and each other order of a sum is seen."""
 
+import copy
 import random
 
 import pytest
@@ -8,16 +9,17 @@ import torch
 from hybridflow.algorithms import log_probs_from_logits
 from hybridflow.config import MemoryConfig, ModelConfig, OptimizerConfig
 from hybridflow.engines import TorchEngine, row_forward
-from hybridflow.errors import ModelConfigError, RolloutError
+from hybridflow.errors import ModelConfigError, RolloutConfigError, RolloutError
 from hybridflow.models import attention, exact_forward, fused_forward
 from hybridflow.models.attention import run_attention
 from hybridflow.models.attention_form import AttentionForm
 from hybridflow.models.kernels import exact
 from hybridflow.models.kernels.attention import causal_attention
 from hybridflow.models.kernels.library import serves
+from hybridflow.models.loading import build_with_placeholders, load_causal_lm
 from hybridflow.protocol import DataProto
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate, load_weights
-from hybridflow.workers.exact_samples import require_exact
+from hybridflow.workers.exact_samples import exactly, require_exact
 from hybridflow.workers.generating import rollout_batch
 
 pytestmark = pytest.mark.skipif(not serves(torch.zeros(0)), reason="no compiled kernels")
@@ -29,8 +31,11 @@ def model_of(tiny_model, chosen):
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": heads * dim}
     sizes |= {"intermediate_size": chosen.choice([70, 160]), "max_position_embeddings": 2048}
     family, tied = chosen.choice(["llama", "qwen2", "qwen3"]), chosen.choice([True, False])
-    head_dim = {} if family == "qwen2" else {"head_dim": dim}
-    return tiny_model(family, vocab_size=VOCABULARY, tie_word_embeddings=tied, **sizes, **head_dim)
+    if family == "llama":  # the others have no choice of biases
+        sizes |= {name: chosen.choice([True, False]) for name in ("attention_bias", "mlp_bias")}
+    if family != "qwen2":
+        sizes["head_dim"] = dim
+    return tiny_model(family, vocab_size=VOCABULARY, tie_word_embeddings=tied, **sizes)
 
 
 def engine_of(path, chosen, dtype):
@@ -49,9 +54,10 @@ def sampled(rollout, chosen, temperature, lengths=(1, 9, 40)):
         chosen.choice(lengths),
         temperature=temperature,
         top_k=chosen.choice([0, 0, 7]),
+        top_p=chosen.choice([1.0, 1.0, 0.8]),
         stop_token_ids=(3, 5) if chosen.random() < 0.5 else (),
     )
-    prompts = [[chosen.randrange(VOCABULARY) for _ in range(chosen.choice([1, 5, 33, 150, 600]))] for _ in range(5)]
+    prompts = [[chosen.randrange(VOCABULARY) for _ in range(chosen.choice([1, 5, 33, 150, 300]))] for _ in range(5)]
     size = chosen.choice([1, 3])
     asked = [Request(i, prompt, sampling, size, (7, 0, i), keep=True) for i, prompt in enumerate(prompts)]
     done = generate(rollout, asked)
@@ -79,30 +85,51 @@ def compared(rows, log_probs):
     [range(3), *(pytest.param(range(i, i + 20), marks=pytest.mark.exhaustive) for i in range(3, 203, 20))],
     ids=lambda seeds: f"{seeds.start}-{seeds.stop}",
 )
-def test_log_probs_of_training_are_those_of_sampling(tiny_model, seeds):
+def test_log_probs_of_training_are_those_of_sampling(tiny_model, restores_the_process, seeds):
+    """Also with a lag, under the weights of the version, and resumed, by engines that are built from a snapshot."""
     num_tokens = 0
     for seed in seeds:
-        chosen = random.Random(seed)
-        dtype = chosen.choice(["float32", "bfloat16"])
-        temperature = chosen.choice([1.0, 0.7, 1.3])
-        engine = engine_of(model_of(tiny_model, chosen), chosen, dtype)
-        rollout = EmbeddedRollout(
-            engine.model,
-            exact=True,
-            max_running_sequences=chosen.choice([3, 1024]),
-            pack_weights=chosen.choice([True, False]),
-        )
+        chosen, lag, is_resumed = random.Random(seed), seed % 3, seed % 2 == 0
+        path, dtype = model_of(tiny_model, chosen), chosen.choice(["float32", "bfloat16"])
+        temperature = chosen.choice([1.0, 0.7, 1.3, 0.0])
+
+        def trainer(state, path=path, chosen=chosen, dtype=dtype):
+            engine = engine_of(path, chosen, dtype)
+            engine.load_state_dict(state)
+            return engine
+
+        def sampler(engine, path=path, chosen=chosen, lag=lag):
+            return EmbeddedRollout(
+                build_with_placeholders(path, "policy", engine.compute_dtype, engine.device) if lag else engine.model,
+                shares_model=not lag,
+                exact=True,
+                max_running_sequences=chosen.choice([3, 1024]),
+                pack_weights=chosen.choice([True, False]),
+            )
+
+        engine = engine_of(path, chosen, dtype)
+        rollout = sampler(engine)
         for version in range(2):  # before and after an update
-            load_weights(rollout, engine.weights(), version=version)
+            weights = [(name, weight.clone() if lag else weight) for name, weight in engine.weights()]
+            load_weights(rollout, weights, version=version)
             rows = rows_of(*sampled(rollout, chosen, temperature))
+            if lag:
+                state = copy.deepcopy(engine.state_dict())
+                for _ in range(lag):  # the trainer goes on, the sampler does not
+                    engine.update(rows, loss, temperature=temperature)
+                rows = rows_of(*sampled(rollout, chosen, temperature))
+                engine = trainer(state)
+            torch.set_num_threads(chosen.choice([1, 2]))
             num_tokens += compared(rows, engine.forward(rows, temperature=temperature)["log_probs"])
-
-            def loss(outputs, part):
-                require_exact(part, outputs["log_probs"].detach())
-                return -outputs["log_probs"].sum() / 100, {}
-
-            engine.update(rows, loss, temperature=temperature, with_entropy=chosen.choice([True, False]))
+            engine.update(rows, exactly(loss), temperature=temperature, with_entropy=chosen.choice([True, False]))
+            if is_resumed:
+                engine = trainer(engine.state_dict())
+                rollout = sampler(engine)
     assert num_tokens > 50 * len(seeds)
+
+
+def loss(outputs, part):
+    return -outputs["log_probs"].sum() / 100, {}
 
 
 def in_halves(x, weight, bias=None, residual=None):
@@ -256,3 +283,8 @@ def test_where_log_probs_cannot_be_exact_an_error_says_why(tiny_model, family, s
     directory = str(tiny_model(family, **sizes))
     with pytest.raises(ModelConfigError, match=f"rollout.exact=true .*{problem}"):
         TorchEngine(directory, "policy", model=ModelConfig(**options), memory=MemoryConfig(), exact=True)
+
+
+def test_exact_log_probs_have_no_pages(tiny_model):
+    with pytest.raises(RolloutConfigError, match=r"paged=True is not supported with exact=True: .*; leave paged out"):
+        EmbeddedRollout(load_causal_lm(tiny_model()), exact=True, paged=True)

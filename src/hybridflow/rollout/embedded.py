@@ -70,6 +70,11 @@ class EmbeddedRollout:
             raise RolloutConfigError(
                 f"max_running_sequences={max_running_sequences} is invalid: it must be at least 1."
             )
+        if exact and paged:
+            raise RolloutConfigError(
+                "paged=True is not supported with exact=True: attention in pages adds in another order than training; "
+                "leave paged out."
+            )
         self.model = model
         self._forward = forward_of(model, records_routes=records_routes, exact=exact)
         self.routes_shape = self._forward.routes_shape
