@@ -47,8 +47,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=positive, default=8, metavar="N", help=f"groups of {GROUP} (default: 8)")
     parser.add_argument("--prompt-tokens", type=positive, default=64, metavar="N", help="of each (default: 64)")
     parser.add_argument("--tokens", type=positive, default=96, metavar="N", help="of each response (default: 96)")
+    parser.add_argument("--cpu-time", action="store_true", help="seconds of the CPU, for a busy machine; one thread")
     args = parser.parse_args()
-    set_num_threads(args.threads or count_physical_cores())
+    set_num_threads(1 if args.cpu_time else args.threads or count_physical_cores())
     rows, lines = [], []
     with tempfile.TemporaryDirectory() as directory:
         write_model(Path(directory), SIZES[args.size])
@@ -99,22 +100,23 @@ class Side:
             0, 100, (args.prompts, args.prompt_tokens), generator=torch.Generator().manual_seed(0)
         )
         self.tokens, self.mismatch = args.tokens, 0.0
+        self.now = time.process_time if args.cpu_time else time.perf_counter
         self.times: list[dict[str, float]] = []
 
     def step(self, number: int) -> None:
-        clock = [time.perf_counter()]
+        clock = [self.now()]
         sampling = SamplingParams(self.tokens)
         done = generate(
             self.rollout, [Request(i, p.tolist(), sampling, GROUP, (number, i)) for i, p in enumerate(self.prompts)]
         )
-        clock.append(time.perf_counter())
+        clock.append(self.now())
         of_rows = self.prompts.repeat_interleave(GROUP, 0)
         columns = rollout_batch(of_rows, torch.ones_like(of_rows, dtype=torch.bool), done, 0)
         rows = DataProto.from_dict(columns)
         old = self.engine.forward(rows, with_entropy=True)["log_probs"]
-        clock.append(time.perf_counter())
+        clock.append(self.now())
         self.engine.update(rows, lambda outputs, _: (-outputs["log_probs"].mean(), {}), with_entropy=True)
-        clock.append(time.perf_counter())
+        clock.append(self.now())
         self.rollout.version = number + 1
         self.mismatch = max(self.mismatch, float((old - columns["rollout_log_probs"]).abs().max()))
         self.times.append({name: end - start for name, start, end in zip(STAGES, clock, clock[1:], strict=False)})
