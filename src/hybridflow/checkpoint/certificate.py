@@ -12,8 +12,8 @@ from hybridflow.runtime.files import write_text_atomically
 
 CERTIFICATE, PAGE = "certificate.json", "certificate.md"
 FORMAT = "hybridflow-certificate"
-BY_CONTENTS = ("data.train_files", "model.path")
-"""Keys of which the contents count: the fingerprints of data and models."""
+BY_CONTENTS = ("data.train_files",)
+"""Keys of which the contents count: the fingerprint of the data; also the paths of models."""
 
 Result = Literal["exact", "differs", "failed", "not checked"]
 
@@ -113,11 +113,13 @@ class Certificate:
 
 def identity_of(checkpoint: Checkpoint, without: Sequence[str]) -> dict[str, Any]:
     """Return the kind, the keys, the models and the data of a checkpoint's run, `without` some keys."""
-    info = checkpoint.info
+    info, models = checkpoint.info, checkpoint.info.get("models", {})
     return {
         "kind": info.get("kind"),
-        "config": {key: value for key, value in info["config"].items() if key not in {*BY_CONTENTS, *without}},
-        "models": info["models"],
+        "config": {
+            key: value for key, value in info.get("config", {}).items() if key not in {*BY_CONTENTS, *models, *without}
+        },
+        "models": models,
         "data": checkpoint.load("controller", "loader").get("fingerprint"),
     }
 

@@ -49,11 +49,11 @@ def equality_of(first: Path, other: Path, *, after: int = 0, with_controller: bo
             difference = f"step {step}, {found}"
         if difference:
             break
-    compared = f"{_counted(len(steps), 'step')}, {_counted(num_rows, 'row')}, {_counted(len(names), 'metric')}"
+    compared = f"{counted(len(steps), 'step')}, {counted(num_rows, 'row')}, {counted(len(names), 'metric')}"
     if difference:
         return Equality(compared, difference)
     num_tensors, difference = _compare_checkpoints(first, other, set() if with_controller else {CONTROLLER})
-    return Equality(f"{compared}, {_counted(num_tensors, 'tensor')}", difference)
+    return Equality(f"{compared}, {counted(num_tensors, 'tensor')}", difference)
 
 
 def _compare_checkpoints(first: Path, other: Path, left_out: set[str]) -> tuple[int, str]:
@@ -160,5 +160,6 @@ def _rows(run: RunFiles, step: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _counted(count: int, what: str) -> str:
+def counted(count: int, what: str) -> str:
+    """Return a number of things as a text."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"

@@ -6,9 +6,10 @@ compares their log-probs, and the weights themselves, in the rollout engine and 
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from torch import Tensor
 
@@ -17,8 +18,10 @@ from hybridflow.config import load_config
 from hybridflow.config.run_paths import absolute_paths
 from hybridflow.protocol import DataProto
 from hybridflow.runtime.observe import read_jsonl
+from hybridflow.runtime.observe.metrics import is_reproducible
 from hybridflow.trainers.balance import balanced
 from hybridflow.trainers.build.build import build_trainer
+from hybridflow.trainers.certify.equality import Equality, counted, difference_within
 from hybridflow.trainers.read_columns import read
 from hybridflow.trainers.run.ppo_trainer import PPOTrainer
 from hybridflow.trainers.run.replay import NOT_IN_REPLAYS, replay_step
@@ -27,22 +30,22 @@ from hybridflow.trainers.sampling.sampling import Sampling
 from hybridflow.trainers.stages import with_row_ids
 
 
-def replay(run: Path, scratch: Path) -> dict[str, Any]:
-    """Return `compared` and `difference` of the last step of a run and the same step learned again."""
+def replay(run: Path, scratch: Path) -> dict[str, Equality | None]:
+    """Compare the metrics of the last steps of a run with those of the same steps learned again."""
     paths = absolute_paths(run / "config.toml")
     last = max(row["step"] for row in read_jsonl(run / "metrics.jsonl"))
     replayed = replay_step(run, last, scratch=scratch, paths=paths)
-    compared = f"steps {replayed.first_step + 1} to {last}, {len(replayed.learned.metrics)} metrics of the last"
+    num_metrics = sum(is_reproducible(name) for name in replayed.learned.metrics)
+    compared = f"{counted(last - replayed.first_step, 'step')}, {counted(num_metrics, 'metric')}"
     if not replayed.differs:
-        return {"compared": compared, "difference": ""}
-    step, names = min(replayed.differs.items())
-    name, (one, other) = next(iter(names.items()))
-    more = f", and {len(names) - 1} more metrics" if names[1:] else ""
-    return {"compared": compared, "difference": f"step {step}, {name} is {other!r}, not {one!r}{more}"}
+        return {"replayed": Equality(compared)}
+    step, metrics = min(replayed.differs.items())
+    name, pair = next(iter(metrics.items()))
+    return {"replayed": Equality(compared, f"step {step}, {difference_within(name, *pair)}")}
 
 
-def probe(run: Path, scratch: Path) -> dict[str, Any]:
-    """Return `compared` and `difference` of the log-probs and of the weights, at the oldest checkpoint of a run."""
+def probe(run: Path, scratch: Path) -> dict[str, Equality | None]:
+    """Compare log-probs and weights at the oldest checkpoint of a run; None: the weights cannot be read."""
     file, store = run / "config.toml", CheckpointStore(run / "checkpoints")
     config = load_config(file, [*absolute_paths(file), *NOT_IN_REPLAYS, f"trainer.run_dir={scratch / 'probe'}"])
     with build_trainer(config) as trainer:
@@ -52,11 +55,10 @@ def probe(run: Path, scratch: Path) -> dict[str, Any]:
         rows = _sampled(trainer)
         columns = [rows.batch[name] for name in ("rollout_log_probs", "old_log_probs", "response_mask")]
         trained, generating = trainer.actor.trained_weights()[0], trainer.rollout.generating_weights()
-    in_one_process = not config.has_rollout_pool
-    return {
-        "sampler": compare_log_probs(*columns),
-        "delivered": compare_weights(trained, generating, in_one_process=in_one_process),
-    }
+    delivered = None
+    if None not in generating:
+        delivered = compare_weights(trained, generating, in_one_process=not config.has_rollout_pool)
+    return {"sampler": compare_log_probs(*columns), "delivered": delivered}
 
 
 def _sampled(trainer: PPOTrainer) -> DataProto:
@@ -71,51 +73,47 @@ def _sampled(trainer: PPOTrainer) -> DataProto:
     return read(batch, ("rollout_log_probs", "old_log_probs", "response_mask"))
 
 
-def compare_log_probs(sampled: Tensor, trained: Tensor, response_mask: Tensor) -> dict[str, Any]:
+def compare_log_probs(sampled: Tensor, trained: Tensor, response_mask: Tensor) -> Equality:
     """Compare log-probs (rows, response_len) of sampled tokens, bit for bit."""
     mask = response_mask.bool()
-    different = mask & (sampled != trained)
-    count, total = int(different.sum()), int(mask.sum())
-    result = {"compared": f"{len(mask):,} rows, {total:,} tokens", "difference": ""}
-    if count:
-        row, token = different.nonzero()[0].tolist()
-        distances, values = (
-            (sampled.double() - trained.double()).abs()[mask],
-            (sampled[row, token], trained[row, token]),
-        )
-        result["difference"] = (
-            f"{count:,} tokens differ, by {float(distances.mean()):.2g} nats in the mean and "
-            f"{float(distances.max()):.2g} at most; the first is row {row}, token {token}: "
-            f"{float(values[0]):.9g} when sampled, {float(values[1]):.9g} in training"
-        )
-    return result
+    compared = f"{counted(len(mask), 'row')}, {counted(int(mask.sum()), 'token')}"
+    places = (mask & (sampled != trained)).nonzero().tolist()
+    if not places:
+        return Equality(compared)
+    row, token = places[0]
+    distances = (sampled.double() - trained.double()).abs()[mask]
+    one, other = (float(log_probs[row, token]) for log_probs in (sampled, trained))
+    return Equality(
+        compared,
+        f"{counted(len(places), 'token')} differ, by {float(distances.mean()):.2g} nats in the mean and "
+        f"{float(distances.max()):.2g} at most; the first is row {row}, token {token}: {one:.9g} when sampled, "
+        f"{other:.9g} in training",
+    )
 
 
-Weights = dict[str, tuple[int, int]]
+Weights = Mapping[str, tuple[int, int]]
 """Fingerprint and address of each weight by name."""
 
 
-def compare_weights(trained: Weights, generating: list[Weights | None], *, in_one_process: bool) -> dict[str, Any]:
-    """Compare the weights of the trainer with those of each rank that generates; None: they cannot be read there."""
-    if None in generating:
-        return {
-            "compared": "",
-            "difference": "",
-            "reason": "the engine keeps its weights in a layout of its own; each "
-            "sync compares the fingerprints of what arrives, and log-probs of fixed tokens",
-        }
+def compare_weights(trained: Weights, generating: Sequence[Weights], *, in_one_process: bool) -> Equality:
+    """Compare the weights of the trainer with those of each rank that generates."""
     shared = in_one_process and all(trained == of_rank for of_rank in generating)
-    how = "the same memory" if shared else f"fingerprints on {len(generating)} ranks that generate"
-    result = {"compared": f"{len(trained):,} tensors, {how}", "difference": ""}
+    how = "which are the same memory" if shared else f"by fingerprint, on {counted(len(generating), 'rank')}"
+    compared = f"{counted(len(trained), 'tensor')}, {how}"
     for rank, weights in enumerate(generating):
         names = sorted({*trained, *weights})
         if wrong := [name for name in names if trained.get(name, ())[:1] != weights.get(name, ())[:1]]:
-            result["difference"] = f"rank {rank}: {len(wrong)} of {len(names)} tensors differ, the first is {wrong[0]}"
-            break
-    return result
+            text = f"rank {rank}: {len(wrong)} of {len(names)} tensors differ, the first is {wrong[0]}"
+            return Equality(compared, text)
+    return Equality(compared)
+
+
+def main(what: str, run: Path, result: Path) -> None:
+    """Write what a function of this module returns for a run as JSON."""
+    with TemporaryDirectory(prefix=f"{what}-", dir=result.parent) as scratch:
+        found = {"replay": replay, "probe": probe}[what](run, Path(scratch))
+    result.write_text(json.dumps({name: each and asdict(each) for name, each in found.items()}), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    function = {"replay": replay, "probe": probe}[sys.argv[1]]
-    with TemporaryDirectory(prefix="certify-", dir=Path(sys.argv[3]).parent) as directory:
-        Path(sys.argv[3]).write_text(json.dumps(function(Path(sys.argv[2]), Path(directory))), encoding="utf-8")
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))

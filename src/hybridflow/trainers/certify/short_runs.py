@@ -15,6 +15,7 @@ from typing import Any
 
 from hybridflow.checkpoint import CheckpointStore
 from hybridflow.errors import HybridFlowError
+from hybridflow.trainers.certify.equality import Equality
 from hybridflow.trainers.certify.kill import Kill
 
 POLL_S = 0.05
@@ -57,10 +58,11 @@ class ShortRuns:
         return run
 
     def check(self, what: str, run: Path) -> dict[str, Any]:
-        """Return what a function of `in_process` returns for a run, called in a process of its own."""
+        """Return the comparisons that a function of `in_process` makes of a run, in a process of its own."""
         result = self.scratch / f"{what}.json"
         self._run(what, ["hybridflow.trainers.certify.in_process", what, str(run), str(result)])
-        return json.loads(result.read_text("utf-8"))
+        found = json.loads(result.read_text("utf-8"))
+        return {name: each and Equality(**each) for name, each in found.items()}
 
     def copy(self, run: Path, name: str, *, with_checkpoint: bool = True) -> Path:
         """Copy a run as it was at its checkpoint in the middle; without that, only its journals."""
@@ -72,8 +74,8 @@ class ShortRuns:
             elif with_checkpoint and path.is_file() and path.name != ".lock":
                 shutil.copy2(path, copied)
         if with_checkpoint:
-            of_middle = (CheckpointStore(each / "checkpoints").path(self.middle) for each in (run, copied))
-            shutil.copytree(*of_middle)
+            ours, theirs = (CheckpointStore(each / "checkpoints").path(self.middle) for each in (run, copied))
+            shutil.copytree(ours, theirs)
         return copied
 
     def _run(
@@ -86,7 +88,7 @@ class ShortRuns:
     ) -> None:
         start, shown = time.monotonic(), _num_lines(rows)
         log = self.scratch / f"{name.replace(' ', '_')}.log"
-        is_killed = kill is not None and kill.whom == "driver"
+        killed = kill if kill and kill.whom == "driver" else None
         self.say(f"{name} ...")
         with open(log, "ab") as output:
             process = subprocess.Popen(
@@ -100,7 +102,7 @@ class ShortRuns:
             try:
                 while process.poll() is None:
                     time.sleep(POLL_S)
-                    if is_killed and kill.reached.exists():
+                    if killed and killed.reached.exists():
                         process.kill()
                     if (count := _num_lines(rows)) > shown:
                         self.say(f"{name}: step {count} of {self.num_steps}, {time.monotonic() - start:.0f} s")
@@ -108,7 +110,7 @@ class ShortRuns:
             except BaseException:
                 _end(process)
                 raise
-        if process.returncode != (-signal.SIGKILL if is_killed else 0):
+        if process.returncode != (-signal.SIGKILL if killed else 0):
             raise ShortRunError(name, process.returncode, log)
 
 
