@@ -67,31 +67,20 @@ class Certificate:
 
     def page(self) -> str:
         """Return the certificate in Markdown."""
-        rows = ["| comparison | result | compared | seconds |", "|---|---|---|---|"]
-        rows += [f"| {x.name} | {x.result} | {x.compared} | {x.seconds:.1f} |" for x in self.lines]
-        details = [f"- {x.name}: {_on_one_line(x.details)}" for x in self.lines if x.details]
-        versions, hardware = self.environment.get("versions", {}), self.environment.get("hardware", {})
-        facts = [f"{name} {versions[name]}" for name in ("hybridflow", "torch") if versions.get(name)]
-        facts += [
-            f"{hardware[name]}{unit}" for name, unit in (("cpu", ""), ("usable_cores", " cores")) if name in hardware
+        versions, hardware = self.environment["versions"], self.environment["hardware"]
+        place = ", ".join([hardware["cpu"], f"{hardware['usable_cores']} cores", *map(str, hardware["gpus"] or ())])
+        rows = [f"| {x.name} | {x.result} | {x.compared} | {x.seconds:.0f} s |" for x in self.lines]
+        details = [f"- {x.name}: {' '.join(x.details.split())}" for x in self.lines if x.details]
+        sections = [
+            "# Certificate",
+            f"`{self.command}`, {self.made_at}, in {self.seconds:.0f} s",
+            f"Runs of {self.num_steps} steps, compared bit for bit. hybridflow {versions['hybridflow']}, torch "
+            f"{versions['torch']}; {place}. Their values in place of the recipe's: {', '.join(self.changes)}.",
+            "\n".join(["| comparison | result | compared | time |", "|---|---|---|---|", *rows]),
+            "\n".join(details),
+            "No line that must be exact differs." if self.is_kept else "**A line that must be exact is not.**",
         ]
-        facts += [str(gpu) for gpu in hardware.get("gpus") or ()]
-        return "\n".join(
-            [
-                "# Certificate",
-                "",
-                f"`{self.command}`, {self.made_at}",
-                "",
-                f"Runs of {self.num_steps} steps of this recipe were compared bit for bit on {', '.join(facts)}.",
-                *(["They had " + ", ".join(f"`{change}`" for change in self.changes) + "."] if self.changes else ()),
-                "",
-                *rows,
-                "",
-                *([*details, ""] if details else ()),
-                "No line that must be exact differs." if self.is_kept else "**A line that must be exact is not.**",
-                "",
-            ]
-        )
+        return "\n\n".join(filter(None, sections)) + "\n"
 
     def require_same_run(self, checkpoint: Checkpoint) -> None:
         """Raise CheckpointConfigError, with all differences, unless the certificate holds for a checkpoint's run."""
@@ -139,7 +128,3 @@ def read_certificate(file: Path) -> Certificate:
         raise CheckpointConfigError(
             f"'{file}' is not a certificate ({error}); give the {CERTIFICATE} that `hybridflow certify` wrote."
         ) from error
-
-
-def _on_one_line(text: str) -> str:
-    return " ".join(text.split())

@@ -48,6 +48,11 @@ def run(args: argparse.Namespace) -> int:
             f"'{output}' exists and is not an empty directory; remove it, or give another one with --output."
         )
     num_steps = args.steps or (QUICK_STEPS if args.quick else STEPS)
+    if 0 < config.trainer.total_steps < num_steps:
+        raise ConfigError(
+            f"trainer.total_steps={config.trainer.total_steps} has fewer steps than the {num_steps} that are compared; "
+            "use a larger number, or fewer with --steps (at least 2)."
+        )
     from hybridflow.checkpoint import CheckpointStore
     from hybridflow.checkpoint.certificate import PAGE, Certificate, identity_of
     from hybridflow.config import leaf_keys
@@ -63,6 +68,9 @@ def run(args: argparse.Namespace) -> int:
     start = time.monotonic()
     try:
         scratch.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"--output '{output}' cannot be made: {error.strerror}; give another directory.") from error
+    try:
         runs = ShortRuns([*arguments, *changes], scratch, num_steps, middle_of(num_steps), _say)
         comparisons = Comparisons(config, runs, quick=args.quick)
         checkpoint = CheckpointStore(comparisons.first / "checkpoints").open(num_steps)
@@ -85,7 +93,8 @@ def run(args: argparse.Namespace) -> int:
     if certificate.is_kept:
         shutil.rmtree(scratch)
     print("\n".join(_shown(certificate)))
-    print(f"{'wrote' if certificate.is_kept else f'the runs are in {scratch}; wrote'} {output / PAGE}")
+    kept = "" if certificate.is_kept else f"; its runs are in {scratch}"
+    print(f"wrote {output / PAGE} in {certificate.seconds:.0f} s{kept}")
     return 0 if certificate.is_kept else 1
 
 
@@ -107,4 +116,4 @@ def _say(text: str) -> None:
 def _steps(text: str) -> int:
     if text.isdecimal() and 2 <= int(text) <= 10**6:
         return int(text)
-    raise argparse.ArgumentTypeError(f"'{text}' is invalid: expected a number of steps of at least 2")
+    raise argparse.ArgumentTypeError(f"'{text}' is invalid: expected a number of steps from 2 to 1,000,000")

@@ -82,7 +82,7 @@ def test_a_skipped_row_is_named(grpo_run, copy):
 
     change_rows(copy, "rollouts.jsonl", 4, skip)
     found = equality_of(grpo_run, copy)
-    assert found.difference.startswith("step 4, row 7")
+    assert found.difference.startswith("step 4: row 7")
     assert found.difference.endswith("(23 values, not 24)")
     assert equality_of(grpo_run, copy, after=4).difference == ""
 
@@ -90,10 +90,10 @@ def test_a_skipped_row_is_named(grpo_run, copy):
 @pytest.mark.runs
 def test_a_metric_that_differs_is_named(grpo_run, copy):
     change_rows(copy, "metrics.jsonl", 3, lambda row: row.update({"actor/loss": row["actor/loss"] + 1e-12}))
-    assert equality_of(grpo_run, copy).difference.startswith("step 3, actor/loss is ")
+    assert equality_of(grpo_run, copy).difference.startswith("step 3: actor/loss is ")
     shutil.copy(grpo_run / "metrics.jsonl", copy)
     change_rows(copy, "metrics.jsonl", 3, lambda row: row.update(step=99))
-    assert equality_of(grpo_run, copy).difference == "step 3 is missing in the other run"
+    assert equality_of(grpo_run, copy).difference == "step 3: it is missing in the other run"
 
 
 @pytest.mark.runs
@@ -109,8 +109,11 @@ def test_a_changed_bit_of_a_checkpoint_is_named(grpo_run, copy, state):
         for name, values in contents.items():
             save_state(values, directory / name)
     found = equality_of(grpo_run, copy)
-    expected = {"actor": "tensor model/model.norm.weight of actor: 1 of 32 elements differ", "controller": "controller."}
-    assert found.difference.startswith(f"step {STEP}, {expected[state]}")
+    expected = {
+        "actor": "tensor model/model.norm.weight of actor: 1 of 32 elements differ",
+        "controller": "controller.",
+    }
+    assert found.difference.startswith(f"step {STEP}: {expected[state]}")
 
 
 @pytest.mark.runs
@@ -126,4 +129,4 @@ def test_a_step_that_is_not_learned_again_alike_is_named(copy, tmp_path, restore
     change_rows(copy, "metrics.jsonl", STEP, lambda row: row.update({"actor/grad_norm": row["actor/grad_norm"] * 2}))
     found = replay(copy, tmp_path / "scratch")["replayed"]
     assert found is not None
-    assert found.difference.startswith(f"step {STEP}, actor/grad_norm is ")
+    assert found.difference.startswith(f"step {STEP}: actor/grad_norm is ")

@@ -29,53 +29,44 @@ class Equality:
 
 
 def equality_of(first: Path, other: Path, *, after: int = 0, with_controller: bool = True) -> Equality:
-    """Compare the steps of two runs after step `after`, and the newest checkpoint of the first one.
+    """Compare the steps of two runs after step `after`, and the checkpoints of the last one.
 
     The difference names the first step that differs and in it the row or the metric with both values, or else the first
     tensor. Metrics of weight syncs are left out, since engines of new processes get the weights again.
     `with_controller`: also compare the state of the controller, which has that of Python's random number generator.
     """
     runs = RunFiles(first), RunFiles(other)
-    num_rows, names = 0, set[str]()
+    num_rows, num_tensors, names, difference = 0, 0, set[str](), ""
     steps = sorted({row["step"] for run in runs for row in run.metrics if row["step"] > after})
-    difference = "" if steps else f"there is no step after {after}"
     for step in steps:
-        metrics = [_metrics(run, step) for run in runs]
-        rows = [_rows(run, step) for run in runs]
+        metrics, rows = [_metrics(run, step) for run in runs], [_rows(run, step) for run in runs]
         num_rows, names = num_rows + len(rows[0]), names | metrics[0].keys()
         if not all(metrics):
-            difference = f"step {step} is missing in the {'other' if metrics[0] else 'first'} run"
-        elif found := difference_within("row ", *rows) or difference_within("", *metrics):
-            difference = f"step {step}, {found}"
+            difference = f"it is missing in the {'other' if metrics[0] else 'first'} run"
+        else:
+            difference = difference_within("row ", *rows) or difference_within("", *metrics)
         if difference:
             break
-    compared = f"{counted(len(steps), 'step')}, {counted(num_rows, 'row')}, {counted(len(names), 'metric')}"
-    if difference:
-        return Equality(compared, difference)
-    num_tensors, difference = _compare_checkpoints(first, other, set() if with_controller else {CONTROLLER})
-    return Equality(f"{compared}, {counted(num_tensors, 'tensor')}", difference)
+    else:
+        try:
+            checkpoints = [CheckpointStore(run / "checkpoints").open(steps[-1]) for run in (first, other)]
+            left_out = set() if with_controller else {CONTROLLER}
+            num_tensors, difference = _difference_of_checkpoints(checkpoints, left_out)
+        except CheckpointError as error:
+            difference = str(error)
+    numbers = {"step": len(steps), "row": num_rows, "metric": len(names), "tensor": num_tensors}
+    compared = ", ".join(counted(number, what) for what, number in numbers.items() if number)
+    return Equality(compared, difference and f"step {step}: {difference}")
 
 
-def _compare_checkpoints(first: Path, other: Path, left_out: set[str]) -> tuple[int, str]:
-    ours = CheckpointStore(first / "checkpoints").latest()
-    if ours is None:
-        return 0, "the first run has no checkpoint"
-    try:
-        theirs = CheckpointStore(other / "checkpoints").open(ours.step)
-    except CheckpointError as error:
-        return 0, str(error)
-    count, difference = difference_of_checkpoints(ours, theirs, left_out)
-    return count, f"step {ours.step}, {difference}" if difference else ""
-
-
-def difference_of_checkpoints(ours: Checkpoint, theirs: Checkpoint, left_out: set[str]) -> tuple[int, str]:
+def _difference_of_checkpoints(checkpoints: list[Checkpoint], left_out: set[str]) -> tuple[int, str]:
     """Return the number of compared tensors, and what differs in the first state that does, a tensor or a value."""
     count = 0
-    states = [_states(each) - left_out for each in (ours, theirs)]
+    states = [_states(each) - left_out for each in checkpoints]
     if only := sorted(states[0] ^ states[1]):
         return count, f"only one of the checkpoints has the state {only[0]}"
     for state in sorted(states[0]):
-        places = [checkpoint.directory / state for checkpoint in (ours, theirs)]
+        places = [checkpoint.directory / state for checkpoint in checkpoints]
         with StoredTensors(places[0]) as stored, StoredTensors(places[1]) as others:
             if only := sorted(stored.keys() ^ others.keys()):
                 return count, f"only one of the checkpoints has the tensor {only[0]} of {state}"
@@ -83,8 +74,8 @@ def difference_of_checkpoints(ours: Checkpoint, theirs: Checkpoint, left_out: se
                 count += 1
                 if found := different_elements(stored[name], others[name]):
                     return count, f"tensor {name} of {state}: {found}"
-        if state in ours.components:
-            trees = [read_tree(place.with_name(f"{state}.json")) for place in places]
+        if state in checkpoints[0].components:
+            trees = (read_tree(place.with_name(f"{state}.json")) for place in places)
             if found := difference_within(f"{state}.", *trees):
                 return count, found
     return count, ""

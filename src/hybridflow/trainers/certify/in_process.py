@@ -41,7 +41,7 @@ def replay(run: Path, scratch: Path) -> dict[str, Equality | None]:
         return {"replayed": Equality(compared)}
     step, metrics = min(replayed.differs.items())
     name, pair = next(iter(metrics.items()))
-    return {"replayed": Equality(compared, f"step {step}, {difference_within(name, *pair)}")}
+    return {"replayed": Equality(compared, f"step {step}: {difference_within(name, *pair)}")}
 
 
 def probe(run: Path, scratch: Path) -> dict[str, Equality | None]:
