@@ -8,6 +8,7 @@ killed                 └── step m+1: killed in a backward pass; the same c
 on Ray      step 1 ...                                                           N, also with a killed worker
 """
 
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,7 +21,7 @@ from hybridflow.checkpoint import CheckpointStore
 from hybridflow.checkpoint.certificate import CertificateLine
 from hybridflow.config import Config
 from hybridflow.config.roles import pools_of
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.runtime.observe.run_files import RunFiles
 from hybridflow.trainers.certify.equality import Equality, equality_of
 from hybridflow.trainers.certify.kill import Kill
@@ -89,11 +90,8 @@ class Comparisons:
 
     def _sampler(self) -> Equality:
         found = self._probe["sampler"]
-        if found.difference and not self._config.rollout.exact:
-            return replace(
-                found, difference=f"{found.difference}; rollout.exact=true makes this 0 where it is possible"
-            )
-        return found
+        hint = "" if self._config.rollout.exact else "; rollout.exact=true makes this 0, where it is possible"
+        return replace(found, difference=found.difference and f"{found.difference}{hint}")
 
     def _delivered(self) -> Equality:
         if (found := self._probe["delivered"]) is None:
@@ -115,9 +113,7 @@ class Comparisons:
 
     def _replayed(self) -> Equality:
         if self._as_first:
-            replayed = self._runs.copy(self.first, "replayed run", with_checkpoint=False)
-            self._runs.train("replayed run", *self._as_first, run=replayed)
-            return equality_of(self.first, replayed, with_controller=self._is_local)
+            return self._equality(self.first, self._from_begin("replayed run"), after=0)
         return self._runs.check("replay", self.first)["replayed"]
 
     def _killed(self, whom: Literal["driver", "worker"]) -> Equality:
@@ -132,19 +128,23 @@ class Comparisons:
         kill = Kill(str(self._runs.scratch / f"kill_{whom}"), whom, self._runs.middle + 1)
         self._runs.train(name, *changes, run=killed, kill=kill)
         if not kill.reached.exists():
-            raise NotCheckedError(
-                f"the {whom} was not killed: no backward pass of the actor came to it on this machine"
-            )
+            raise NotCheckedError(f"the {whom} was not killed: rank 0 of the actor made no backward pass")
         if whom == "driver":
             self._runs.train(f"{name}, again", *changes, run=killed)
-        elif not RunFiles(killed).recoveries:
+        elif len(RunFiles(killed).recoveries) <= len(RunFiles(first).recoveries):
             return Equality("recoveries.jsonl", "the run has no row of a recovery")
         return self._equality(first, killed)
 
-    def _equality(self, first: Path, other: Path) -> Equality:
-        """Compare what follows the middle. On Ray, the random numbers of the controller's process are others."""
-        with_controller = self._is_local and first == self.first
-        return equality_of(first, other, after=self._runs.middle, with_controller=with_controller)
+    def _equality(self, first: Path, other: Path, after: int | None = None) -> Equality:
+        """Compare what follows the middle, and remove an equal run: checkpoints are large.
+
+        On Ray, the random numbers of the controller's process are others.
+        """
+        after = self._runs.middle if after is None else after
+        found = equality_of(first, other, after=after, with_controller=self._is_local and first == self.first)
+        if not found.difference:
+            shutil.rmtree(other)
+        return found
 
     @cached_property
     def _one_rank(self) -> tuple[str, ...]:
@@ -187,7 +187,7 @@ class Comparisons:
 
     def _require_ray(self) -> None:
         if find_spec("ray") is None:
-            raise NotCheckedError("Ray is not installed (pip install 'hybridflow[ray]')")
+            raise NotCheckedError("Ray is not installed (pip install ray)")
 
 
 def _line(name: str, compare: Callable[[], Equality], *, must_be_exact: bool = True) -> CertificateLine:
@@ -198,6 +198,6 @@ def _line(name: str, compare: Callable[[], Equality], *, must_be_exact: bool = T
         compared, details = found.compared, found.difference
     except NotCheckedError as reason:
         result, compared, details = "not checked", "", str(reason)
-    except ShortRunError as error:
+    except HybridFlowError as error:
         result, compared, details = "failed", "", str(error)
     return CertificateLine(name, result, compared, details, round(time.monotonic() - start, 1), must_be_exact)

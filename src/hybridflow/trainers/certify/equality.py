@@ -18,6 +18,7 @@ from hybridflow.trainers.run.replay import SYNC
 from hybridflow.trainers.run.training_state import CONTROLLER
 
 _NOTHING = object()
+ROW = "row "
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def equality_of(first: Path, other: Path, *, after: int = 0, with_controller: bo
         if not all(metrics):
             difference = f"it is missing in the {'other' if metrics[0] else 'first'} run"
         else:
-            difference = difference_within("row ", *rows) or difference_within("", *metrics)
+            difference = difference_within(ROW, *rows) or difference_within("", *metrics)
         if difference:
             break
     else:
@@ -112,19 +113,15 @@ def difference_within(name: str, one: Any, other: Any) -> str:
     elif isinstance(one, list) and isinstance(other, list):
         parts = [(f"{name}{place}", *pair) for place, pair in enumerate(zip(one, other, strict=False))]
     else:
-        return "" if one == other or (one != one and other != other) else f"{name} is {_both(one, other)}"
-    separator = ": " if name == "row " else "."
+        return "" if repr(one) == repr(other) else f"{name} is {_both(one, other)}"  # also of -0.0 and 0.0
+    is_cut = isinstance(one, list) and len(one) != len(other)
+    lengths = f" ({len(other)} values, not {len(one)})" if is_cut else ""
     for place, ours, theirs in parts:
-        nested = (
-            f"{place}{separator}" if isinstance(ours, Mapping | list) and isinstance(theirs, Mapping | list) else place
-        )
-        if found := difference_within(nested, ours, theirs):
-            return found if len(one) == len(other) or isinstance(one, Mapping) else f"{found} ({_lengths(one, other)})"
-    return "" if len(one) == len(other) else f"{name.rstrip(' .:')}: {_lengths(one, other)}"
-
-
-def _lengths(one: list[Any], other: list[Any]) -> str:
-    return f"{len(other)} values, not {len(one)}"
+        is_nested = isinstance(ours, Mapping | list) and isinstance(theirs, Mapping | list)
+        end = "" if not is_nested else ": " if name == ROW else "."
+        if found := difference_within(f"{place}{end}", ours, theirs):
+            return f"{found}{lengths}"
+    return f"{name}{lengths}" if is_cut else ""
 
 
 def _both(one: Any, other: Any) -> str:
@@ -136,7 +133,8 @@ def _both(one: Any, other: Any) -> str:
 
 def _metrics(run: RunFiles, step: int) -> dict[str, Any]:
     row = next((row for row in run.metrics if row["step"] == step), {})
-    return {name: value for name, value in row.items() if is_reproducible(name) and not name.startswith(SYNC)}
+    left_out = ("step", SYNC)
+    return {name: value for name, value in row.items() if is_reproducible(name) and not name.startswith(left_out)}
 
 
 def _rows(run: RunFiles, step: int) -> list[dict[str, Any]]:
