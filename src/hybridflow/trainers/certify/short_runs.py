@@ -110,7 +110,7 @@ class ShortRuns:
             except BaseException:
                 _end(process)
                 raise
-        if process.returncode != (-signal.SIGKILL if killed else 0):
+        if process.returncode != (-signal.SIGKILL if killed and killed.reached.exists() else 0):
             raise ShortRunError(name, process.returncode, log)
 
 
