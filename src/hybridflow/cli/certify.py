@@ -21,7 +21,7 @@ from hybridflow.cli.output import aligned
 from hybridflow.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hybridflow.checkpoint.certificate import Certificate, CertificateLine
+    from hybridflow.checkpoint.certificate import Certificate
 
 KEYS = ("model.path", "data.train_files", "rollout.exact", "controller.backend")
 STEPS, QUICK_STEPS = 4, 2
@@ -82,8 +82,10 @@ def run(args: argparse.Namespace) -> int:
             identity=identity_of(checkpoint, [change.partition("=")[0] for change in (*changes, "trainer.run_dir")]),
             environment={name: collect_run_info()[name] for name in ("versions", "hardware")},
         )
-        lines = [_said(line) for line in comparisons.lines()]
-        certificate = replace(certificate, lines=lines, seconds=round(time.monotonic() - start, 1))
+        for line in comparisons.lines():
+            _say(f"{line.name}: {line.result}")
+            certificate = replace(certificate, lines=[*certificate.lines, line])
+        certificate = replace(certificate, seconds=round(time.monotonic() - start, 1))
         certificate.write(output)
     except BaseException:
         with suppress(OSError):
@@ -102,11 +104,6 @@ def _shown(certificate: "Certificate") -> Iterable[str]:
     rows = [[line.name, line.result, f"{line.seconds:.0f} s", line.compared] for line in certificate.lines]
     yield from aligned([["comparison", "result", "time", "compared"], *rows], ends_with_text=True)
     yield from (f"{line.name}: {line.details}" for line in certificate.lines if line.details)
-
-
-def _said(line: "CertificateLine") -> "CertificateLine":
-    _say(f"{line.name}: {line.result}")
-    return line
 
 
 def _say(text: str) -> None:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -25,10 +24,7 @@ from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.runtime.observe.run_files import RunFiles
 from hybridflow.trainers.certify.equality import Equality, equality_of
 from hybridflow.trainers.certify.kill import Kill
-from hybridflow.trainers.certify.short_runs import ShortRunError, ShortRuns
-
-USAGE = 2
-"""The exit status of a command whose configuration is not possible."""
+from hybridflow.trainers.certify.short_runs import USAGE, NotCheckedError, ShortRunError, ShortRuns
 
 
 def shortened(config: Config, num_steps: int) -> list[str]:
@@ -45,10 +41,6 @@ def shortened(config: Config, num_steps: int) -> list[str]:
 def middle_of(num_steps: int) -> int:
     """Return the step of the first checkpoint."""
     return num_steps - num_steps // 2
-
-
-class NotCheckedError(Exception):
-    """The reason why a comparison cannot be made here."""
 
 
 class Comparisons:
@@ -85,7 +77,7 @@ class Comparisons:
         yield _line("killed worker - undisturbed", partial(self._killed, "worker"))
 
     @cached_property
-    def _probe(self) -> dict[str, Equality | None]:
+    def _probe(self) -> dict[str, Equality]:
         return self._runs.check("probe", self.first)
 
     def _sampler(self) -> Equality:
@@ -94,12 +86,12 @@ class Comparisons:
         return replace(found, difference=found.difference and f"{found.difference}{hint}")
 
     def _delivered(self) -> Equality:
-        if (found := self._probe["delivered"]) is None:
-            raise NotCheckedError(
-                "vLLM has its weights in a layout of its own; each sync compares the fingerprints of what arrives, and "
-                "log-probs of fixed tokens"
-            )
-        return found
+        if "delivered" in self._probe:
+            return self._probe["delivered"]
+        raise NotCheckedError(
+            "vLLM has its weights in a layout of its own; each sync compares the fingerprints of what arrives, and "
+            "log-probs of fixed tokens"
+        )
 
     @property
     def _as_first(self) -> tuple[str, ...]:
@@ -117,10 +109,8 @@ class Comparisons:
         return self._runs.check("replay", self.first)["replayed"]
 
     def _killed(self, whom: Literal["driver", "worker"]) -> Equality:
-        if whom == "worker":
-            self._require_ray()
-            if self._quick:
-                raise NotCheckedError("--quick leaves it out")
+        if whom == "worker" and self._quick:
+            raise NotCheckedError("--quick leaves it out")
         name, first, changes = f"run with a killed {whom}", self.first, self._as_first
         if whom == "worker" and self._is_local:
             first, changes = self._on_ray, (*self._as_first, "controller.backend=ray")
@@ -159,7 +149,6 @@ class Comparisons:
 
     @cached_property
     def _on_ray(self) -> Path:
-        self._require_ray()
         if not self._is_local and not self._one_rank:
             return self.first
         return self._from_begin("run on Ray", "controller.backend=ray", *self._one_rank)
@@ -172,22 +161,13 @@ class Comparisons:
         return self._from_begin("run in one process", *changes)
 
     def _local_and_ray(self) -> Equality:
-        try:
-            found = equality_of(self._local, self._on_ray, with_controller=False)
-        except ShortRunError as error:
-            if error.status == USAGE:
-                raise NotCheckedError(error.reason) from None
-            raise
+        found = equality_of(self._local, self._on_ray, with_controller=False)
         ranks = "one process in place of the recipe's; " if self._one_rank else ""
         return Equality(f"{ranks}{found.compared}", found.difference)
 
     def _from_begin(self, name: str, *changes: str) -> Path:
         run = self._runs.copy(self.first, name, with_checkpoint=False)
         return self._runs.train(name, *self._as_first, *changes, run=run)
-
-    def _require_ray(self) -> None:
-        if find_spec("ray") is None:
-            raise NotCheckedError("Ray is not installed (pip install ray)")
 
 
 def _line(name: str, compare: Callable[[], Equality], *, must_be_exact: bool = True) -> CertificateLine:

@@ -37,7 +37,7 @@ def equality_of(first: Path, other: Path, *, after: int = 0, with_controller: bo
     `with_controller`: also compare the state of the controller, which has that of Python's random number generator.
     """
     runs = RunFiles(first), RunFiles(other)
-    num_rows, num_tensors, names, difference = 0, 0, set[str](), ""
+    step, num_rows, num_tensors, names, difference = 0, 0, 0, set[str](), ""
     steps = sorted({row["step"] for run in runs for row in run.metrics if row["step"] > after})
     for step in steps:
         metrics, rows = [_metrics(run, step) for run in runs], [_rows(run, step) for run in runs]

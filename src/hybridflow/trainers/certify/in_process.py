@@ -30,7 +30,7 @@ from hybridflow.trainers.sampling.sampling import Sampling
 from hybridflow.trainers.stages import with_row_ids
 
 
-def replay(run: Path, scratch: Path) -> dict[str, Equality | None]:
+def replay(run: Path, scratch: Path) -> dict[str, Equality]:
     """Compare the metrics of the last steps of a run with those of the same steps learned again."""
     paths = absolute_paths(run / "config.toml")
     last = max(row["step"] for row in read_jsonl(run / "metrics.jsonl"))
@@ -44,8 +44,8 @@ def replay(run: Path, scratch: Path) -> dict[str, Equality | None]:
     return {"replayed": Equality(compared, f"step {step}: {difference_within(name, *pair)}")}
 
 
-def probe(run: Path, scratch: Path) -> dict[str, Equality | None]:
-    """Compare log-probs and weights at the oldest checkpoint of a run; None: the weights cannot be read."""
+def probe(run: Path, scratch: Path) -> dict[str, Equality]:
+    """Compare log-probs at the oldest checkpoint of a run, and weights, but not those of vLLM, in its own layout."""
     file, store = run / "config.toml", CheckpointStore(run / "checkpoints")
     config = load_config(file, [*absolute_paths(file), *NOT_IN_REPLAYS, f"trainer.run_dir={scratch / 'probe'}"])
     with build_trainer(config) as trainer:
@@ -55,10 +55,10 @@ def probe(run: Path, scratch: Path) -> dict[str, Equality | None]:
         rows = _sampled(trainer)
         columns = [rows.batch[name] for name in ("rollout_log_probs", "old_log_probs", "response_mask")]
         trained, generating = trainer.actor.trained_weights()[0], trainer.rollout.generating_weights()
-    delivered = None
+    found = {"sampler": compare_log_probs(*columns)}
     if None not in generating:
-        delivered = compare_weights(trained, generating, in_one_process=not config.has_rollout_pool)
-    return {"sampler": compare_log_probs(*columns), "delivered": delivered}
+        found["delivered"] = compare_weights(trained, generating, in_one_process=not config.has_rollout_pool)
+    return found
 
 
 def _sampled(trainer: PPOTrainer) -> DataProto:
@@ -112,7 +112,7 @@ def main(what: str, run: Path, result: Path) -> None:
     """Write what a function of this module returns for a run as JSON."""
     with TemporaryDirectory(prefix=f"{what}-", dir=result.parent) as scratch:
         found = {"replay": replay, "probe": probe}[what](run, Path(scratch))
-    result.write_text(json.dumps({name: each and asdict(each) for name, each in found.items()}), encoding="utf-8")
+    result.write_text(json.dumps({name: asdict(each) for name, each in found.items()}), encoding="utf-8")
 
 
 if __name__ == "__main__":

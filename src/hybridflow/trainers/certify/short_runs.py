@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hybridflow.checkpoint import CheckpointStore
 from hybridflow.errors import HybridFlowError
@@ -24,6 +23,14 @@ END_S = 30.0
 
 JOURNALS = ("rewards", "environments")
 """What a run keeps of rewards and of answers of environments, which need not be the same at each call."""
+
+
+USAGE = 2
+"""The exit status of a command whose configuration is not possible."""
+
+
+class NotCheckedError(Exception):
+    """The reason why a comparison cannot be made here."""
 
 
 class ShortRunError(HybridFlowError):
@@ -50,19 +57,23 @@ class ShortRuns:
     def train(self, name: str, *changes: str, run: Path | None = None, kill: Kill | None = None) -> Path:
         """Train in a directory, by default a new one, and return it. Raises ShortRunError.
 
-        With a `kill` of the driver, the run is started, killed, and not started again.
+        With a `kill` of the driver, the run is started, killed, and not started again. Raises NotCheckedError if
+        `changes` of the recipe are not possible.
         """
         run = run or self.scratch / name.replace(" ", "_")
         command = ["train", *self.arguments, *changes, f"trainer.run_dir={run}", "--stop-after", str(self.num_steps)]
-        self._run(name, ["hybridflow", *command], kill.environment() if kill else {}, run / "metrics.jsonl", kill)
+        try:
+            self._run(name, ["hybridflow", *command], kill.environment() if kill else {}, run / "metrics.jsonl", kill)
+        except ShortRunError as error:
+            raise (NotCheckedError(error.reason) if changes and error.status == USAGE else error) from None
         return run
 
-    def check(self, what: str, run: Path) -> dict[str, Any]:
+    def check(self, what: str, run: Path) -> dict[str, Equality]:
         """Return the comparisons that a function of `in_process` makes of a run, in a process of its own."""
         result = self.scratch / f"{what}.json"
         self._run(what, ["hybridflow.trainers.certify.in_process", what, str(run), str(result)])
         found = json.loads(result.read_text("utf-8"))
-        return {name: each and Equality(**each) for name, each in found.items()}
+        return {name: Equality(**each) for name, each in found.items()}
 
     def copy(self, run: Path, name: str, *, with_checkpoint: bool = True) -> Path:
         """Copy a run as it was at its checkpoint in the middle; without that, only its journals."""
