@@ -111,6 +111,8 @@ class Comparisons:
     def _killed(self, whom: Literal["driver", "worker"]) -> Equality:
         if whom == "worker" and self._quick:
             raise NotCheckedError("--quick leaves it out")
+        if whom == "worker" and not self._config.recovery.max_restarts:
+            raise NotCheckedError("the recipe does not recover: recovery.max_restarts=0")
         name, first, changes = f"run with a killed {whom}", self.first, self._as_first
         if whom == "worker" and self._is_local:
             first, changes = self._on_ray, (*self._as_first, "controller.backend=ray")
