@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hybridflow.checkpoint.certificate import Certificate
 from hybridflow.checkpoint.model_card import model_card
 from hybridflow.checkpoint.model_fingerprint import require_same_base
 from hybridflow.checkpoint.partial_directory import partial_directory, remove_leftovers
@@ -58,6 +59,7 @@ def export_model(
     dtype: str | None = None,
     adapter: bool = False,
     chat_template: str = "",
+    certificate: Certificate | None = None,
 ) -> str:
     """Write a trained model to `out_dir` for `AutoModelForCausalLM.from_pretrained(out_dir)`; return its dtype's name.
 
@@ -74,11 +76,13 @@ def export_model(
         dtype: A key of EXPORT_DTYPES. None: the dtype in the config.json of `model_dir`, or the dtype of the trained
             weights if config.json names none and for adapters alone.
         chat_template: The text of a chat template that the model was trained with, in place of that of `model_dir`.
+        certificate: Of the run of the checkpoint; it is written beside the model.
         adapter: Write adapters (lora.rank) alone, for `peft.PeftModel.from_pretrained(model, out_dir)`, instead of
             merging them into the weights of `model_dir`.
 
     Raises:
-        CheckpointError: `out_dir` is not empty or cannot be written, or the weights do not fit the model.
+        CheckpointError: `out_dir` is not empty or cannot be written, the weights do not fit the model, or the
+            certificate is that of another run.
         ModelError: `model_dir` is not a model directory.
     """
     model_dir, out_dir = Path(model_dir), Path(out_dir)
@@ -90,6 +94,8 @@ def export_model(
         )
     if not isinstance(source, Mapping | Checkpoint):
         source = open_checkpoint(source)
+    if certificate is not None and isinstance(source, Checkpoint):
+        certificate.require_same_run(source)
     component = (
         REWARD_MODEL if isinstance(source, Checkpoint) and source.info.get("kind") == "reward-model" else "actor"
     )
@@ -123,6 +129,8 @@ def export_model(
                         _make_classifier(partial)
                     card = model_card(model_dir, checkpoint, lora if adapter else None)
                     (partial / "README.md").write_text(card, encoding="utf-8")
+                    if certificate is not None:
+                        certificate.write(partial)
             except (OSError, SafetensorError) as error:
                 needed = describe_bytes(model.num_bytes(written))
                 raise CheckpointError(f"'{out_dir}' was not written ({needed} of weights): {error}") from error

@@ -21,13 +21,19 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     )  # or more recipes
 
 
-def config_of(args: argparse.Namespace, *, default_recipe: Path | None = None, more: Sequence[str] = ()) -> Config:
-    """Return the configuration of the arguments; `more` are overrides that apply before those of the arguments."""
+def config_of(
+    args: argparse.Namespace,
+    *,
+    default_recipe: Path | None = None,
+    more: Sequence[str] = (),
+    after: Sequence[str] = (),
+) -> Config:
+    """Return the configuration of the arguments, with overrides that apply before those of the arguments, and after."""
     arguments = [argument for argument in (args.recipe, *args.overrides) if argument is not None]
     recipes: list[str | Path] = []
     while arguments and "=" not in arguments[0]:
         recipes.append(arguments.pop(0))
-    return load_config(recipes or default_recipe, [*more, *arguments])
+    return load_config(recipes or default_recipe, [*more, *arguments, *after])
 
 
 def port_number(text: str) -> int:

@@ -35,6 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="directory with the configuration and tokenizer (default: the run's model.path)",
     )
     parser.add_argument(
+        "--certificate",
+        type=Path,
+        metavar="FILE",
+        help="also write this certificate.json of `hybridflow certify`, of the same recipe, model and data",
+    )
+    parser.add_argument(
         "--push-to-hub",
         metavar="OWNER/NAME",
         help="also upload the directory to this repository of the Hugging Face hub, which is created if it is missing",
@@ -45,17 +51,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the model directory."""
     from hybridflow.checkpoint import export_model
+    from hybridflow.checkpoint.certificate import read_certificate
     from hybridflow.models.hub import local_model, require_upload, upload_model
 
     if args.private and args.push_to_hub is None:
         raise ConfigError("--private needs --push-to-hub OWNER/NAME.")
+    certificate = read_certificate(args.certificate) if args.certificate else None
     checkpoint = find_checkpoint(args.source, args.step)
     model_dir = local_model("--model", args.model) if args.model else _model_path(checkpoint.directory.parent.parent)
     if args.push_to_hub is not None:
         require_upload(args.push_to_hub, private=args.private)
     template = trained_chat_template(checkpoint.directory.parent.parent)
     dtype = export_model(
-        checkpoint, model_dir, args.out, dtype=args.dtype, adapter=args.adapter, chat_template=template
+        checkpoint,
+        model_dir,
+        args.out,
+        dtype=args.dtype,
+        adapter=args.adapter,
+        chat_template=template,
+        certificate=certificate,
     )
     print(f"wrote {args.out} from {checkpoint.directory}, weights in {dtype} (--dtype chooses another)")
     if args.push_to_hub is not None:

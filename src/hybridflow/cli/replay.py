@@ -47,7 +47,7 @@ def _lines(replayed: "Replay", changes: list[str], num_samples: int) -> list[str
     first = f"the checkpoint of step {replayed.first_step}" if replayed.first_step else "the begin of the run"
     lines = [f"step {replayed.step}, from {first}"]
     for step, names in replayed.differs.items():
-        shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        shown = ", ".join(list(names)[:5]) + (", ..." if len(names) > 5 else "")
         lines.append(f"step {step} differs from the run in {len(names)} metrics: {shown}")
     if not replayed.is_recorded:
         lines.append("the run has no metrics of this step to compare with: it has not completed it")

@@ -12,6 +12,7 @@ from hybridflow.controller import Dispatch, register
 from hybridflow.data.tokenizer import stop_token_ids, tokenizer_of
 from hybridflow.engines import LossFunction, TrainEngine
 from hybridflow.protocol import DataProto
+from hybridflow.rollout.weight_sync.fingerprint import placed_fingerprints
 from hybridflow.rollout.weight_sync.sender import SendsWeights, WeightSender, boxes_of_sender
 from hybridflow.rollout.weight_sync.transports import build_sending_transport
 from hybridflow.runtime.random_streams import derive_seed
@@ -174,6 +175,11 @@ class ActorWorker(SendsWeights, ModelWorker):
     @cached_property
     def _streamed(self) -> StreamedUpdate:
         return StreamedUpdate(self.config, self.engine)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def trained_weights(self) -> dict[str, tuple[int, int]]:
+        """Return fingerprint and address of each weight as it is sent to rollout engines."""
+        return placed_fingerprints(self.engine.weights())
 
     @register(Dispatch.ONE_TO_ALL)
     def abandon_step(self) -> None:

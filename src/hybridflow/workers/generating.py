@@ -16,7 +16,8 @@ from hybridflow.data.tokenizer import pad_token_id, response_texts
 from hybridflow.errors import BatchError
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.meta_info import NOISE_KEY
-from hybridflow.rollout import Completion, Request, RolloutEngine, SamplingParams, generate
+from hybridflow.rollout import Completion, EmbeddedRollout, Request, RolloutEngine, SamplingParams, generate
+from hybridflow.rollout.weight_sync.fingerprint import placed_fingerprints
 from hybridflow.workers.begun_batches import BegunBatches
 from hybridflow.workers.episode_batch import EPISODE_COLUMNS, routes_column
 from hybridflow.workers.episodes import EPISODE_PROMPT_COLUMNS, BegunEpisodes, EpisodeWorker, PlayedBatch
@@ -229,6 +230,14 @@ class GeneratingWorker(DeviceWorker):
                 return self._begun_episodes.rest(noise_key(begun))[1]
             prompts, completions = self._begun.rest(noise_key(begun))
         return self.rollouts_of(prompts, completions, self.config.rollout.group_size)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def generating_weights(self) -> dict[str, tuple[int, int]] | None:
+        """Return fingerprint and address of each weight that the embedded engine generates with; None for vLLM."""
+        if not isinstance(self.rollout, EmbeddedRollout):
+            return None
+        with self.ready_to_generate():
+            return placed_fingerprints(self.rollout.model.named_parameters())
 
     @register(Dispatch.ONE_TO_ALL)
     def abandon_step(self) -> None:

@@ -6,7 +6,7 @@ always changes the checksum. Mixing is not linear, so changes of several words, 
 by chance, with probability 2**-64.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 
 import torch
@@ -27,6 +27,11 @@ PART = 2**22
 def fingerprint(tensor: Tensor) -> int:
     """Return the checksum of a tensor on any device; equal bytes give equal checksums."""
     return Fingerprints({"": tensor}).read()[""]
+
+
+def placed_fingerprints(weights: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[int, int]]:
+    """Return the checksum and the address of each tensor by name: equal addresses in a process are shared memory."""
+    return {name: (fingerprint(tensor), tensor.data_ptr()) for name, tensor in weights}
 
 
 class Fingerprints:

@@ -51,6 +51,10 @@ MOST_CHARS = 400
 """Characters of the prompt and of the response of a sample whose loss is not finite."""
 
 
+Differences = dict[int, dict[str, tuple[float, float]]]
+"""By step, the metrics that differ, with the values of a run and of its replay."""
+
+
 @dataclass(frozen=True)
 class LearnedSample:
     """A row of the batch: response and score, and the means of its tokens' advantages and log-probs.
@@ -85,14 +89,15 @@ class LearnedStep:
 class Replay:
     """A step, learned again.
 
-    `first_step`: the step of the checkpoint from which the replay started, 0: the begin of the run. `differs`: the
-    names of the metrics that are not those of the run, by step. `is_recorded`: whether the run has metrics of the step;
-    it has none of one that it did not complete. `changed`: the step under the changed keys, None without any.
+    `first_step`: the step of the checkpoint from which the replay started, 0: the begin of the run. `differs`: by step,
+    the metrics that are not those of the run, with the values of run and replay. `is_recorded`: whether the run has
+    metrics of the step; it has none of one that it did not complete. `changed`: the step under the changed keys, None
+    without any.
     """
 
     step: int
     first_step: int
-    differs: dict[int, list[str]]
+    differs: Differences
     is_recorded: bool
     learned: LearnedStep
     changed: LearnedStep | None = None
@@ -124,7 +129,7 @@ def replay_step(
     for config in configs:
         REPLAY_IN_FLIGHT.require(config)
     store = CheckpointStore(scratch / "before", keep=1)
-    differs: dict[int, list[str]] = {}
+    differs: Differences = {}
     for start, config in zip(starts, configs, strict=True):
         with build_trainer(config) as trainer:
             if start.last_step == step:
@@ -216,11 +221,12 @@ def _checkpoint_before(run_dir: Path, step: int) -> Checkpoint | None:
 
 
 def _note_differences(
-    differs: dict[int, list[str]], step: int, metrics: dict[str, Any], rows: dict[int, dict[str, Any]]
+    differs: Differences, step: int, metrics: dict[str, Any], rows: dict[int, dict[str, Any]]
 ) -> None:
     row = rows.get(step, {})
-    both = [name for name in metrics if name in row and is_reproducible(name) and not name.startswith(SYNC)]
-    if wrong := sorted(name for name in both if repr(float(metrics[name])) != repr(float(row[name]))):
+    names = (name for name in sorted(metrics) if is_reproducible(name) and not name.startswith(SYNC))
+    values = {name: (float(row[name]), float(metrics[name])) for name in names if name in row}
+    if wrong := {name: pair for name, pair in values.items() if repr(pair[0]) != repr(pair[1])}:
         differs[step] = wrong
 
 

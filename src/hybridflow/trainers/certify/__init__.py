@@ -1,0 +1,1 @@
+"""Checks that a recipe gives equal results where hybridflow claims it, on short runs, and writes a certificate."""
