@@ -10,6 +10,7 @@ from hybridflow.models.model_sizes import decoder_shape
 from hybridflow.trainers.build.build_generation import open_prompts
 from hybridflow.trainers.build.build_run import TrainingKind, build_run
 from hybridflow.trainers.build.preconditions import (
+    require_columns,
     require_positions,
     require_reward_functions,
     require_rollout_engine,
@@ -34,6 +35,7 @@ def build_trainer(config: Config) -> PPOTrainer:
     config = with_required_files(config, "data.train_files")
     config = settle_routes(settle_rows(settle_auto(config)))
     require_rollout_engine(config)
+    require_columns(config)
     require_same_tokenizer(config)
 
     def prompts(files: tuple[str, ...], max_samples: int, order_by: str) -> RLHFDataset:

@@ -40,6 +40,7 @@ from hybridflow.runtime.observe.run_files import read_starts
 from hybridflow.runtime.plain_files import require_model_files
 from hybridflow.trainers.build.groups import build_backend, closing_on_error
 from hybridflow.trainers.family_check.required import require_families
+from hybridflow.workers.algorithm_functions import reads_column
 
 
 def settle_auto(config: Config, *, resumes: bool = True) -> Config:
@@ -291,6 +292,25 @@ def require_room(config: Config, longest: int) -> None:
             f"data.max_prompt_length={config.data.max_prompt_length} or "
             f"data.max_response_length={config.data.max_response_length}."
         )
+
+
+def require_columns(config: Config) -> None:
+    """Raise ConfigError if a function of the user reads a column that this run does not make."""
+    makers = {
+        "values": (config.uses_critic, "critic.always=true trains a critic"),
+        "ref_log_probs": (
+            config.uses_reference,
+            "algorithm.kl_in_loss=true runs a reference model, and with algorithm.kl_coef=0 only the function uses it",
+        ),
+        "teacher_log_probs": (config.uses_teacher, "teacher.model_path names a teacher"),
+        "reward_components": (bool(config.reward.weights), "reward.weights names the rewards"),
+    }
+    for column, (is_made, fix) in makers.items():
+        if not is_made and reads_column(config, column):
+            raise ConfigError(
+                f"algorithm.advantage={config.algorithm.advantage!r} or actor.policy_loss={config.actor.policy_loss!r} "
+                f"reads {column}, which nothing in this run makes; {fix}."
+            )
 
 
 def require_same_tokenizer(config: Config) -> None:
