@@ -24,7 +24,7 @@ from hybridflow.trainers.build.build import build_trainer
 from hybridflow.trainers.certify.equality import Equality, counted, difference_within
 from hybridflow.trainers.read_columns import read
 from hybridflow.trainers.run.ppo_trainer import PPOTrainer
-from hybridflow.trainers.run.replay import NOT_IN_REPLAYS, replay_step
+from hybridflow.trainers.run.replay import NOT_IN_REPLAYS, SYNC, replay_step
 from hybridflow.trainers.sampling.sampled import joined
 from hybridflow.trainers.sampling.sampling import Sampling
 from hybridflow.trainers.stages import with_row_ids
@@ -35,7 +35,7 @@ def replay(run: Path, scratch: Path) -> dict[str, Equality]:
     paths = absolute_paths(run / "config.toml")
     last = max(row["step"] for row in read_jsonl(run / "metrics.jsonl"))
     replayed = replay_step(run, last, scratch=scratch, paths=paths)
-    num_metrics = sum(is_reproducible(name) for name in replayed.learned.metrics)
+    num_metrics = sum(is_reproducible(n) and not n.startswith(SYNC) for n in replayed.learned.metrics)
     compared = f"{counted(last - replayed.first_step, 'step')}, {counted(num_metrics, 'metric')}"
     if not replayed.differs:
         return {"replayed": Equality(compared)}
