@@ -63,7 +63,18 @@ def test_a_certificate_is_for_runs_of_the_same_keys_models_and_data(certificate,
         assert text in str(error.value)
 
 
-@pytest.mark.parametrize("change", [lambda d: d.pop("format"), lambda d: d.pop("lines"), lambda d: d.update(lines=[1])])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda document: document.pop("format"),
+        lambda document: document.pop("lines"),
+        lambda document: document.update(lines=[1]),
+        lambda document: document["lines"][0].update(seconds="1"),
+        lambda document: document.update(environment={}),
+        lambda document: document["identity"].update(config=[]),
+        lambda document: document["identity"].pop("data"),
+    ],
+)
 def test_what_is_not_a_certificate_is_an_error(certificate, tmp_path, change):
     certificate.write(tmp_path)
     file = tmp_path / "certificate.json"

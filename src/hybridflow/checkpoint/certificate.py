@@ -119,11 +119,10 @@ def read_certificate(file: Path) -> Certificate:
         document = json.loads(file.read_text(encoding="utf-8"))
         if document.pop("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT!r}")
-        certificate = Certificate(**document)
-        for what in ("kind", "config", "models", "data"):
-            _ = certificate.identity[what]
-        lines = [CertificateLine(**line) for line in document["lines"]]
-        return Certificate(**{**document, "lines": lines})
+        certificate = Certificate(**{**document, "lines": [CertificateLine(**line) for line in document["lines"]]})
+        certificate.page()
+        _ = [certificate.identity[what] for what in ("kind", "models", "data")], certificate.identity["config"].items()
+        return certificate
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointConfigError(
             f"'{file}' is not a certificate ({error}); give the {CERTIFICATE} that `hybridflow certify` wrote."
