@@ -31,7 +31,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # As in hybridflow/__init__.py, for programs that import torch first, and for the peers of benchmarks.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: help setup setup-vllm demo demo-control demo-tools demo-agent rlhf learn chaos soak smoke test types fast-tests test-runs test-vllm test-all test-gpu fix
+.PHONY: help setup setup-vllm demo demo-control demo-tools demo-agent rlhf learn chaos soak smoke test types docs docs-serve fast-tests test-runs test-vllm test-all test-gpu fix
 .PHONY: bench-balance bench-compiled_kernels bench-controller_scale bench-episodes bench-exact bench-gpu bench-grpo_step
 .PHONY: bench-lag_learning bench-overlap bench-recovery bench-report bench-rewards bench-rollout bench-route_replay bench-slow_reward bench-snapshot_size bench-trace_share bench-train_engine bench-uneven
 .PHONY: bench-transport bench-weight_sync
@@ -86,14 +86,20 @@ demo-control: $(STAMP) ## supervised training instead, for as long as the demo's
 SAMPLE := date
 PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --sample $(SAMPLE)
 
-test: $(STAMP) ## lint, format, types, layers, and the tests that start no process
+test: $(STAMP) ## lint, format, types, layers, documentation, and the tests that start no process
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports
-	$(MAKE) --no-print-directory -j 2 types fast-tests
+	$(MAKE) --no-print-directory -j 2 types docs fast-tests
 
 types: $(STAMP)
 	$(BIN)/pyright
+
+docs: $(STAMP) ## the documentation as a site, without network: open site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs-serve: $(STAMP) ## the same on http://127.0.0.1:8000, built again after each change
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --dev-addr 127.0.0.1:8000
 
 fast-tests: $(STAMP)
 	$(BIN)/python $(PYTEST) -m 'not (runs or ray or browser or vllm or exhaustive or gpu)' $(ARGS)

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.util
 import pkgutil
 import re
 from collections.abc import Iterator
@@ -95,6 +96,27 @@ def test_exported_names_exist_once_and_are_documented(package):
     assert len(set(module.__all__)) == len(module.__all__)
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
     assert [name for name in module.__all__ if name not in DOCS] == []
+
+
+def test_the_site_has_a_page_of_every_public_package_with_its_names():
+    spec = importlib.util.spec_from_file_location("hook", ROOT / "docs/theme/hook.py")
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    paths = {"hybridflow.controller.ray", "hybridflow.rewards", "hybridflow.observability", "hybridflow.errors"}
+    assert set(hook.PACKAGES) == {*PACKAGES, *paths} - INTERNAL
+    for package in hook.PACKAGES.keys() - {"hybridflow.errors"}:
+        assert set(hook.names_of(package)) == set(importlib.import_module(package).__all__), package
+        page = hook.reference(package)
+        assert [name for name in hook.names_of(package) if not re.search(rf"\b{name}\b", page)] == [], package
+
+
+def test_a_tag_in_a_docstring_is_code():
+    found = []
+    for path, node in nodes():
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            tags = re.findall(r"</?[a-z]+>", re.sub(r"`[^`]*`", "", node.value.value))  # the site would drop them
+            found += [f"{path.relative_to(SOURCE)}:{node.lineno}: {tag}" for tag in tags]
+    assert found == []
 
 
 def test_names_of_the_root_package_are_listed_and_others_are_errors():

@@ -2,8 +2,6 @@
 
 import fcntl
 import json
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,21 +16,8 @@ from hybridflow.runtime.observe.run_files import RunFiles
 
 pytestmark = pytest.mark.browser
 
-CHROMIUM = os.environ.get("CHROMIUM", "chromium")
 WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 360, "height": 740}
 TABS = ("overview", "curves", "rollouts", "timeline", "configuration", "events")
-
-
-@pytest.fixture(scope="module")  # while it is open, an event loop runs in this process
-def browser():
-    from playwright.sync_api import sync_playwright
-
-    path = shutil.which(CHROMIUM)
-    assert path, f"CHROMIUM='{CHROMIUM}' is not found; install it: apt-get install chromium"
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"])
-        yield opened
-        opened.close()
 
 
 @pytest.fixture(scope="module")
@@ -69,29 +54,6 @@ def write_first_looks(run: Path) -> None:
         events = [*calls, TraceEvent("step", "", "controller", "", step, step + 1.0)]
         trace.write_all({"step": step, **trace_row(event)} for event in events)
     trace.close()
-
-
-@pytest.fixture
-def open_page(browser):
-    """Return a function that opens a page; at the end it must have printed nothing and asked for nothing else."""
-    contexts, problems = [], []
-
-    def open_page(address, viewport=WIDE, scheme="light", allowed=()):
-        context = browser.new_context(viewport=viewport, color_scheme=scheme)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("console", lambda message: problems.append(f"{message.type}: {message.text}"))
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        url = address if isinstance(address, str) else address.as_uri()
-        own = (url, "data:", *allowed)
-        page.on("request", lambda request: request.url.startswith(own) or problems.append(f"asked for {request.url}"))
-        page.goto(url)
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert problems == []
 
 
 def rows_of(page):
@@ -313,22 +275,15 @@ def test_hostile_texts_are_shown_as_texts(open_page, pages):
 @pytest.mark.parametrize(
     ("scheme", "viewport"), [("light", WIDE), pytest.param("dark", NARROW, marks=pytest.mark.exhaustive)]
 )
-def test_axe_finds_nothing(open_page, pages, scheme, viewport):
-    from axe_playwright_python.sync_playwright import Axe
-
+def test_axe_finds_nothing(open_page, pages, axe, scheme, viewport):
     page = open_page(pages["two"], viewport, scheme)
-
-    def findings():
-        found = Axe().run(page).response["violations"]
-        return [(each["id"], each["nodes"][0]["html"][:200]) for each in found]
-
     for tab in TABS:
         show(page, tab)
         page.wait_for_timeout(300)
-        assert findings() == [], tab
+        assert axe(page) == [], tab
     show(page, "rollouts")
     page.locator("#responses td.response .link").last.click()
-    assert findings() == []
+    assert axe(page) == []
 
 
 def test_metrics_with_names_of_javascript_are_drawn(open_page, tmp_path):

@@ -142,7 +142,7 @@ def response_texts(
     stop_ids: Collection[int] = (),
     is_sampled: Sequence[Sequence[bool]] = (),
 ) -> list[str]:
-    """Return what responses say, with the special tokens in them that are text of the model, such as <think>.
+    """Return what responses say, with the special tokens in them that are text of the model, such as `<think>`.
 
     Without those that begin, end, pad or mask a text (EOS, BOS, `stop_ids` and others that the tokenizer names), and
     without all special tokens where not `is_sampled`, which the template wrote.

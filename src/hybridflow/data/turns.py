@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _OPENED = re.compile(r"(<[^<>]+>)\s*$")
-"""A mark that a generation prompt ends with, such as <think>, and that some templates drop from later prompts."""
+"""A mark that a generation prompt ends with, such as `<think>`, and that some templates drop from later prompts."""
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ class ProcessAddress:
 
     pid: int
     start_ticks: int
-    """Field 22 of /proc/<pid>/stat, which differs for a later process with the same pid."""
+    """Field 22 of `/proc/<pid>/stat`, which differs for a later process with the same pid."""
     hostname: str
     pid_namespace: str
-    """The link /proc/<pid>/ns/pid, since the same pid is another process in another container."""
+    """The link `/proc/<pid>/ns/pid`, since the same pid is another process in another container."""
     log_paths: tuple[str, ...]
     """The files behind stdout and stderr."""
 

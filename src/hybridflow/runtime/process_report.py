@@ -137,7 +137,7 @@ def _read_stat(address: ProcessAddress) -> _Stat | None:
 
 
 def _read_stat_fields(pid: int) -> list[str] | None:
-    """Return the fields of /proc/<pid>/stat from the third one on, the state."""
+    """Return the fields of `/proc/<pid>/stat` from the third one on, the state."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

@@ -97,7 +97,7 @@ class ChatRenderer(TurnRenderer):
 
         A content has a place if it holds the text of a control token, which a tokenizer would read as the token. In
         other fields and in the turns of the assistant, each text of a control token has a place of its own; added
-        tokens that are not special, such as <tool_call>, are tokens in a turn, because a model writes them.
+        tokens that are not special, such as `<tool_call>`, are tokens in a turn, because a model writes them.
         """
         shown, contents = [], list(self._tool_contents)
         for message in messages:

@@ -1,4 +1,4 @@
-"""Answers in the text of a response: between <answer> and </answer>, and exact numbers such as 1,234, $5, 1e-3, 3/4.
+"""Answers in the text of a response: between `<answer>` and `</answer>`; exact numbers such as 1,234, $5, 1e-3, 3/4.
 
 Truths and answers are read by the same functions, so what a truth may be an answer may be, and the other way round.
 """
@@ -71,7 +71,7 @@ def last_number(text: str, after: str = "") -> Fraction | None:
 
 
 def last_answer(text: str) -> str | None:
-    """Return the stripped content of the last complete <answer>...</answer>, or None, in linear time."""
+    """Return the stripped content of the last complete `<answer>...</answer>`, or None, in linear time."""
     end = text.rfind(_CLOSE)
     start = text.rfind(_OPEN, 0, max(end, 0))
     if start < 0:

@@ -10,7 +10,7 @@ from hybridflow.errors import RewardError
 
 
 def countdown_reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
-    """Return 1.0 if the last <answer>...</answer> of the response solves the problem, else 0.0.
+    """Return 1.0 if the last `<answer>...</answer>` of the response solves the problem, else 0.0.
 
     `ground_truth` is {"target": int, "numbers": [int, ...]}. The answer is an expression, or an equation whose right
     side is the target. An answer that does not parse or divides by zero scores 0.0.

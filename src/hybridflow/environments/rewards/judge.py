@@ -74,7 +74,7 @@ async def judge_reward(
     Returns {"score": in [0, 1], "judge_score": the number that the judge gave}. That number is in the last line
     "Score: x" of the reply, from `lowest` to `highest`. `prompt_file` replaces `PROMPT`: a text with {response} and
     optionally {question} (from extra_info["question"]), {ground_truth}, {lowest} and {highest}; inserted values cannot
-    open or close a <tag> of the prompt. `post_json` documents retries and `requests_per_second`. Raises RewardError
+    open or close a `<tag>` of the prompt. `post_json` documents retries and `requests_per_second`. Raises RewardError
     without such a number.
     """
     require_whole("max_tokens", max_tokens, least=1)

@@ -28,8 +28,8 @@ def multiple_choice_reward(data_source: str, solution_str: str, ground_truth: An
     r"""Return 1.0 if the final answer of the response is the letter of the ground truth, else 0.0.
 
     `ground_truth` is a letter, or with `extra_info` {"choices": [...]} also an index from 0. An answer is
-    <answer>B</answer>, \boxed{B}, "Answer: (B)", "the answer is B", or a response that is only the letter. The last one
-    counts; a letter beyond the choices does not count.
+    `<answer>B</answer>`, `\boxed{B}`, "Answer: (B)", "the answer is B", or a response that is only the letter. The last
+    one counts; a letter beyond the choices does not count.
     """
     choices = extra_info.get("choices") if isinstance(extra_info, Mapping) else None
     num_choices = len(ascii_uppercase) if choices is None else _count(choices)

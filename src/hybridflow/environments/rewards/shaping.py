@@ -15,7 +15,7 @@ MAX_CHARS = 200_000
 
 _NO_TAG = r"(?:(?!</?(?:think|answer)>).)*+"
 THINK_THEN_ANSWER = rf"\s*+<think>{_NO_TAG}</think>\s*+<answer>{_NO_TAG}</answer>\s*+"
-"""One <think>...</think>, then one <answer>...</answer>, without nested tags or further text."""
+"""One `<think>...</think>`, then one `<answer>...</answer>`, without nested tags or further text."""
 
 
 def format_score(text: str, pattern: str = THINK_THEN_ANSWER) -> float:
