@@ -95,7 +95,7 @@ test: $(STAMP) ## lint, format, types, layers, documentation, and the tests that
 types: $(STAMP)
 	$(BIN)/pyright
 
-docs: $(STAMP) ## the documentation as a site, without network: open site/index.html
+docs: $(STAMP) ## the documentation as a site, without network: open site/index.html; DOCS_VERSION=1.2: into sites/1.2
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 docs-serve: $(STAMP) ## the same on http://127.0.0.1:8000, built again after each change

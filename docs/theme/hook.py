@@ -6,6 +6,7 @@ hybridflow: names are read from `__all__` of the source.
 
 import ast
 import json
+import os
 import posixpath
 import re
 from pathlib import Path
@@ -20,6 +21,8 @@ SOURCE = ROOT / "src" / "hybridflow"
 LINK = re.compile(r"(\[[^\]]*\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 SECTION_OF_README = re.compile(r"^\[[^\]]+\]\(\.\./README\.md#([\w-]+)\)$", re.MULTILINE)
 GROUPS = ("Start", "Guides", "Reference", "Understand")
+VERSION = os.environ.get("DOCS_VERSION", "")
+"""If it is given, the site goes to sites/VERSION and has a menu of all versions there."""
 INDEX = (ROOT / "docs/index.md").read_text("utf-8")
 
 PACKAGES = {
@@ -50,7 +53,24 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     decisions = sorted((ROOT / "docs/decisions").glob("*.md"))
     groups[3]["Understand"].append({"Decisions": [f"decisions/{page.name}" for page in decisions]})
     config.nav = [{"Home": "index.md"}, *groups]
+    if VERSION:
+        if not re.fullmatch(r"v?\d+(\.\w+)*", VERSION):
+            raise PluginError(f"DOCS_VERSION={VERSION!r} is invalid: expected a version or a tag, such as 1.2 or v1.2")
+        config.site_dir = str(Path(config.site_dir).with_name("sites") / VERSION)
+        config.extra["version"] = {"provider": "mike"}  # the theme reads ../versions.json, as that program writes it
     return config
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """List the versions that are built, newest first, for the theme's menu; the first one opens by itself."""
+    if VERSION:
+        folder = Path(config.site_dir).parent
+        built = [page.parent.name for page in folder.glob("*/index.html")]
+        built.sort(key=lambda version: [int(number) for number in re.findall(r"\d+", version)], reverse=True)
+        rows = [{"version": version, "title": version, "aliases": []} for version in built]
+        (folder / "versions.json").write_text(json.dumps(rows), "utf-8")
+        newest = f'<link rel="icon" href="data:,"><meta http-equiv="refresh" content="0; url={built[0]}/index.html">'
+        (folder / "index.html").write_text(newest, "utf-8")
 
 
 def pages_of(group: str) -> list[dict]:

@@ -1,9 +1,12 @@
 """The documentation as a site: it is built without a warning, complete, and reads well in a real browser."""
 
+import functools
+import http.server
 import os
 import re
 import subprocess
 import sys
+import threading
 from html import unescape
 from pathlib import Path
 from urllib.parse import unquote
@@ -18,14 +21,19 @@ SHOWN = ("index.html", "rewards.html", "reference/hybridflow.protocol.html")
 pytestmark = pytest.mark.browser
 
 
-@pytest.fixture(scope="session")
-def site(tmp_path_factory):
-    """Return the directory of the site, built as `make docs` does: a warning is an error."""
-    directory = tmp_path_factory.mktemp("site")
+def build(directory, version=""):
+    """Build the site as `make docs` does: a warning is an error."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(directory)]
-    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "DOCS_VERSION": version}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory):
+    """Return the directory of the site."""
+    directory = tmp_path_factory.mktemp("site")
+    build(directory)
     return directory
 
 
@@ -86,3 +94,28 @@ def test_every_page_fits_the_screen_of_a_phone(open_site, site):
         page.goto((site / name).as_uri())
         wide += [name] * (overflow(page) > 0)
     assert wide == []
+
+
+@pytest.mark.exhaustive
+def test_a_site_of_a_version_offers_all_versions_newest_first(open_page, tmp_path):
+    (tmp_path / "sites/0.9").mkdir(parents=True)
+    (tmp_path / "sites/0.9/index.html").write_text('<link rel="icon" href="data:,">an older version')
+    build(tmp_path / "site", version="0.10")
+    handler = functools.partial(QuietHandler, directory=tmp_path / "sites")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/"
+        page = open_page(address, allowed=(address,))
+        page.wait_for_url(f"{address}0.10/index.html")
+        page.locator(".md-version").hover()
+        assert page.locator(".md-version__link").all_inner_texts() == ["0.10", "0.9"]
+        page.get_by_role("link", name="0.9", exact=True).click()
+        page.get_by_text("an older version").wait_for()
+        server.shutdown()
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    """A server of files that prints nothing."""
+
+    def log_message(self, *args):
+        """Print nothing."""
