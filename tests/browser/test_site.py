@@ -99,6 +99,7 @@ def test_every_page_fits_the_screen_of_a_phone(open_site, site):
 @pytest.mark.exhaustive
 def test_a_site_of_a_version_offers_all_versions_newest_first(open_page, tmp_path):
     (tmp_path / "sites/0.9").mkdir(parents=True)
+    (tmp_path / "sites/0.9/sitemap.xml").write_text('<urlset xmlns="http://www.sitemaps.org/schemas/sitemap/0.9"/>')
     (tmp_path / "sites/0.9/index.html").write_text('<link rel="icon" href="data:,">an older version')
     build(tmp_path / "site", version="0.10")
     handler = functools.partial(QuietHandler, directory=tmp_path / "sites")

@@ -19,6 +19,7 @@ from hybridflow.config import leaf_keys, load_config, reference_markdown, refere
 from hybridflow.config.render import toml_value
 from hybridflow.errors import ConfigError, DataError, LostWeightSyncError, WorkerDiedError, WorkerError
 
+DOCS = Path(__file__).parents[2] / "docs"
 RECIPE = str(Path(__file__).parents[2] / "recipes/algorithms/grpo.toml")
 
 
@@ -246,8 +247,16 @@ def test_config_prints_the_configuration_the_reference_or_all_problems(recipe, s
     )
 
 
-@pytest.mark.parametrize("form", ["text", "mermaid"])
+@pytest.mark.parametrize("form", ["text", "mermaid", "svg"])
 def test_graph_draws_a_recipe_without_its_model(shown, form):
     plain, _ = shown("graph", RECIPE, "--format", form)
     assert "RewardWorker.score" in plain
     assert shown("graph", RECIPE, "--format", form, "model.path=owner/model")[0] == plain
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_pictures_of_the_docs_are_those_that_graph_draws(shown, name):
+    picture = DOCS / f"images/dataflow_{name}.svg"
+    command = ("graph", f"recipes/algorithms/{name}.toml", "--format", "svg")
+    drawn, _ = shown("graph", str(DOCS.parent / command[1]), *command[2:])
+    assert drawn == picture.read_text("utf-8"), f"hybridflow {' '.join(command)} --output {picture}"

@@ -8,6 +8,7 @@ from hybridflow.runtime.observe.console import (
     ConsoleTracker,
 )
 from hybridflow.runtime.observe.dataflow import dataflow_edges, draw_mermaid, draw_text
+from hybridflow.runtime.observe.dataflow_svg import draw_svg
 from hybridflow.runtime.observe.guarded_tracker import GuardedTracker
 from hybridflow.runtime.observe.jsonl import JsonlWriter, read_jsonl
 from hybridflow.runtime.observe.log import get_logger
@@ -52,6 +53,7 @@ __all__ = [
     "collect_run_info",
     "dataflow_edges",
     "draw_mermaid",
+    "draw_svg",
     "draw_text",
     "find_metric",
     "flatten",

@@ -23,36 +23,37 @@ def dataflow_edges(events: Iterable[TraceEvent]) -> list[Edge]:
 def draw_text(edges: Sequence[Edge], notes: dict[str, str] | None = None) -> str:
     """Return a text with the columns that each reader reads from each producer; `notes` are shown after a name."""
     lines = []
-    for reader in [*(name for name in _names(edges) if name != CONTROLLER), CONTROLLER]:
+    for reader in [*(name for name in names_of(edges) if name != CONTROLLER), CONTROLLER]:
         note = (notes or {}).get(reader, "")
         lines.append(f"{reader}{f'  ({note})' if note else ''}")
-        for producer, columns in _sources_of(reader, edges).items():
+        for producer, columns in sources_of(reader, edges).items():
             lines.append(f"    <- {producer}: {', '.join(columns)}")
     return "\n".join(lines) + "\n"
 
 
 def draw_mermaid(edges: Sequence[Edge], notes: dict[str, str] | None = None) -> str:
     """Return a Mermaid flowchart for Markdown."""
-    names = _names(edges)
+    names = names_of(edges)
     ids = {name: f"n{index}" for index, name in enumerate(names)}
     lines = ["flowchart TD"]
     for name in names:
         note = (notes or {}).get(name, "")
         lines.append(f'    {ids[name]}["{name}{f"<br/>{note}" if note else ""}"]')
     for reader in names:
-        for producer, columns in _sources_of(reader, edges).items():
+        for producer, columns in sources_of(reader, edges).items():
             lines.append(f'    {ids[producer]} -->|"{", ".join(columns)}"| {ids[reader]}')
     return "\n".join(lines) + "\n"
 
 
-def _names(edges: Sequence[Edge]) -> list[str]:
+def names_of(edges: Sequence[Edge]) -> list[str]:
     """Return all producers and readers in the order of the trace, the controller first."""
     return list(
         dict.fromkeys([CONTROLLER, *(reader for _, reader, _ in edges), *(producer for producer, _, _ in edges)])
     )
 
 
-def _sources_of(reader: str, edges: Sequence[Edge]) -> dict[str, list[str]]:
+def sources_of(reader: str, edges: Sequence[Edge]) -> dict[str, list[str]]:
+    """Return the columns that a reader reads, by producer."""
     sources: dict[str, list[str]] = {}
     for producer, to, column in edges:
         if to == reader:
