@@ -2,6 +2,7 @@
 
 import functools
 import http.server
+import importlib
 import os
 import re
 import subprocess
@@ -63,6 +64,14 @@ def test_no_link_of_the_site_is_dead(site):
             if not target.exists() or (anchor and anchor not in names.get(target, ())):
                 dead.append(f"{path.relative_to(site)}: {link}")
     assert dead == []
+
+
+def test_each_public_name_has_an_entry_or_a_link_to_it(site):
+    pages = {path.stem: path.read_text("utf-8") for path in site.glob("reference/hybridflow*.html")}
+    assert len(pages) > 10
+    for package in pages.keys() - {"hybridflow.errors"}:
+        found = re.findall(r'(?:id|href)="[^"]*\.(\w+)"', pages[package])
+        assert set(importlib.import_module(package).__all__) - set(found) == set(), package
 
 
 def test_a_search_finds_a_key_and_a_public_name(open_site):

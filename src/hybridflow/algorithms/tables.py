@@ -22,7 +22,9 @@ def _load(path: str) -> Callable[..., Any]:
 ADVANTAGES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     name: _load(estimator.function) for name, estimator in ESTIMATORS.items()
 }
+"""Advantage estimators by configuration name (`algorithm.advantage`)."""
 POLICY_LOSSES: dict[str, Callable[..., PolicyLoss]] = {name: _load(loss.function) for name, loss in LOSSES.items()}
+"""Policy losses by configuration name (`actor.policy_loss`)."""
 SELECTIONS: dict[str, Callable[..., Tensor]] = {
     name: _load(loss.selection) for name, loss in LOSSES.items() if loss.selection
 }

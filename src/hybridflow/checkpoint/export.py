@@ -32,6 +32,7 @@ EXPORT_DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
+"""The precisions of an exported model, by name (`hybridflow export --dtype`)."""
 
 MAX_FILE_BYTES = 5 * 10**9
 """Size of the largest weight file; a larger model is written as several files with an index."""

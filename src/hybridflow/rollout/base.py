@@ -15,6 +15,7 @@ from hybridflow.errors import RolloutConfigError
 from hybridflow.runtime.boxes import Box
 
 FinishReason = Literal["stop", "length", "abort"]
+"""How a response ended: by a stop token or string, at the limit of its length, or interrupted."""
 SleepingPart = Literal["weights", "kv_cache"]
 
 

@@ -16,6 +16,7 @@ COUNTDOWN_PROMPT = (
     "parentheses, and use each number exactly once. Show your work, then give the final answer in <answer> </answer>, "
     "for example <answer>(1 + 2) / 3</answer>."
 )
+"""The prompt of a countdown problem."""
 _MAX_OPERANDS = 10
 
 

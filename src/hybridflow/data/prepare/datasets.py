@@ -17,7 +17,9 @@ from hybridflow.errors import DataConfigError, DataError
 from hybridflow.runtime.latex_box import last_boxed
 
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+"""What follows a question of GSM8K in its prompt."""
 MATH_INSTRUCTION = r"Let's think step by step and output the final answer within \boxed{}."
+"""What follows a problem of MATH in its prompt."""
 
 _NUMBER = re.compile(
     r"[-+]?\$?-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+|(?=\.[0-9]))(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3}|/0*[1-9][0-9]*)?"

@@ -12,6 +12,7 @@ MULTIPLICATION_PROMPT = (
     "What is {a} * {b}? Show your work, then give the final answer in <answer> </answer>, for example "
     "<answer>56</answer>."
 )
+"""The prompt of a multiplication problem."""
 _MAX_DIGITS = 30
 
 

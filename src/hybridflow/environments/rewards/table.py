@@ -13,8 +13,8 @@ from hybridflow.environments.rewards.multiple_choice import chosen_letter, multi
 from hybridflow.environments.rewards.multiplication import multiplication_reward
 from hybridflow.errors import RewardConfigError
 
-# Called with the keyword arguments data_source, solution_str, ground_truth, extra_info.
 RewardFunction = Callable[..., float | Mapping[str, Any]]
+"""A function that is called with the keyword arguments `data_source, solution_str, ground_truth, extra_info`."""
 
 
 def no_reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
@@ -33,6 +33,7 @@ REWARDS: dict[str, RewardFunction] = {
     "multiple_choice": multiple_choice_reward,
     "code": code_reward,
 }
+"""The included reward functions, by the `data_source` of a row."""
 
 IN_PROCESSES = frozenset({math_reward, code_reward})
 """Functions that may take long, or forever, on a response: a run calls them in processes, like a user's function."""

@@ -23,8 +23,9 @@ RL_FIGURES = {
     "val score": "val/score/mean",
     "s/step": "timing_s/step",
 }
-"""Both `val accuracy` (share of scores of at least 1) and `val score`, since scores need not be 0 or 1."""
+"""Figures of RL on the console, label -> metric. Accuracy (share of scores of at least 1) and score may differ."""
 SFT_FIGURES = {"loss": "sft/loss", "val loss": "sft/val_loss", "s/step": "timing_s/step"}
+"""Figures of supervised training on the console, label -> metric."""
 DPO_FIGURES = {
     "loss": "dpo/loss",
     "accuracy": "dpo/accuracy",
@@ -32,12 +33,14 @@ DPO_FIGURES = {
     "val accuracy": "dpo/val_accuracy",
     "s/step": "timing_s/step",
 }
+"""Figures of DPO on the console, label -> metric."""
 REWARD_MODEL_FIGURES = {
     "loss": "reward_model/loss",
     "accuracy": "reward_model/accuracy",
     "val accuracy": "reward_model/val_accuracy",
     "s/step": "timing_s/step",
 }
+"""Figures of a reward model on the console, label -> metric."""
 
 RECENT_STEPS = 20
 """Number of steps whose mean duration estimates the time left; it includes steps that also validate or save."""
