@@ -234,6 +234,8 @@ def on_page_markdown(markdown: str, page: Page, **_) -> str:
         markdown = relinked(markdown, f"docs/{uri}", uri)
     if uri.startswith(("files/", "reference/", "decisions/", "benchmarks", "test-all")):
         page.meta["search"] = {"boost": 0.3}  # what explains comes before what lists
+    elif uri.endswith("/index.md"):
+        page.meta["search"] = {"exclude": True}  # a group has no words that its pages lack
     return re.sub(r"^(```[a-z]+) .+$", r"\1", markdown, flags=re.MULTILINE)
 
 
