@@ -125,7 +125,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             page = File.generated(config, uri_of(path), content=shown(text, path))
             page.inclusion = InclusionLevel.NOT_IN_NAV
             files.append(page)
-            if path.endswith(".md"):
+            if path.endswith((".md", ".ipynb")):
                 linked += linked_files(text, path)
     return files
 
@@ -146,7 +146,8 @@ def shown(text: str, path: str) -> str:
     if path.endswith(".md"):
         return relinked(text, path, uri_of(path))
     if path.endswith(".ipynb"):
-        return "\n\n".join(block for cell in json.loads(text)["cells"] for block in cell_blocks(cell))
+        cells = json.loads(text)["cells"]
+        return relinked("\n\n".join(block for cell in cells for block in cell_blocks(cell)), path, uri_of(path))
     return f"# {path}\n\n{fence(text, Path(path).suffix[1:])}"
 
 
