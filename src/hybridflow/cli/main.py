@@ -57,6 +57,10 @@ COMMANDS = {
     "graph": Command("show the dataflow of a recipe", "graph recipes/countdown_ppo.toml"),
     "memory": Command("estimate the memory of a run on each rank", "memory recipes/gpu/one_gpu.toml"),
     "replay": Command("learn a step of a run again", "replay runs/countdown/grpo --step 12 actor.optimizer.lr=1e-5"),
+    "bisect": Command(
+        "find the step and the samples that lost a run",
+        "bisect runs/countdown/grpo --metric val/score/mean --below 0.5",
+    ),
     "certify": Command("check that runs of a recipe repeat bit for bit", "certify recipes/countdown_grpo.toml --quick"),
     "report-performance": Command(
         "show the transfers of a run", "report-performance runs/countdown/grpo --steps 10-20"

@@ -125,10 +125,10 @@ class PPO:
         if self.critic:
             is_apart = self.critic.shares.of_ranks is not self.actor.shares.of_ranks  # other processes, other speeds
             of_critic = self._balanced(batch, self.critic)[0] if is_apart else rows
-            steps = self._with_mini_batches(of_critic, config.critic, kl_coef)
+            steps = self.with_mini_batches(of_critic, config.critic, kl_coef)
             updates.append(self.critic.update_critic.remote(steps))
         if trains_actor and not in_parts:
-            steps = self._with_mini_batches(rows, config.actor, kl_coef)
+            steps = self.with_mini_batches(rows, config.actor, kl_coef)
             updates.append(self.actor.update_actor.remote(steps))
         for update in updates:
             self.metrics |= reduce_lists(update.get(()).meta_info["metrics"])
@@ -148,7 +148,7 @@ class PPO:
         self.metrics |= {"critic/kl": kl, "critic/kl_coeff": self.kl_controller.coef}
         self.kl_controller.update(kl, num_samples)
 
-    def _with_mini_batches(
+    def with_mini_batches(
         self, batch: DataProtoFuture, role: ActorConfig | CriticConfig, kl_coef: float
     ) -> DataProtoFuture:
         """Return the batch with the row ids of its mini-batches and the KL coefficient, for an update call."""

@@ -150,7 +150,7 @@ GREEDY_IN_FLIGHT = Refusal(
 )
 REPLAY_IN_FLIGHT = Refusal(
     "rollout.on_new_weights = 'retract'",
-    "hybridflow replay",
+    "hybridflow replay or bisect",
     "the weights that sample a token depend on time",
     "use rollout.replay in a run of its own",
     lambda c: c.updates_in_flight,

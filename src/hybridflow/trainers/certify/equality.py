@@ -14,7 +14,7 @@ from hybridflow.checkpoint.stored_tensors import StoredTensors
 from hybridflow.errors import CheckpointError
 from hybridflow.runtime.observe.metrics import is_reproducible
 from hybridflow.runtime.observe.run_files import RunFiles
-from hybridflow.trainers.run.replay import SYNC
+from hybridflow.trainers.run.run_states import SYNC
 from hybridflow.trainers.run.training_state import CONTROLLER
 
 _NOTHING = object()

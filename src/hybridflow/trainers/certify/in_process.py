@@ -24,7 +24,8 @@ from hybridflow.trainers.build.build import build_trainer
 from hybridflow.trainers.certify.equality import Equality, counted, difference_within
 from hybridflow.trainers.read_columns import read
 from hybridflow.trainers.run.ppo_trainer import PPOTrainer
-from hybridflow.trainers.run.replay import NOT_IN_REPLAYS, SYNC, replay_step
+from hybridflow.trainers.run.replay import NOT_IN_REPLAYS, replay_step
+from hybridflow.trainers.run.run_states import SYNC
 from hybridflow.trainers.sampling.sampled import joined
 from hybridflow.trainers.sampling.sampling import Sampling
 from hybridflow.trainers.stages import with_row_ids

@@ -7,7 +7,6 @@ A step depends only on the state at its begin, the data, the seed and the keys o
 checkpoints must be kept. All happens in a directory of its own; the run is only read.
 """
 
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,22 +14,14 @@ from typing import Any
 
 import torch
 
-from hybridflow.checkpoint import Checkpoint, CheckpointStore
-from hybridflow.config import Config, load_config
-from hybridflow.config.checks.generation import REPLAY_IN_FLIGHT
-from hybridflow.errors import CheckpointError, ConfigError, NonFiniteError
+from hybridflow.errors import ConfigError, NonFiniteError
 from hybridflow.protocol import DataProto, DataProtoFuture
-from hybridflow.runtime.observe import get_logger, read_jsonl
-from hybridflow.runtime.observe.metrics import is_reproducible
 from hybridflow.trainers.build.build import build_trainer
 from hybridflow.trainers.read_columns import read
 from hybridflow.trainers.rl_metrics import batch_metrics
 from hybridflow.trainers.run.ppo_trainer import PPOTrainer
-from hybridflow.trainers.run.run_directory import TOKEN_BUDGETS
-from hybridflow.trainers.run.run_starts import starts_of_steps
+from hybridflow.trainers.run.run_states import LEARNS_ONLY, Differences, RunStates
 from hybridflow.trainers.sampling.sampled import NextPrompts, Sampled, Sampler
-
-logger = get_logger(__name__)
 
 CHANGEABLE = ("actor.", "critic.", "algorithm.", "memory.", "model.dtype", "model.compile", "controller.threads")
 """Keys, or prefixes of keys, that a replay may change: they do not change what a step has sampled."""
@@ -38,21 +29,11 @@ CHANGEABLE = ("actor.", "critic.", "algorithm.", "memory.", "model.dtype", "mode
 SAMPLING = ("algorithm.filter_groups", "algorithm.max_sampling_rounds")
 """Keys of `CHANGEABLE` that do change what a step samples."""
 
-NOT_IN_REPLAYS = (
-    *("trainer.resume=auto", "trainer.save_every=0", "trainer.save_every_s=0", "trainer.trackers=[]"),
-    *("data.val_files=[]", "trainer.val_every=0", "trainer.val_before_train=false"),
-    "recovery.max_restarts=0",
-)
-
-SYNC = "weight_sync/"
-"""Metrics that differ after a start, since the engines of new processes get the weights again."""
+NOT_IN_REPLAYS = (*LEARNS_ONLY, "data.val_files=[]")
+"""Changes of the configuration of a run for its replay."""
 
 MOST_CHARS = 400
 """Characters of the prompt and of the response of a sample whose loss is not finite."""
-
-
-Differences = dict[int, dict[str, tuple[float, float]]]
-"""By step, the metrics that differ, with the values of a run and of its replay."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +41,12 @@ class LearnedSample:
     """A row of the batch: response and score, and the means of its tokens' advantages and log-probs.
 
     `log_prob_before` and `log_prob_after`: under the policy before and after the step. `weight`: share of the row in
-    the sum of the absolute advantages of all tokens.
+    the sum of the absolute advantages of all tokens. Rows of one prompt are a `group`.
     """
 
     row: int
+    group: int
+    prompt: str
     score: float
     advantage: float
     weight: float
@@ -112,48 +95,26 @@ def replay_step(
     Raises ConfigError for a step that the run has not reached, and for a change of a key that does not belong to
     learning; NonFiniteError if the step has no finite result.
     """
-    _require_changeable(changes)
-    rows = {row["step"]: row for row in read_jsonl(run_dir / "metrics.jsonl") if "timing_s/step" in row}
-    newest = max(rows, default=0)
-    if rows and "critic/score/mean" not in rows[newest]:
-        raise ConfigError(f"'{run_dir}' is not a run of `hybridflow train`, the only kind that can be replayed.")
-    _require_step(step, run_dir, newest, newest + 1)  # also the step that ended the run
-    before = _checkpoint_before(run_dir, step)
-    first_step = before.step if before else 0
-    starts = starts_of_steps(run_dir, first_step, step)
-    configs = [
-        _config(run_dir, [*paths, *start.overrides], scratch / f"run-{place}") for place, start in enumerate(starts)
-    ]
-    of_step = [*paths, *starts[-1].overrides]
-    changed_config = _config(run_dir, [*of_step, *changes], scratch / "changed") if changes else None
-    for config in configs:
-        REPLAY_IN_FLIGHT.require(config)
-    store = CheckpointStore(scratch / "before", keep=1)
-    differs: Differences = {}
-    for start, config in zip(starts, configs, strict=True):
-        with build_trainer(config) as trainer:
-            if start.last_step == step:
-                _require_step(step, run_dir, newest, trainer.total_steps)
-            if before:
-                trainer.restore(before)
-            while trainer.global_step < min(start.last_step, step - 1):
-                trainer.train_step()
-                _note_differences(differs, trainer.global_step, trainer.metrics, rows)
-            if changed_config or start.last_step < step:
-                trainer.save_with(trainer.new_saver(store, in_background=False))
-                before = store.latest()
-            if start.last_step == step:
-                trainer.sample = kept = KeptSamples(trainer.sample)
-                learned = _learn(trainer, kept)
-                _note_differences(differs, step, learned.metrics, rows)
+    require_changeable(changes)
+    with RunStates(run_dir, scratch, paths=paths, changes=NOT_IN_REPLAYS) as states:
+        _require_step(step, states, states.newest + 1)  # also the step that ended the run
+        place = states.starts.place_of(step)
+        changed_config = states.config_of(place, changes, "changed") if changes else None
+        trainer = states.at(step - 1, before=step)
+        _require_step(step, states, trainer.total_steps)
+        first_step = states.base.step if states.base else 0
+        before = states.keep() if changed_config else None
+        trainer.sample = kept = KeptSamples(trainer.sample)
+        learned = learn(trainer, kept)
+        states.note_differences(step, learned.metrics)
     changed = None
     if changed_config:
         with build_trainer(changed_config) as trainer:
             assert before is not None
             trainer.restore(before)
             trainer.sample = kept
-            changed = _learn(trainer, kept)
-    return Replay(step, first_step, differs, step in rows, learned, changed)
+            changed = learn(trainer, kept)
+    return Replay(step, first_step, states.differs, step in states.rows, learned, changed)
 
 
 class KeptSamples:
@@ -179,14 +140,15 @@ class KeptSamples:
             yield part
 
 
-def _require_step(step: int, run_dir: Path, completed: int, last: int) -> None:
+def _require_step(step: int, states: RunStates, last: int) -> None:
     if not 1 <= step <= last:
         raise ConfigError(
-            f"step {step} cannot be replayed: '{run_dir}' has completed {completed} steps; use 1 to {last}."
+            f"step {step} cannot be replayed: '{states.run_dir}' has completed {states.newest} steps; use 1 to {last}."
         )
 
 
-def _require_changeable(changes: Sequence[str]) -> None:
+def require_changeable(changes: Sequence[str]) -> None:
+    """Raise ConfigError unless the keys of "key=value" belong to learning."""
     changeable = ", ".join(f"{name}*" if name.endswith(".") else name for name in CHANGEABLE)
     for change in changes:
         key = change.partition("=")[0].strip()
@@ -198,40 +160,8 @@ def _require_changeable(changes: Sequence[str]) -> None:
             )
 
 
-def _config(run_dir: Path, overrides: Sequence[str], directory: Path) -> Config:
-    """Return the configuration of the run in another directory, which gets its kept rewards and token budgets."""
-    directory.mkdir(parents=True)
-    for journal in ("rewards", "environments"):
-        if (run_dir / journal).is_dir():
-            shutil.copytree(run_dir / journal, directory / journal)
-    if (run_dir / TOKEN_BUDGETS).is_file():
-        shutil.copy(run_dir / TOKEN_BUDGETS, directory)
-    return load_config(run_dir / "config.toml", [*overrides, *NOT_IN_REPLAYS, f"trainer.run_dir={directory}"])
-
-
-def _checkpoint_before(run_dir: Path, step: int) -> Checkpoint | None:
-    """Return the newest undamaged checkpoint before a step; None if the run has none."""
-    store = CheckpointStore(run_dir / "checkpoints")
-    for earlier in reversed([each for each in store.list() if each < step]):
-        try:
-            return store.verify(earlier)
-        except CheckpointError as error:
-            logger.warning("the replay starts before step %d: %s", earlier, error)
-    return None
-
-
-def _note_differences(
-    differs: Differences, step: int, metrics: dict[str, Any], rows: dict[int, dict[str, Any]]
-) -> None:
-    row = rows.get(step, {})
-    names = (name for name in sorted(metrics) if is_reproducible(name) and not name.startswith(SYNC))
-    values = {name: (float(row[name]), float(metrics[name])) for name in names if name in row}
-    if wrong := {name: pair for name, pair in values.items() if repr(pair[0]) != repr(pair[1])}:
-        differs[step] = wrong
-
-
-def _learn(trainer: PPOTrainer, kept: KeptSamples) -> LearnedStep:
-    """Make the next step, and compare the policy before and after it on its batch."""
+def learn(trainer: PPOTrainer, kept: KeptSamples) -> LearnedStep:
+    """Make the next step on the kept samples, and compare the policy before and after it on its batch."""
     trainer.metrics.clear()
     try:
         batch = trainer.step(trainer.loader.next_batch)
@@ -246,11 +176,14 @@ def _learn(trainer: PPOTrainer, kept: KeptSamples) -> LearnedStep:
         raise NonFiniteError("\n".join([str(error), *named])) from None
     metrics = trainer.metrics | batch_metrics(batch, trainer.config.data.max_response_length)
     before = "old_log_probs" if "old_log_probs" in (batch.columns or ()) else "rollout_log_probs"
-    rows = read(batch, ("scores", "advantages", "response_mask", "solution_texts", before))
+    names = ("group_ids", "prompt_texts", "scores", "advantages", "response_mask", "solution_texts", before)
+    rows = read(batch, names)
     columns, mask = rows.batch, rows.batch["response_mask"]
     after = read(trainer.actor.compute_log_probs.remote(batch), ("old_log_probs",)).batch["old_log_probs"]
     absolute = (columns["advantages"].abs() * mask).sum(-1)
     values = zip(
+        columns["group_ids"].tolist(),
+        rows.non_tensor_batch["prompt_texts"].tolist(),
         columns["scores"].tolist(),
         _mean(columns["advantages"], mask),
         (absolute / absolute.sum().clamp(min=1e-30)).tolist(),
