@@ -30,7 +30,7 @@ from hybridflow.trainers.ppo import PPO
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text("utf-8")
 PAGES = sorted(ROOT.glob("docs/*.md"))
-TEXTS = [*PAGES, *sorted(ROOT.glob("docs/decisions/*.md")), *sorted(ROOT.glob("*.md"))]
+TEXTS = [*PAGES, *(path for rest in ("docs/*/*.md", "docs/*/*.ipynb", "*.md") for path in sorted(ROOT.glob(rest)))]
 PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SCRIPT = re.compile(r"^```bash\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
