@@ -18,7 +18,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "hybridflow"
-LINK = re.compile(r"(\[[^\]]*\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
+LINK = re.compile(r"(\[[^\]]*\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
 SECTION_OF_README = re.compile(r"^\[[^\]]+\]\(\.\./README\.md#([\w-]+)\)$", re.MULTILINE)
 GROUPS = ("Start", "Guides", "Reference", "Understand")
 VERSION = os.environ.get("DOCS_VERSION", "")
@@ -106,12 +106,12 @@ def slug(title: str) -> str:
 def uri_of(path: str) -> str:
     """Return where the site has the page of a file, whose path begins at the root of the repository."""
     if path.startswith("docs/"):
-        return path.removeprefix("docs/")
+        return re.sub(r"\.ipynb$", ".md", path.removeprefix("docs/"))
     return f"files/{path if path.endswith('.md') else path + '.md'}"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page of each public package, and of each file outside docs/ that a page links."""
+    """Add a page of each public package, and of each file outside docs/ and each notebook that a page links."""
     for name in PACKAGES:
         files.append(File.generated(config, f"reference/{name}.md", content=reference(name)))
     for name in GROUPS:
@@ -136,9 +136,9 @@ def group_page(name: str) -> str:
 
 
 def linked_files(text: str, origin: str) -> list[str]:
-    """Return the files outside docs/ that a text links."""
+    """Return the files that a text links and that need a page: those outside docs/, and notebooks."""
     paths = [target(link, origin) for link in LINK.finditer(text)]
-    return [path for path in paths if not path.startswith("docs/") and (ROOT / path).is_file()]
+    return [path for path in paths if not re.match(r"docs/.*(?<!\.ipynb)$", path) and (ROOT / path).is_file()]
 
 
 def shown(text: str, path: str) -> str:

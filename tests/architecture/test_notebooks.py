@@ -29,21 +29,23 @@ def test_a_notebook_is_small_and_was_executed_from_top_to_bottom(path):
     assert counts == [*range(1, len(counts) + 1)]
 
 
-def test_a_notebook_as_markdown_has_text_code_and_outputs():
-    markdown_of = runpy.run_path(str(ROOT / "docs/theme/notebooks.py"))["markdown_of"]
+def test_a_notebook_is_a_page_of_the_site_with_code_outputs_and_links():
+    hook = runpy.run_path(str(ROOT / "docs/theme/hook.py"))
     outputs = [
         {"output_type": "stream", "name": "stdout", "text": ["one\n", "two\n"]},
-        {"output_type": "display_data", "data": {"image/png": "QUJD\n"}},
+        {"output_type": "display_data", "data": {"image/png": f"{'QUJD' * 999}\n"}},
         {"output_type": "execute_result", "data": {"text/plain": ["3"], "text/html": ["<b>3</b>"]}},
     ]
     cells = [
-        {"cell_type": "markdown", "source": ["# Title\n", "Text"]},
-        {"cell_type": "code", "source": ['print("""```""")\n', "3"], "outputs": outputs},
+        {"cell_type": "markdown", "source": ["[a](own_reward.ipynb) [b](../data.md)\n", "[c](../../README.md#start)"]},
+        {"cell_type": "code", "source": ["print(1)\n", "3"], "outputs": outputs},
     ]
-    assert markdown_of({"cells": cells}).split("\n\n") == [
-        "# Title\nText",
-        '````python\nprint("""```""")\n3\n````',
-        "```text\none\ntwo\n```",
-        "![output](data:image/png;base64,QUJD)",
-        "```text\n3\n```\n",
+    text, path = json.dumps({"cells": cells}), "docs/notebooks/one.ipynb"
+    assert hook["linked_files"](text, path) == ["docs/notebooks/own_reward.ipynb", "README.md"]
+    assert hook["shown"](text, path).split("\n\n") == [
+        "[a](own_reward.md) [b](../data.md)\n[c](../files/README.md#start)",
+        "`````python\nprint(1)\n3\n`````",
+        "`````text\none\ntwo\n`````",
+        f"![output](data:image/png;base64,{'QUJD' * 999})",
+        "`````text\n3\n`````",
     ]

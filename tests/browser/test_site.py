@@ -16,8 +16,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PHONE = {"width": 390, "height": 844}
-SHOWN = ("index.html", "rewards.html", "reference/hybridflow.protocol.html")
-"""The front page, a guide, a reference page."""
+SHOWN = ("index.html", "rewards.html", "notebooks/first_run.html", "reference/hybridflow.protocol.html")
+"""The front page, a guide, a notebook, a reference page."""
 
 pytestmark = pytest.mark.browser
 
