@@ -367,12 +367,15 @@ def test_a_service_accepts_while_it_listens():
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EPERM])
 def test_a_process_without_a_free_file_judges_no_service(monkeypatch, number):
-    def refuse(family):
+    def refuse(_what):
         raise OSError(number, "refused")
 
     monkeypatch.setattr(cluster_watch.socket, "socket", refuse)
+    monkeypatch.setattr(cluster_watch.psutil, "Process", refuse)
     if number == errno.EPERM:
-        with pytest.raises(OSError, match="refused"):
-            cluster_watch._accepts("/socket")
+        for asks in (lambda: cluster_watch._accepts("/socket"), lambda: cluster_watch._is_stopped(1)):
+            with pytest.raises(OSError, match="refused"):
+                asks()
     else:
         assert cluster_watch._accepts(("127.0.0.1", 9))
+        assert not cluster_watch._is_stopped(1)

@@ -108,11 +108,19 @@ class ClusterWatch:
 
 
 def _is_stopped(pid: int | None) -> bool:
-    """Return whether a process of this machine is stopped (SIGSTOP)."""
+    """Return whether a process of this machine is stopped (SIGSTOP); False if this process has no free file to look."""
     try:
         return pid is not None and psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     except psutil.Error:  # it has ended
         return False
+    except OSError as error:
+        _require_no_free_file(error)
+        return False
+
+
+def _require_no_free_file(error: OSError) -> None:
+    if error.errno not in (errno.EMFILE, errno.ENFILE):
+        raise error
 
 
 def _accepts(address: tuple[str, int] | str) -> bool:
@@ -121,8 +129,7 @@ def _accepts(address: tuple[str, int] | str) -> bool:
     try:
         unconnected = socket.socket(family)
     except OSError as error:
-        if error.errno not in (errno.EMFILE, errno.ENFILE):
-            raise
+        _require_no_free_file(error)
         return True  # the service cannot be asked, which says nothing of it
     with contextlib.closing(unconnected) as probe:
         probe.settimeout(PROBE_EVERY_S)
