@@ -142,6 +142,11 @@ REFUSED = [
     ("grpo", (*VAL, "--below", -5), "is not lost: val/score/mean is not below -5 after step 6, its last"),
     ("grpo", (*VAL, "--above", -5), "is lost after step 0 already: val/score/mean is above -5 there; name a step"),
     ("grpo", (*VAL, "--above", -5, "--from", 6), "is lost after step 6 already"),
+    (
+        "grpo",
+        (*VAL, "--above", -5, "--from", 7),
+        "--from 7 is invalid: the last step after which val/score/mean is known is 6",
+    ),
     ("grpo", ("--metric", "val/scores", "--below", 0), "has no such metric; near: val/score/mean"),
     ("grpo", ("--metric", "reward/x", "--below", 0), "has no such metric; near: reward/"),
     ("grpo", ("--metric", "actor/loss", "--below", 0), "expected a metric of validation or of samples: val/*"),

@@ -195,6 +195,11 @@ def _first_lost_step(states: RunStates, meter: _Meter, first_kept: int) -> int:
         return is_lost_there
 
     last = states.newest if rule.metric.startswith(VALIDATION) else states.newest - 1
+    if first_kept > last:
+        raise ConfigError(
+            f"--from {first_kept} is invalid: the last step after which {rule.metric} is known is {last}; name one "
+            "before it."
+        )
     if not is_lost(last):
         raise DataError(
             f"'{states.run_dir}' is not lost: {rule.metric} is not {rule.text} after step {last}, its last."
