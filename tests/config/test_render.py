@@ -42,5 +42,6 @@ def test_the_markdown_reference_has_one_row_for_every_key():
     cells = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
     assert [name.strip("`") for name, *_ in cells] == list(leaf_keys())
     assert all(len(row) == 4 and all(row) for row in cells)
+    assert "Policy loss, or your own function ([algorithms](algorithms.md))." in [row[3] for row in cells]
     assert ["`actor.clip_ratio_dual`", 'number > 1 or "none"', "`3.0`"] in [row[:3] for row in cells]
     assert ["`model.dtype`", '"float32" or "bfloat16" or "float64" or "auto"', '`"auto"`'] in [row[:3] for row in cells]

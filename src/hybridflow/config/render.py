@@ -68,6 +68,7 @@ def reference_markdown() -> str:
         for key, value in section:
             if not isinstance(value, Section):
                 meaning, valid = (text.replace("|", "\\|") for text in _describe(section, key))
+                meaning = re.sub(r"\bdocs/((\w+)\.md)", r"[\2](\1)", meaning)
                 rows.append(f"| `{name}.{key}` | {valid} | `{toml_value(value)}` | {meaning} |")
         if rows:
             parts.append("\n".join([f"### {name}\n", "| key | type | default | meaning |", "|---|---|---|---|", *rows]))

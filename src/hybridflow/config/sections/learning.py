@@ -75,7 +75,7 @@ class AlgorithmConfig(Section):
         "needs a teacher; none sets all advantages to 0 and leaves the KL, entropy and teacher losses.",
     )
     advantage_kwargs: dict[str, Parameter] = Field(
-        default={}, description="Extra arguments of the estimator that have no key here, as in {k = 8}."
+        default={}, description="Extra arguments of the advantage estimator that have no key here, as in {k = 8}."
     )
     gamma: Fraction = Field(default=1.0, description="Discount factor.")
     lam: Fraction = Field(default=1.0, description="GAE's lambda.")
@@ -91,7 +91,9 @@ class AlgorithmConfig(Section):
         default=0.001, description="Coefficient of each KL penalty; its initial value with the adaptive controller."
     )
     kl_estimator: KLEstimatorName = Field(
-        default="k3", description="KL estimator from the log-probs of sampled tokens."
+        default="k3",
+        description="kl_in_loss, kl_in_reward: KL estimator from the log-probs of sampled tokens. Your own is a term "
+        "of your own policy loss (docs/algorithms.md).",
     )
     kl_importance_weight: bool = Field(
         default=False,
