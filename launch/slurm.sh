@@ -28,7 +28,8 @@ address="$head:$((20000 + SLURM_JOB_ID % 10000))"
 pid_file=$(mktemp)
 stopped=
 
-# SIGTERM comes 900 s before the time limit, and at preemption. This script runs on the first node, as the run does.
+# SIGTERM comes 900 s before the time limit (more for longer steps: sbatch --signal=B:TERM@SECONDS), and at preemption.
+# This script runs on the first node, as the run does.
 # shellcheck disable=SC2016
 train='echo $$ > "$0"; exec hybridflow train "$@" controller.backend=ray controller.address=auto'
 trap 'stopped=1; kill -TERM "$(cat "$pid_file")" 2> /dev/null || kill -TERM "$step"' TERM

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from hybridflow.config import leaf_keys
 from hybridflow.config.render import toml_value
 from hybridflow.runtime.observe.evidence import Evidence, evidence_of
 from hybridflow.runtime.observe.findings import FINDINGS
@@ -101,10 +102,10 @@ def earlier_findings(evidence: Evidence) -> dict[str, list[tuple[int, int]]]:
 
 
 def findings_markdown() -> str:
-    """Return the findings as a Markdown table."""
+    """Return the findings, with the defaults of their thresholds, as a Markdown table."""
+    keys = {key.removeprefix("advice."): f"`{key}` = {value}" for key, value in leaf_keys().items()}
     rows = [
-        f"| {each.name} | {each.found_if} | "
-        f"{f'`advice.{each.threshold}`' if isinstance(each.threshold, str) else f'{each.threshold:g}'} | {each.why} |"
+        f"| {each.name} | {each.found_if} | {keys.get(str(each.threshold)) or f'{each.threshold:g}'} | {each.why} |"
         for each in FINDINGS
     ]
     return "\n".join(["| finding | found if | threshold | why it matters |", "|---|---|---|---|", *rows]) + "\n"
