@@ -1,6 +1,10 @@
 """Exact log-probs: those of training are those of sampling, bit for bit, and each other order of a sum is seen."""
 
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +24,8 @@ from hybridflow.models.loading import load_causal_lm
 from hybridflow.rollout import EmbeddedRollout
 from hybridflow.workers.exact_samples import require_exact
 
+ROOT = Path(__file__).parents[2]
+TRITON = ROOT / ".triton"
 pytestmark = pytest.mark.skipif(not serves(torch.zeros(0)), reason="no compiled kernels")
 
 
@@ -186,6 +192,21 @@ def test_where_log_probs_cannot_be_exact_an_error_says_why(tiny_model, family, s
         TorchEngine(directory, "policy", model=ModelConfig(**options), memory=MemoryConfig(), exact=True)
 
 
-def test_exact_log_probs_have_no_pages(tiny_model):
-    with pytest.raises(RolloutConfigError, match=r"paged=True is not supported with exact=True on cpu: .*; leave paged out"):
+@pytest.mark.exhaustive
+@pytest.mark.own_run("grpo: Triton is not in this environment")
+def test_kernels_of_triton_are_exact_in_its_interpreter(tmp_path):
+    if not (TRITON / "triton").exists():
+        pytest.skip("Triton is not installed in .triton; run `make .triton`, or `make test-all`.")
+    path = os.pathsep.join([str(ROOT / "src"), str(TRITON)])
+    environment = os.environ | {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "1"}
+    options = ["-n", "0", "-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'tests'}"]
+    command = [sys.executable, "-m", "pytest", *options, Path(__file__).with_name("exact_in_triton.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_exact_log_probs_have_no_pages_on_a_cpu(tiny_model):
+    with pytest.raises(
+        RolloutConfigError, match=r"paged=True is not supported with exact=True on cpu: .*; leave paged out"
+    ):
         EmbeddedRollout(load_causal_lm(tiny_model()), exact=True, paged=True)

@@ -195,7 +195,7 @@ class _LogProbs(torch.autograd.Function):
     def backward(ctx, grad, grad_entropies):
         # d log p_label / d z_j = [j = label] - p_j;   d H / d z_j = -p_j (log p_j + H)
         logits, labels, log_normalizers, entropies = ctx.saved_tensors
-        log_p = logits.float().mul_(ctx.inverse).sub_(log_normalizers[:, None])
+        log_p = logits.to(torch.float32, copy=True).mul_(ctx.inverse).sub_(log_normalizers[:, None])
         factor = torch.zeros_like(log_p[:, :1]) if grad is None else grad[:, None]
         if grad_entropies is not None:
             factor = factor + (log_p.clamp(min=-1e4) + entropies[:, None]) * grad_entropies[:, None]

@@ -108,7 +108,7 @@ def _log_probs(logits, labels, inverses, found, normalizers, entropies, vocabula
         x = tl.load(logits + first + i, mask=first + i < vocabulary, other=float("-inf")).to(tl.float32) * inverse - top
         weights = tl.exp(x)
         sums += weights
-        means += tl.where(weights > 0, weights * x, 0.0)
+        means += weights * tl.where(weights > 0, x, 0.0)
     total = tl.sum(sums, 0)
     log_total = tl.log(total)
     chosen = tl.load(logits + tl.load(labels + row)).to(tl.float32) * inverse
