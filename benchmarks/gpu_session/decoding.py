@@ -37,6 +37,7 @@ VARIANTS: dict[str, Callable[[], Any]] = {
     "no_graphs": lambda: patch.object(FusedForward, "is_capturable", False),
     "no_Triton": lambda: patch("hybridflow.models.kernels.triton_support.has_triton", lambda: False),
     "PyTorch_sampling": _sampled_by_pytorch,
+    "exact": nullcontext,
     "top_p": nullcontext,
     "top_p_by_PyTorch": _sampled_by_pytorch,
 }
@@ -71,7 +72,7 @@ def steady(teller: Teller, root: str, model: str, sizes: dict[str, Any], tiny: b
 
 
 def variants(teller: Teller, root: str, model: str, sizes: dict[str, Any], tiny: bool, variants: Sequence[str]) -> None:
-    """Measure the steady step with and without what makes it fast, and with top-p."""
+    """Measure the steady step with and without what makes it fast, with exact log-probs, and with top-p."""
     loaded, held, bandwidth = build(root, model, tiny)
     few, many = sizes["steps"]
     rows, context = sizes["rows_and_contexts"][0]
@@ -80,7 +81,8 @@ def variants(teller: Teller, root: str, model: str, sizes: dict[str, Any], tiny:
     for variant in variants:
         sampling = {"top_p": 0.95} if variant.startswith("top_p") else {}
         with VARIANTS[variant]():
-            engine = EmbeddedRollout(loaded, paged=True)  # without graphs of another variant
+            is_exact = variant == "exact"  # which has no pages on a CPU
+            engine = EmbeddedRollout(loaded, paged=None if is_exact else True, exact=is_exact)  # with its own graphs
             run = generation_of(engine, held.shape.vocab_size, rows, context, **sampling)
             run(few)  # compiles kernels
             times = (best_seconds(partial(run, count), sizes["repeats"], warm_ups=0) for count in (few, many))

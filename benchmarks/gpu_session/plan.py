@@ -42,7 +42,7 @@ SIZES = {
         "repeats": 3,
     },
 }
-SETTINGS = ["cudnn", "eager", "recomputed", "idle_offload", "host_offload", "FA3"]
+SETTINGS = ["cudnn", "exact", "eager", "recomputed", "idle_offload", "host_offload", "FA3"]
 """Of updates of the smallest model, in order; only the first before adapters, top-p and the tests."""
 
 OF_7B = {"rows_and_contexts": [(256, 520), (64, 2560), (64, 520)], "steps": (16, 144), "repeats": 1}
@@ -100,7 +100,7 @@ def cases(parts: Sequence[str], models: Sequence[str], *, tiny: bool, root: str,
         *(decode(name) for name in models),
         *(visited(name) for name in models[:1]),
         Case("kernels", "decoding", 40, decoding.attention, {"models": models, "sizes": sizes["kernels"]}),
-        varied("variants", models[0], "graphs", "no_graphs", "PyTorch_sampling", "no_Triton"),
+        varied("variants", models[0], "graphs", "no_graphs", "PyTorch_sampling", "no_Triton", "exact"),
         Case("attention", "training", 60, training.attention, {"models": models, "lengths": lengths}),
         Case("nccl", "group of one", 40, machine.nccl),
         *(update(name, "compiled") for name in small),

@@ -37,6 +37,7 @@ LARGEST_DISTANCE = 0.02
 SETTINGS: dict[str, dict[str, Any]] = {
     "compiled": {"compile": True},
     "eager": {"compile": False},
+    "exact": {"compile": False, "exact": True},
     "recomputed": {"compile": True, "gradient_checkpointing": True},
     "idle_offload": {"compile": True, "offload": "idle"},
     "host_offload": {"compile": True, "gradient_checkpointing": True, "offload": "host"},
@@ -57,6 +58,7 @@ def update(teller: Teller, root: str, model: str, setting: str, sizes: dict[str,
     if tiny:
         settings["compile"] = False
     offload, rank = settings.pop("offload", None), settings.pop("lora_rank", 0)
+    exact = settings.pop("exact", False)
     length, prompt_len, sequences = sizes["length"], sizes["prompt_len"], sizes["sequences"]
     tokens = min(sizes["micro_batch"], sequences * length)
     path = model_directory(root, model, tiny=tiny)
@@ -69,6 +71,7 @@ def update(teller: Teller, root: str, model: str, setting: str, sizes: dict[str,
         optimizer=OptimizerConfig(lr=1e-6),
         offload=offload,
         lora=LoRAConfig(rank=rank),
+        exact=exact,
     )
     shape = shape_of(path)
     rows = DataProto.from_dict(

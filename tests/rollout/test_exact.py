@@ -1,83 +1,32 @@
 """Exact log-probs: those of training are those of sampling, bit for bit, and each other order of a sum is seen."""
 
-import copy
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from fixtures.exact_log_probs import VOCABULARY, compared, num_exact_tokens, rows_of, sampled
 from hybridflow.algorithms import log_probs_from_logits
 from hybridflow.config import MemoryConfig, ModelConfig, OptimizerConfig
 from hybridflow.engines import TorchEngine, row_forward
 from hybridflow.errors import ModelConfigError, RolloutConfigError, RolloutError
-from hybridflow.models import attention, exact_forward, fused_forward
+from hybridflow.models import exact_attention, exact_forward, fused_forward
 from hybridflow.models.attention import run_attention
 from hybridflow.models.attention_form import AttentionForm
 from hybridflow.models.kernels import exact
 from hybridflow.models.kernels.attention import causal_attention
 from hybridflow.models.kernels.library import serves
-from hybridflow.models.loading import build_with_placeholders, load_causal_lm
-from hybridflow.protocol import DataProto
-from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate, load_weights
-from hybridflow.workers.exact_samples import exactly, require_exact
-from hybridflow.workers.generating import rollout_batch
+from hybridflow.models.loading import load_causal_lm
+from hybridflow.rollout import EmbeddedRollout
+from hybridflow.workers.exact_samples import require_exact
 
+ROOT = Path(__file__).parents[2]
+TRITON = ROOT / ".triton"
 pytestmark = pytest.mark.skipif(not serves(torch.zeros(0)), reason="no compiled kernels")
-VOCABULARY = 300
-
-
-def model_of(tiny_model, chosen):
-    heads, kv_heads, dim = chosen.choice([(4, 2, 16), (3, 1, 32), (2, 2, 64), (6, 3, 8)])
-    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": heads * dim}
-    sizes |= {"intermediate_size": chosen.choice([70, 160]), "max_position_embeddings": 2048}
-    family, tied = chosen.choice(["llama", "qwen2", "qwen3"]), chosen.choice([True, False])
-    if family == "llama":  # the others have no choice of biases
-        sizes |= {name: chosen.choice([True, False]) for name in ("attention_bias", "mlp_bias")}
-    if family != "qwen2":
-        sizes["head_dim"] = dim
-    return tiny_model(family, vocab_size=VOCABULARY, tie_word_embeddings=tied, **sizes)
-
-
-def engine_of(path, chosen, dtype):
-    memory = MemoryConfig(
-        max_tokens_per_micro_batch=chosen.choice([700, 16384]),
-        packing=chosen.choice([True, False]),
-        share_prompts=chosen.choice([True, False]),
-    )
-    model = ModelConfig(dtype=dtype, gradient_checkpointing=chosen.choice([True, False]))
-    return TorchEngine(str(path), "policy", model=model, memory=memory, optimizer=OptimizerConfig(lr=0.05), exact=True)
-
-
-def sampled(rollout, chosen, temperature, lengths=(1, 9, 40)):
-    """Return prompts and completions of requests, of which some go on where others have ended."""
-    sampling = SamplingParams(
-        chosen.choice(lengths),
-        temperature=temperature,
-        top_k=chosen.choice([0, 0, 7]),
-        top_p=chosen.choice([1.0, 1.0, 0.8]),
-        stop_token_ids=(3, 5) if chosen.random() < 0.5 else (),
-    )
-    prompts = [[chosen.randrange(VOCABULARY) for _ in range(chosen.choice([1, 5, 33, 150, 300]))] for _ in range(5)]
-    size = chosen.choice([1, 3])
-    asked = [Request(i, prompt, sampling, size, (7, 0, i), keep=True) for i, prompt in enumerate(prompts)]
-    done = generate(rollout, asked)
-    goes_on = [[*asked[c.request_id].prompt_ids, *c.token_ids, 8, 9] for c in done[:4]]
-    more = [Request(10 + i, prompt, sampling, 1, (8, 0, i)) for i, prompt in enumerate(goes_on)]
-    more_done = generate(rollout, more)
-    prompts_of = [prompts[c.request_id] for c in done] + [goes_on[c.request_id - 10] for c in more_done]
-    return prompts_of, [*done, *more_done]
-
-
-def rows_of(prompts, completions):
-    width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    return DataProto.from_dict(rollout_batch(ids, mask, completions, pad_token_id=0))
-
-
-def compared(rows, log_probs):
-    require_exact(rows, log_probs)
-    return int(rows.batch["response_mask"].sum())
 
 
 @pytest.mark.parametrize(
@@ -87,49 +36,7 @@ def compared(rows, log_probs):
 )
 def test_log_probs_of_training_are_those_of_sampling(tiny_model, restores_the_process, seeds):
     """Also with a lag, under the weights of the version, and resumed, by engines that are built from a snapshot."""
-    num_tokens = 0
-    for seed in seeds:
-        chosen, lag, is_resumed = random.Random(seed), seed % 3, seed % 2 == 0
-        path, dtype = model_of(tiny_model, chosen), chosen.choice(["float32", "bfloat16"])
-        temperature = chosen.choice([1.0, 0.7, 1.3, 0.0])
-
-        def trainer(state, path=path, chosen=chosen, dtype=dtype):
-            engine = engine_of(path, chosen, dtype)
-            engine.load_state_dict(state)
-            return engine
-
-        def sampler(engine, path=path, chosen=chosen, lag=lag):
-            return EmbeddedRollout(
-                build_with_placeholders(path, "policy", engine.compute_dtype, engine.device) if lag else engine.model,
-                shares_model=not lag,
-                exact=True,
-                max_running_sequences=chosen.choice([3, 1024]),
-                pack_weights=chosen.choice([True, False]),
-            )
-
-        engine = engine_of(path, chosen, dtype)
-        rollout = sampler(engine)
-        for version in range(2):  # before and after an update
-            weights = [(name, weight.clone() if lag else weight) for name, weight in engine.weights()]
-            load_weights(rollout, weights, version=version)
-            rows = rows_of(*sampled(rollout, chosen, temperature))
-            if lag:
-                state = copy.deepcopy(engine.state_dict())
-                for _ in range(lag):  # the trainer goes on, the sampler does not
-                    engine.update(rows, loss, temperature=temperature)
-                rows = rows_of(*sampled(rollout, chosen, temperature))
-                engine = trainer(state)
-            torch.set_num_threads(chosen.choice([1, 2]))
-            num_tokens += compared(rows, engine.forward(rows, temperature=temperature)["log_probs"])
-            engine.update(rows, exactly(loss), temperature=temperature, with_entropy=chosen.choice([True, False]))
-            if is_resumed:
-                engine = trainer(engine.state_dict())
-                rollout = sampler(engine)
-    assert num_tokens > 50 * len(seeds)
-
-
-def loss(outputs, part):
-    return -outputs["log_probs"].sum() / 100, {}
+    assert sum(num_exact_tokens(tiny_model, seed) for seed in seeds) > 50 * len(seeds)
 
 
 def in_halves(x, weight, bias=None, residual=None):
@@ -193,9 +100,9 @@ REORDERED = {
     **{f"{name} in reverse": (fused_forward, "rms_norm", norm_in_reverse, name) for name in NORMS},
     "rotary in float64": (fused_forward, "rotary", rotary_in_double, None),
     "silu by torch": (fused_forward, "silu_mul", lambda gate, up: torch.nn.functional.silu(gate) * up, None),
-    "attention of the training kernel": (attention, "exact_attention", causal_attention, None),
-    "attention by torch": (attention, "exact_attention", one_by_one, None),
-    "attention with heads in reverse": (attention, "exact_attention", split_heads, None),
+    "attention of the training kernel": (exact_attention, "exact_attention", causal_attention, None),
+    "attention by torch": (exact_attention, "exact_attention", one_by_one, None),
+    "attention with heads in reverse": (exact_attention, "exact_attention", split_heads, None),
     "log-probs by torch": (row_forward, "exact_log_probs", log_prob_by_torch, None),
     "log-probs in reverse": (row_forward, "exact_log_probs", log_prob_in_reverse, None),
     "logits divided first": (row_forward, "exact_log_probs", log_prob_of_divided, None),
@@ -285,6 +192,21 @@ def test_where_log_probs_cannot_be_exact_an_error_says_why(tiny_model, family, s
         TorchEngine(directory, "policy", model=ModelConfig(**options), memory=MemoryConfig(), exact=True)
 
 
-def test_exact_log_probs_have_no_pages(tiny_model):
-    with pytest.raises(RolloutConfigError, match=r"paged=True is not supported with exact=True: .*; leave paged out"):
+@pytest.mark.exhaustive
+@pytest.mark.own_run("grpo: Triton is not in this environment")
+def test_kernels_of_triton_are_exact_in_its_interpreter(tmp_path):
+    if not (TRITON / "triton").exists():
+        pytest.skip("Triton is not installed in .triton; run `make .triton`, or `make test-all`.")
+    path = os.pathsep.join([str(ROOT / "src"), str(TRITON)])
+    environment = os.environ | {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "1"}
+    options = ["-n", "0", "-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'tests'}"]
+    command = [sys.executable, "-m", "pytest", *options, Path(__file__).with_name("exact_in_triton.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_exact_log_probs_have_no_pages_on_a_cpu(tiny_model):
+    with pytest.raises(
+        RolloutConfigError, match=r"paged=True is not supported with exact=True on cpu: .*; leave paged out"
+    ):
         EmbeddedRollout(load_causal_lm(tiny_model()), exact=True, paged=True)

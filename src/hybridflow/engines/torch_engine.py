@@ -146,7 +146,7 @@ class TorchEngine:
         """Return whether to compile the layers: as configured, or with "auto" where it is supported and faster."""
         if compile != "auto":
             return compile
-        is_supported = isinstance(self.model_forward, FusedForward)
+        is_supported = isinstance(self.model_forward, FusedForward) and not self.model_forward.is_exact
         return is_supported and self.device.type == "cuda" and can_compile_for_gpu()
 
     def _recompute_activations(self) -> None:

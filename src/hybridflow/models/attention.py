@@ -18,8 +18,8 @@ from transformers import AttentionInterface
 from hybridflow.errors import ModelError
 from hybridflow.models.attention_backend import AttentionCase, attention_for, supports_flash
 from hybridflow.models.attention_form import AttentionForm, attention_by_form
+from hybridflow.models.exact_attention import attend_exactly
 from hybridflow.models.kernels.attention import causal_attention
-from hybridflow.models.kernels.exact import exact_attention
 from hybridflow.models.recurrence import Recurrence, States
 from hybridflow.models.varlen import PackedLayout, padded, padded_attention, padding_pays, unpadded, varlen_attention
 
@@ -81,9 +81,10 @@ class PackedPlan:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Compute the attention of one layer."""
-        query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (tokens, heads, dim)
         if form.exact:
-            return exact_attention(query, key, value, [(length,) for length in self.lengths], form.scaling)[None]
+            families = [(length,) for length in self.lengths]
+            return attend_exactly(self.attend, layer, query, key, value, form, families)
+        query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (tokens, heads, dim)
         form, scaling = form.within(max(length for _, length in self.runs)), form.scaling
         implementation = attention_for(AttentionCase.of(query, key, value), shares_prompts=False)
         if implementation == "varlen" and (form.is_plain or form.is_windowed):
@@ -171,8 +172,7 @@ class PaddedPlan:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Compute the attention of one layer."""
         if form.exact:
-            q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-            return exact_attention(q, k, v, [(key.shape[2],)] * len(key), form.scaling).unflatten(0, (len(key), -1))
+            return attend_exactly(self.attend, layer, query, key, value, form, [(key.shape[2],)] * len(key))
         form = form.within(key.shape[2])
         if form.is_plain:
             return pytorch_attention(query, key, value, form.scaling).transpose(1, 2)

@@ -21,7 +21,7 @@ class AttentionForm:
     """The attention of one layer: softmax(scaling * query key^T) value, and what a family adds to it.
 
     `window`: a query sees this many keys, its own included. `softcap`: scores become softcap * tanh(score / softcap).
-    `sinks` (heads,): the logit of a key without a value (GPT-OSS). `exact`: add in the order of decoding, on a CPU.
+    `sinks` (heads,): the logit of a key without a value (GPT-OSS). `exact`: add in the order of decoding.
     """
 
     scaling: float

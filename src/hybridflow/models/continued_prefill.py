@@ -13,7 +13,7 @@ from hybridflow.models.attention import pytorch_attention
 from hybridflow.models.attention_backend import AttentionCase, supports_flash
 from hybridflow.models.attention_form import AttentionForm, attention_up_to
 from hybridflow.models.kernels.exact import attend
-from hybridflow.models.kernels.paged_attention import append_to_pages
+from hybridflow.models.kernels.paged_attention import append_to_pages, paged_attention
 from hybridflow.models.kv_cache import KVCache, NewRows
 from hybridflow.models.paged_kv_cache import PAGE_SIZE, PagedKVCache
 from hybridflow.models.varlen import MAX_PADDED, PackedLayout, padded, unpadded, upload, varlen_attention
@@ -136,6 +136,8 @@ class PagedContinuedPlan:
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         keys, values, addresses = self._cache.of_layer(layer)
         append_to_pages(key[self._tokens], value[self._tokens], keys, values, self._slots, addresses)
+        if form.exact:
+            return paged_attention(query, keys, values, *self._tables, form.scaling, addresses, exact=True)[None]
         self._batches = self._batches or list(self._split(query, key, value))
         queries = query.split([len(batch.new.slots) for batch in self._batches])
         outputs = []
@@ -143,6 +145,17 @@ class PagedContinuedPlan:
             k, v = (x.flatten(0, 1)[batch.read] for x in (keys, values))
             outputs.append(batch.attend(q, k, v, form))
         return torch.cat(outputs)[None]
+
+    @cached_property
+    def _tables(self) -> tuple[Tensor, Tensor]:
+        """The page table of each new token, and how many tokens it sees."""
+        tables = np.zeros((len(self._pages), max(map(len, self._pages))), dtype=np.int32)
+        for table, pages in zip(tables, self._pages, strict=True):
+            table[: len(pages)] = pages
+        ends = zip(self._lengths, self._counts, strict=True)
+        counts = np.concatenate([np.arange(length - count, length) + 1 for length, count in ends])
+        device = self._tokens.device
+        return upload(np.repeat(tables, self._counts, axis=0), device), upload(counts, device)
 
     def _split(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator["_PagedBatch"]:
         is_flash = supports_flash(AttentionCase.of(query, key, value))

@@ -1,5 +1,6 @@
 """The fused forward pass with exact log-probs: a token's results have the same bits in each batch and layout."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,8 +10,10 @@ from transformers import PreTrainedModel
 from hybridflow.errors import ModelConfigError
 from hybridflow.models.attention_form import AttentionForm
 from hybridflow.models.fused_forward import FusedForward, is_fusable
-from hybridflow.models.kernels.exact import exact_linear
+from hybridflow.models.kernels.elementwise import WIDEST
+from hybridflow.models.kernels.exact import exact_linear, recomputed, serves_exactly
 from hybridflow.models.kernels.library import serves
+from hybridflow.models.kernels.paged_attention import LARGEST_HEAD_BYTES
 from hybridflow.models.support import FUSED_FAMILIES
 from hybridflow.models.tensor_parallel import TensorRanks
 from hybridflow.runtime.boxes import local
@@ -28,6 +31,9 @@ class ExactForward(FusedForward):
     def _form(self, scaling: float) -> AttentionForm:
         return AttentionForm(scaling, exact=True)
 
+    def _apply(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        return function(*arguments) if serves(arguments[0]) else recomputed(function, *arguments)
+
     def _linear(self, module: Any, x: Tensor) -> Tensor:
         return _linear(module, x)
 
@@ -42,19 +48,26 @@ def require_exact(model: PreTrainedModel, tensor: TensorRanks | None) -> None:
     kind = model.config.model_type
     unlike = " with windows, such rotary angles (rope_parameters) or hidden_act" if kind in FUSED_FAMILIES else ""
     odd = "a layer has an odd number of inputs, which model.dtype='float32' takes, and bfloat16 does not"
-    unserved = f"no compiled kernels serve {like.dtype} on {like.device.type} (controller.compiled_kernels, C compiler)"
+    kernels = "compiled kernels serve" if like.device.type == "cpu" else "kernels of Triton serve"
+    needed = "controller.compiled_kernels, C compiler" if like.device.type == "cpu" else "package triton"
     problem = (
-        (not serves(like) and unserved)
+        (not serves_exactly(like) and f"no {kernels} {like.dtype} on {like.device.type} ({needed})")
         or (not is_fusable(model) and f"'{kind}' models{unlike} have no fused forward pass")
         or (tensor is not None and "tensor parallel ranks add in another order (parallel.tensor)")
         or (any(type(m) is not nn.Linear for m in products) and "training computes adapters apart (lora.rank)")
-        or (like.dtype == torch.bfloat16 and any(m.in_features % 2 for m in products) and odd)
+        or (serves(like) and like.dtype == torch.bfloat16 and any(m.in_features % 2 for m in products) and odd)
+        or (not serves(like) and _is_wide(model, like) and "heads or layers are too wide for the kernels of Triton")
     )
     if problem:
         raise ModelConfigError(
-            f"rollout.exact=true is not possible: {problem}; it needs a CPU, float32 or bfloat16, and a Llama, Qwen2 "
-            "or Qwen3 model; or use rollout.exact=false."
+            f"rollout.exact=true is not possible: {problem}; it needs float32 or bfloat16, and a Llama, Qwen2 or "
+            "Qwen3 model; or use rollout.exact=false."
         )
+
+
+def _is_wide(model: Any, like: Tensor) -> bool:
+    """Return whether kernels that hold a head, or a row of the norm, have no room for it."""
+    return model.model.layers[0].self_attn.head_dim * like.element_size() > LARGEST_HEAD_BYTES or like.shape[1] > WIDEST
 
 
 def _linear(module: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:

@@ -215,7 +215,7 @@ class FusedForward:
         )
         if hasattr(attention, "q_norm"):  # applied to the heads of this rank
             query, key = self._head_norm(query, attention.q_norm), self._head_norm(key, attention.k_norm)
-        query, key = rotary(query, cos, sin), rotary(key, cos, sin)
+        query, key = (self._apply(rotary, x, cos, sin) for x in (query, key))
         query, key, value = (x.view(batch, -1, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
         return query, key, value
 
@@ -224,9 +224,11 @@ class FusedForward:
         mlp = layer.mlp
         hidden = self._add_linear(hidden, attended, layer.self_attn.o_proj)
         x = self._copy(self._norm(hidden, layer.post_attention_layernorm))
-        return self._add_linear(
-            hidden, silu_mul(self._linear(mlp.gate_proj, x), self._linear(mlp.up_proj, x)), mlp.down_proj
-        )
+        gated = self._apply(silu_mul, self._linear(mlp.gate_proj, x), self._linear(mlp.up_proj, x))
+        return self._add_linear(hidden, gated, mlp.down_proj)
+
+    def _apply(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        return function(*arguments)
 
     def _form(self, scaling: float) -> AttentionForm:
         return AttentionForm(scaling)
@@ -241,10 +243,10 @@ class FusedForward:
         return residual + self._tensor.linear_sum(module, x) if self._tensor else _add_linear(residual, x, module)
 
     def _norm(self, x: Tensor, module: Any) -> Tensor:
-        return rms_norm(x, local(module.weight), self._epsilon)
+        return self._apply(rms_norm, x, local(module.weight), self._epsilon)
 
     def _head_norm(self, x: Tensor, module: Any) -> Tensor:
-        return rms_norm(x, self._copy(local(module.weight)), self._epsilon)
+        return self._apply(rms_norm, x, self._copy(local(module.weight)), self._epsilon)
 
     def _cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin at these positions, (tokens, head_dim / 2) each."""

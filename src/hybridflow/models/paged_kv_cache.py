@@ -13,13 +13,15 @@ from torch import Tensor
 
 from hybridflow.models.attention import PackedPlan
 from hybridflow.models.attention_form import AttentionForm, attention_up_to
-from hybridflow.models.kernels.paged_attention import append_to_pages, looks_up_addresses, paged_attention
+from hybridflow.models.kernels.paged_attention import (
+    PAGE_SIZE,
+    append_to_pages,
+    looks_up_addresses,
+    paged_attention,
+)
 from hybridflow.models.kv_cache import PrefillPlan
 from hybridflow.models.recurrence import Recurrence
 from hybridflow.models.varlen import upload
-
-PAGE_SIZE = 32
-"""Tokens in a page."""
 
 
 def pages_of(tokens: int) -> int:
@@ -183,8 +185,8 @@ class PagedDecodePlan:
         append_to_pages(key[:, :, 0], value[:, :, 0], keys, values, self._slots, addresses)
         form = form.within(self._tables.shape[1] * PAGE_SIZE)
         if form.is_plain:
-            query, tables, counts = query[:, :, 0], self._tables, self._counts
-            return paged_attention(query, keys, values, tables, counts, form.scaling, addresses).unsqueeze(1)
+            rows = (self._tables, self._counts, form.scaling, addresses)
+            return paged_attention(query[:, :, 0], keys, values, *rows, exact=form.exact).unsqueeze(1)
         tables, last = self._last_pages(form.window)
         keys, values = (x[tables.long()].flatten(1, 2).transpose(1, 2) for x in (keys, values))
         return attention_up_to(query, keys, values, last[:, None], form).transpose(1, 2)

@@ -14,8 +14,8 @@ from hybridflow.models.attention import SHORT, PackedPlan, pytorch_attention, ru
 from hybridflow.models.attention_backend import AttentionCase, AttentionName, attention_for
 from hybridflow.models.attention_form import AttentionForm, attention_by_form
 from hybridflow.models.block_mask import block_mask_of, masked_attention
+from hybridflow.models.exact_attention import attend_exactly
 from hybridflow.models.kernels.attention import causal_attention
-from hybridflow.models.kernels.exact import exact_attention
 from hybridflow.models.recurrence import Recurrence
 from hybridflow.models.varlen import upload
 
@@ -54,8 +54,7 @@ class SharedPromptPlan:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Compute the attention of one layer."""
         if form.exact:
-            q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-            return exact_attention(q, k, v, self.families, form.scaling)[None]
+            return attend_exactly(self.attend, layer, query, key, value, form, self.families)
         form, scaling = form.within(max(map(_longest, self.families))), form.scaling
         implementation = attention_for(AttentionCase.of(query, key, value), shares_prompts=True)
         if implementation == "flex" and form.is_plain:

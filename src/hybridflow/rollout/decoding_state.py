@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hybridflow.models.forward import Forward
+from hybridflow.models.kernels.exact import exact_log_probs
 from hybridflow.models.kernels.triton_support import generation_kernels
 from hybridflow.models.paged_kv_cache import PagedDecodePlan, PagedKVCache
 from hybridflow.models.routes import ROUTES
@@ -160,6 +161,8 @@ def decode_step(forward: Forward, cache: PagedKVCache, state: DecodingState, sha
         logits = forward.decode(rows["tokens"], plan)
     rules = RowRules(rows["temperatures"], rows["top_k"], rows["top_p"])
     tokens, log_probs = draw_rows(logits, rows["noise"], rows["positions"], rules, shape.kinds)
+    if forward.is_exact:
+        log_probs, _ = exact_log_probs(logits, tokens, temperature=rules.temperatures)
     # Not by index_copy_, whose deterministic kernel on a GPU sorts the indices and copies the buffer twice.
     is_now = torch.arange(len(state.emitted), device=state.step.device)[:, None] == state.step
     emits = [(state.emitted, tokens.masked_fill(~running, NO_TOKEN)), (state.log_probs, log_probs)]

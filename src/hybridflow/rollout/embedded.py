@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from hybridflow.errors import RolloutConfigError, RolloutError
 from hybridflow.models.forward_of import forward_of
+from hybridflow.models.kernels.library import serves
 from hybridflow.models.kv_cache import PrefillPlan
 from hybridflow.models.loading import placeholder
 from hybridflow.models.support import num_positions
@@ -70,13 +71,14 @@ class EmbeddedRollout:
             raise RolloutConfigError(
                 f"max_running_sequences={max_running_sequences} is invalid: it must be at least 1."
             )
-        if exact and paged:
-            raise RolloutConfigError(
-                "paged=True is not supported with exact=True: attention in pages adds in another order than training; "
-                "leave paged out."
-            )
         self.model = model
         self._forward = forward_of(model, records_routes=records_routes, exact=exact)
+        needs_pages = not serves(model.get_input_embeddings().weight)  # compiled kernels attend without pages
+        if exact and paged not in (None, needs_pages):
+            raise RolloutConfigError(
+                f"paged={paged} is not supported with exact=True on {model.device.type}: its attention adds in another "
+                "order than training; leave paged out."
+            )
         self.routes_shape = self._forward.routes_shape
         self._paged = paged
         self._memory = PageMemory(kv_cache_bytes, memory_share)

@@ -43,7 +43,7 @@ def test_triton_kernels_do_not_run_on_a_cpu():
 def test_triton_kernels_equal_pytorch_and_compile_for_an_h100(mode, tmp_path):
     if not (TRITON / "triton").exists():
         pytest.skip("Triton is not installed in .triton; run `make .triton`, or `make test-all`.")
-    path = os.pathsep.join([str(ROOT / "src"), str(TRITON)])
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), str(TRITON)])
     environment = os.environ | {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path)}
     environment |= {"TRITON_INTERPRET": "1"} if mode == "interpret" else {}
     command = [sys.executable, Path(__file__).with_name("triton_program.py"), mode]

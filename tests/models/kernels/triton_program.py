@@ -9,7 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hybridflow.models.kernels import triton_elementwise, triton_paged_attention, triton_sampling
+from fixtures.triton_interpreter import mend_interpreter
+from hybridflow.models.kernels import triton_elementwise, triton_exact, triton_paged_attention, triton_sampling
 from hybridflow.models.kernels.elementwise import WIDEST, rms_norm, rotary, silu_mul
 from hybridflow.models.kernels.library import use_kernels
 from hybridflow.models.kernels.paged_attention import _by_gathering, addresses_of
@@ -59,8 +60,8 @@ def check_attention(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, tol
     torch.testing.assert_close((keys, values), (expected_keys, expected_values), rtol=0, atol=0, equal_nan=True)
     scaling = dim**-0.5
 
-    def attend(rows: slice, tables: Tensor, counts: Tensor = counts) -> Tensor:
-        sizes = {"page_size": PAGE_SIZE, "kv_heads": kv_heads}
+    def attend(rows: slice, tables: Tensor, merges: bool = False) -> Tensor:
+        sizes = {"page_size": PAGE_SIZE, "kv_heads": kv_heads, "merges": merges}
         return triton_paged_attention.attend(query[rows], addresses, tables[rows], counts[rows], scaling, **sizes)
 
     out = attend(slice(None), tables)
@@ -70,7 +71,8 @@ def check_attention(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, tol
     # A row's result depends neither on other rows nor on the width of its table.
     assert torch.equal(attend(slice(6, 7), tables)[0], out[6])
     assert torch.equal(attend(slice(None), torch.cat([tables, tables], 1)), out)
-    assert torch.equal(attend(slice(5), tables[:, :8]), out[:5])  # a single part, which is not merged
+    for merges in (False, True):  # a single part
+        assert torch.equal(attend(slice(5), tables[:, :8], merges=merges), out[:5])
     # The addresses are read when the kernels run.
     moved = keys.clone(), values + 1
     addresses.copy_(addresses_of(*moved))
@@ -143,6 +145,7 @@ def check_draws(dtype: torch.dtype) -> None:
 
 
 def interpret() -> None:
+    mend_interpreter()
     for dtype, tolerance in ((torch.float32, 2e-6), (torch.float16, 2e-3)):  # the interpreter cannot multiply bfloat16
         for heads, kv_heads, dim in HEADS:
             check_attention(dtype, heads, kv_heads, dim, tolerance)
@@ -167,8 +170,9 @@ def compile_for_h100() -> None:
         built = kernel.run(*args, grid=grid, warmup=True, **options)
         assert built.asm["cubin"]
         assert built.metadata.shared <= MOST_SHARED
-        if kernel is triton_paged_attention._attend_to_part:
-            assert ("mma.sync" in built.asm["ptx"]) == (args[0].dtype != torch.float32)  # tensor cores
+        if kernel in (triton_paged_attention._attend_to_part, triton_exact._linear):
+            is_matrix = any(name in built.asm["ptx"] for name in ("mma.sync", "wgmma"))  # by tensor cores
+            assert is_matrix == (args[0].dtype != torch.float32)
 
     driver.set_active(H100())
     JITFunction.__getitem__ = lambda kernel, grid: partial(launch, kernel, grid=grid)
@@ -191,6 +195,12 @@ def compile_for_h100() -> None:
             x = torch.zeros(rows, width, dtype=dtype)
             triton_elementwise.norm(x, x[0], 1e-6)
             triton_elementwise.multiply_gated(x, x)
+    for dtype in (torch.bfloat16, torch.float32):
+        for rows, inputs, outputs in ((1, 40, 7), (300, 896, 151936)):
+            x, bias = torch.zeros(rows, inputs, dtype=dtype), torch.zeros(outputs, dtype=dtype)
+            residual = torch.empty(rows, outputs, dtype=dtype) if rows == 1 else None
+            logits = triton_exact.linear(x, torch.zeros(outputs, inputs, dtype=dtype), bias, residual)
+            triton_exact.log_probs(logits, torch.zeros(rows, dtype=torch.int64), torch.ones(rows, 1), True)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ class RolloutConfig(Section):
         description="embedded, on a CPU: decode with a compiled kernel from a copy of the weights in its memory order. "
         "Faster, but the weights are in memory twice during generation.",
     )
-    exact: bool = Field(default=False, description="embedded, on a CPU: log-probs are the trainer's, bit for bit.")
+    exact: bool = Field(default=False, description="embedded: log-probs are the trainer's, bit for bit.")
     stop_strings: tuple[str, ...] = Field(
         default=(),
         description="Strings that end a response, in addition to the model's stop tokens; they stay in the response.",

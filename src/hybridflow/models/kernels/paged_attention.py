@@ -9,6 +9,9 @@ from torch import Tensor
 
 from hybridflow.models.kernels.triton_support import runs_triton
 
+PAGE_SIZE = 32
+"""Tokens in a page."""
+
 LARGEST_HEAD_BYTES = 512
 """Largest size of one head's key in the Triton kernel, whose blocks must fit into shared memory."""
 
@@ -49,20 +52,22 @@ def paged_attention(
     counts: Tensor,
     scaling: float,
     addresses: Tensor | None = None,
+    *,
+    exact: bool = False,
 ) -> Tensor:
     """Compute the attention of each row's query to the row's first `counts` tokens, (rows, heads, value_dim).
 
     query (rows, heads, dim); keys and values (pages, page_size, kv_heads, dim or value_dim), where kv_heads divides
     heads; tables (rows, pages per row) int32; counts (rows,) int64, from 1 to the tokens of a whole table. Entries of
     a table after the row's last page, and places after its last token, are not used. `addresses`: those of the pages,
-    if they are on the device already. No gradient.
+    if they are on the device already. `exact`: kernels do not depend on the width of the tables. No gradient.
     """
     if looks_up_addresses(keys, values):
         from hybridflow.models.kernels.triton_paged_attention import attend
 
         addresses = addresses_of(keys, values) if addresses is None else addresses
-        page_size, kv_heads = keys.shape[1:3]
-        return attend(query, addresses, tables, counts, scaling, page_size=page_size, kv_heads=kv_heads)
+        sizes = {"page_size": keys.shape[1], "kv_heads": keys.shape[2]}
+        return attend(query, addresses, tables, counts, scaling, **sizes, merges=exact)
     return _by_gathering(query, keys, values, tables, counts, scaling)
 
 

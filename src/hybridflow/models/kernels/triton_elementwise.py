@@ -12,17 +12,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridflow.models.kernels.triton_support import aligned
+
 BLOCK = 1024
 """Numbers of a gated activation in one program."""
 
 
 def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Compute `rms_norm`; x (..., width)."""
-    x, width = x.contiguous(), x.shape[-1]
+    x, width = aligned(x), x.shape[-1]
     out = torch.empty_like(x)
     if x.numel():
         block = triton.next_power_of_2(width)
-        _norm[(x.numel() // width,)](x, weight.contiguous(), out, width, float(epsilon), BLOCK=block)
+        _norm[(x.numel() // width,)](x, aligned(weight), out, width, float(epsilon), BLOCK=block)
     return out
 
 

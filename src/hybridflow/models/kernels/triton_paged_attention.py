@@ -34,21 +34,31 @@ def append(key: Tensor, value: Tensor, addresses: Tensor, slots: Tensor) -> None
 
 
 def attend(
-    query: Tensor, addresses: Tensor, tables: Tensor, counts: Tensor, scaling: float, *, page_size: int, kv_heads: int
+    query: Tensor,
+    addresses: Tensor,
+    tables: Tensor,
+    counts: Tensor,
+    scaling: float,
+    *,
+    page_size: int,
+    kv_heads: int,
+    merges: bool = False,
 ) -> Tensor:
-    """Compute attention, see `paged_attention`; keys and values have one shape, and are contiguous."""
+    """Compute attention, see `paged_attention`; keys and values have one shape, and are contiguous.
+
+    A single part is written as the output, unless it `merges` always: then one compiled kernel computes any tables.
+    """
     rows, heads, dim = query.shape
     group, num_parts = heads // kv_heads, -(-tables.shape[1] * page_size // SPLIT)
     query = query if query.stride(2) == 1 and query.stride(1) == dim else query.contiguous()
     out = torch.empty(rows, heads, dim, dtype=query.dtype, device=query.device)
-    # A single part is the output.
-    partial = query.new_empty(rows, heads, num_parts, dim, dtype=torch.float32) if num_parts > 1 else out
+    merges = merges or num_parts > 1
+    partial = query.new_empty(rows, heads, num_parts, dim, dtype=torch.float32) if merges else out
     normalizers = query.new_empty(rows, heads, num_parts, dtype=torch.float32)
     padded = max(SMALLEST_PRODUCT, triton.next_power_of_2(dim))
     _attend_to_part[(rows, kv_heads, num_parts)](
         *(query, addresses, tables, counts, partial, normalizers),
-        *(query.stride(0), tables.stride(0), scaling),
-        NUM_PARTS=num_parts,
+        *(query.stride(0), tables.stride(0), scaling, num_parts),
         KV_HEADS=kv_heads,
         GROUP=group,
         PADDED_GROUP=max(SMALLEST_PRODUCT, triton.next_power_of_2(group)),
@@ -58,10 +68,9 @@ def attend(
         SPLIT=SPLIT,
         BLOCK=BLOCK,
     )
-    if num_parts > 1:
+    if merges:
         _merge_parts[(rows, heads)](
-            *(partial, normalizers, counts, out),
-            NUM_PARTS=num_parts,
+            *(partial, normalizers, counts, out, num_parts),
             HEADS=heads,
             DIM=dim,
             PADDED_DIM=padded,
@@ -91,7 +100,7 @@ def _append(key, value, addresses, slots, key_stride, value_stride, size, BLOCK:
     tl.store(values + slot * size + offset, new, mask=is_valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["query_stride", "table_stride", "num_parts"])
 def _attend_to_part(
     query,
     addresses,
@@ -102,7 +111,7 @@ def _attend_to_part(
     query_stride,
     table_stride,
     scaling,
-    NUM_PARTS: tl.constexpr,
+    num_parts,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     PADDED_GROUP: tl.constexpr,
@@ -142,20 +151,19 @@ def _attend_to_part(
             out = out * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
             total = total * shrink + tl.sum(weights, 1)
             largest = new_largest
-        entry = (row * KV_HEADS * GROUP + kv_head * GROUP + head) * NUM_PARTS + part
+        entry = (row * KV_HEADS * GROUP + kv_head * GROUP + head) * num_parts + part
         where = partial + entry[:, None] * DIM + dim[None, :]
         tl.store(where, (out / total[:, None]).to(partial.dtype.element_ty), mask=is_query)
-        if NUM_PARTS > 1:
-            tl.store(normalizers + entry, largest + tl.log(total), mask=head < GROUP)
+        tl.store(normalizers + entry, largest + tl.log(total), mask=head < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def _merge_parts(
     partial,
     normalizers,
     counts,
     out,
-    NUM_PARTS: tl.constexpr,
+    num_parts,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
@@ -164,12 +172,12 @@ def _merge_parts(
     """Merge the parts of one head of a row in order, each weighted by its share of the normalizer."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dim = tl.arange(0, PADDED_DIM)
-    entry = (row * HEADS + head) * NUM_PARTS
+    entry = (row * HEADS + head) * num_parts
     largest = tl.load(normalizers + entry)
     total = 1.0
     merged = tl.load(partial + entry * DIM + dim, mask=dim < DIM, other=0.0)
     count = tl.load(counts + row).to(tl.int32)
-    for part in range(1, NUM_PARTS):
+    for part in range(1, num_parts):
         is_part = part * SPLIT < count
         normalizer = tl.load(normalizers + entry + part, mask=is_part, other=float("-inf"))
         new_largest = tl.maximum(largest, normalizer)

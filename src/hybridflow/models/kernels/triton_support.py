@@ -9,6 +9,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+DEVICE = "cuda"
+"""The type of devices that Triton's kernels run on; its interpreter also computes on "cpu"."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _is_generating = ContextVar("_is_generating", default=False)
 
@@ -31,9 +33,18 @@ def runs_triton(x: Tensor) -> bool:
 
     Not within torch.compile, which makes its own kernels from PyTorch's operations.
     """
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
-        return False
-    return x.is_cuda and x.dtype in DTYPES and has_triton()
+    return not torch.compiler.is_compiling() and not torch.is_grad_enabled() and serves_triton(x)
+
+
+def serves_triton(x: Tensor) -> bool:
+    """Whether there are Triton kernels for tensors like `x`: on a CUDA device, not in float64."""
+    return x.device.type == DEVICE and x.dtype in DTYPES and has_triton()
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Return x contiguous at an address for which Triton compiles the same kernel; others may add in another order."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def runs_triton_elementwise(x: Tensor) -> bool:
