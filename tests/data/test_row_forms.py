@@ -166,6 +166,15 @@ def test_conversations_of_sharegpt_are_messages(tmp_path, how):
     assert of_trl == {"prompt": user("q"), "response": "r"}
 
 
+@pytest.mark.parametrize("how", [*FILES, *PROGRAMS])
+def test_a_column_ground_truth_is_the_answer_where_there_is_none(tmp_path, how):
+    (found,) = read(how, [{"prompt": "q", "ground_truth": "1"}], "prompts", tmp_path)
+    assert found["reward_model"]["ground_truth"] == "1"
+    assert "ground_truth" not in found["extra_info"]
+    (found,) = read(how, [{"prompt": "q", "ground_truth": "1", "answer": "2"}], "prompts", tmp_path)
+    assert (found["reward_model"]["ground_truth"], found["extra_info"]["ground_truth"]) == ("2", "1")
+
+
 def test_sharegpt_is_a_prompt_or_a_pair_where_it_ends_before_the_answer(tmp_path):
     human, answer = SHARED[0], SHARED[-1]
     (found,) = read("jsonl", [{"conversations": [human], "answer": "1"}], "prompts", tmp_path)

@@ -25,8 +25,8 @@ COLUMNS = {
 }
 CONVERSATIONS, SYSTEM = "conversations", "system"
 """Columns of ShareGPT: the messages, and the text of a system message before them."""
-OTHER_NAMES = {"response": "completion", "messages": CONVERSATIONS, "prompt": CONVERSATIONS}
-"""Our name of a column -> its name in TRL or ShareGPT, which is read where ours is missing."""
+OTHER_NAMES = {"response": "completion", "messages": CONVERSATIONS, "prompt": CONVERSATIONS, "answer": "ground_truth"}
+"""Our name of a column -> its name in TRL, ShareGPT or reward functions, which is read where ours is missing."""
 PROMPT_FILE = ("prompt", "data_source", "reward_model")
 """Columns of a prompt file, as `hybridflow prepare` writes it; its other columns are not read."""
 DATA_SOURCE = "rows"

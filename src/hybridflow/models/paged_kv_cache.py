@@ -13,12 +13,8 @@ from torch import Tensor
 
 from hybridflow.models.attention import PackedPlan
 from hybridflow.models.attention_form import AttentionForm, attention_up_to
-from hybridflow.models.kernels.paged_attention import (
-    PAGE_SIZE,
-    append_to_pages,
-    looks_up_addresses,
-    paged_attention,
-)
+from hybridflow.models.kernels.paged_attention import PAGE_SIZE as PAGE_SIZE  # also for those who make pages
+from hybridflow.models.kernels.paged_attention import append_to_pages, looks_up_addresses, paged_attention
 from hybridflow.models.kv_cache import PrefillPlan
 from hybridflow.models.recurrence import Recurrence
 from hybridflow.models.varlen import upload

@@ -73,7 +73,7 @@ class EmbeddedRollout:
             )
         self.model = model
         self._forward = forward_of(model, records_routes=records_routes, exact=exact)
-        needs_pages = not serves(model.get_input_embeddings().weight)  # compiled kernels attend without pages
+        needs_pages = not serves(next(model.parameters()))  # compiled kernels attend without pages
         if exact and paged not in (None, needs_pages):
             raise RolloutConfigError(
                 f"paged={paged} is not supported with exact=True on {model.device.type}: its attention adds in another "
