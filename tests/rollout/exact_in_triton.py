@@ -9,10 +9,10 @@ import random
 import pytest
 import torch
 
-from fixtures.exact_log_probs import VOCABULARY, compared, num_exact_tokens, rows_of, sampled
+from fixtures.exact_log_probs import VOCABULARY, compared, gradients_of, num_exact_tokens, rows_of, sampled
 from fixtures.triton_interpreter import mend_interpreter
 from hybridflow.algorithms import log_probs_and_entropy_from_logits
-from hybridflow.config import MemoryConfig, ModelConfig
+from hybridflow.config import MemoryConfig, ModelConfig, OptimizerConfig
 from hybridflow.engines import TorchEngine
 from hybridflow.errors import RolloutError
 from hybridflow.models import exact_attention, exact_forward
@@ -64,6 +64,19 @@ def test_another_order_of_a_sum_in_training_is_seen(trained, module, name, value
     monkeypatch.setattr(module, name, value)
     with pytest.raises(RolloutError, match="sampled tokens have another log-prob in training"):
         compared(rows, engine.forward(rows, temperature=0.7)["log_probs"])
+
+
+def test_gradients_are_those_of_other_kernels(trained):
+    engine, rows = trained
+
+    def gradients(exact):
+        parts = {"model": ModelConfig(dtype="float32"), "memory": MemoryConfig(), "optimizer": OptimizerConfig(lr=0.0)}
+        return gradients_of(TorchEngine(engine.path, "policy", exact=exact, **parts), rows)
+
+    found, wanted = gradients(True), gradients(False)
+    assert found.keys() == wanted.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

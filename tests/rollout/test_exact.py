@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fixtures.exact_log_probs import VOCABULARY, compared, num_exact_tokens, rows_of, sampled
+from fixtures.exact_log_probs import VOCABULARY, compared, gradients_of, num_exact_tokens, rows_of, sampled
 from hybridflow.algorithms import log_probs_from_logits
 from hybridflow.config import MemoryConfig, ModelConfig, OptimizerConfig
 from hybridflow.engines import TorchEngine, row_forward
@@ -149,14 +149,10 @@ def test_another_order_of_a_sum_is_seen(trained, change, monkeypatch):
 def test_gradients_are_those_of_other_kernels(trained, dtype):
     engine, rows = trained["float32"]
 
-    def loss(outputs, part):
-        mask = part.batch["response_mask"]
-        return (outputs["log_probs"] * mask).sum() / 100 - (outputs["entropies"] * mask).sum() / 300, {}
-
     def results(exact, dtype):
         parts = {"model": ModelConfig(dtype=dtype), "memory": MemoryConfig(), "optimizer": OptimizerConfig(lr=0.0)}
         learner = TorchEngine(engine.path, "policy", exact=exact, **parts)
-        gradients = gradients_of(learner, rows, loss)
+        gradients = gradients_of(learner, rows)
         return gradients, learner.forward(rows, temperature=0.7, with_entropy=True)
 
     (found, outputs), (wanted, others) = results(True, "float32"), results(False, dtype)
@@ -168,12 +164,11 @@ def test_gradients_are_those_of_other_kernels(trained, dtype):
         assert difference.abs().max() < 5e-5
 
 
-def gradients_of(learner, rows, loss):
-    kept = {}
-    for name, parameter in learner.model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p, name=name: kept.update({name: p.grad.clone()}))
-    learner.update(rows, loss, temperature=0.7, with_entropy=True)
-    return kept
+def test_the_backward_pass_leaves_logits_as_they_are():
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    before = logits.detach().clone()
+    exact.exact_log_probs(logits, torch.tensor([4, 0, 49]), temperature=0.7)[0].sum().backward()
+    assert torch.equal(logits, before)
 
 
 @pytest.mark.parametrize(
