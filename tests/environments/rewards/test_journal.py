@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hybridflow.environments.processes.loaded_reward import LoadedReward
+from hybridflow.environments.processes.arguments import LoadedReward
 from hybridflow.environments.rewards import Outcome, RewardRunner, RewardScorer, in_rank, load_reward_function
 from hybridflow.environments.rewards.journal import RewardJournal
 from hybridflow.errors import RewardError

@@ -7,11 +7,11 @@ from typing import Any
 from hybridflow.environments.adapters import load
 from hybridflow.environments.agents.agent import environment_class
 from hybridflow.environments.episodes.environment import Environment
+from hybridflow.environments.processes.arguments import LoadedReward, require_single
 from hybridflow.environments.processes.closure import by_value
 from hybridflow.environments.processes.environment_kind import EnvironmentKind
 from hybridflow.environments.processes.host import EnvironmentHost
 from hybridflow.environments.processes.limited_calls import CallLimits
-from hybridflow.environments.processes.loaded_reward import LoadedReward, require_single
 from hybridflow.runtime.user_import import load_user_function
 
 

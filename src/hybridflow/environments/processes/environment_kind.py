@@ -7,7 +7,7 @@ from typing import Any
 from hybridflow.environments.agents.agent import Agent
 from hybridflow.environments.episodes.environment import Environment
 from hybridflow.environments.episodes.tools import Tool, tools_of
-from hybridflow.environments.processes.loaded_reward import LoadedReward
+from hybridflow.environments.processes.arguments import LoadedReward
 from hybridflow.errors import EnvironmentConfigError
 
 

@@ -24,6 +24,7 @@ from hybridflow.environments.episodes.answers import (
 from hybridflow.environments.episodes.environment import CalledTool, Done, Environment, Episode, Reply, Turn
 from hybridflow.environments.episodes.messages import AssistantTurn, Message, ToolCall
 from hybridflow.environments.episodes.tools import Tool, tool_of
+from hybridflow.environments.processes.arguments import LoadedReward
 from hybridflow.environments.processes.environment_kind import scores_groups, tools_of_environment
 from hybridflow.environments.processes.limited_calls import (
     CallLimits,
@@ -32,7 +33,6 @@ from hybridflow.environments.processes.limited_calls import (
     OwnLimit,
     run_function,
 )
-from hybridflow.environments.processes.loaded_reward import LoadedReward
 from hybridflow.environments.processes.user_errors import described, text_of
 from hybridflow.environments.rewards.outcome import as_message
 from hybridflow.errors import EnvironmentConfigError, ToolError

@@ -21,9 +21,8 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from hybridflow.environments.processes.arguments import as_batch, num_samples_of
+from hybridflow.environments.processes.arguments import RewardKind, as_batch, num_samples_of
 from hybridflow.environments.processes.closure import Closure
-from hybridflow.environments.processes.loaded_reward import RewardKind
 from hybridflow.environments.processes.pool import ProcessPool, resolved, weakly
 from hybridflow.environments.processes.user_process import LostError, UserProcess
 from hybridflow.environments.rewards.outcome import OnOutcome, Outcome, split
