@@ -135,10 +135,6 @@ class Endpoint:
             connection.transport.abort()  # a client that does not read would keep it open
         await self._serving
 
-    def add(self, session_id: str, session: "Session") -> None:
-        """Serve a session."""
-        self.sessions[session_id] = session
-
     async def remove(self, session_id: str) -> None:
         """End the open requests of a session; they and later ones get an error that says that it has ended.
 

@@ -88,7 +88,7 @@ class EnvironmentPool(ProcessPool[_EnvironmentProcess]):
     ) -> None:
         self._shared: list[_EnvironmentProcess | None] = [None] * num_processes
         self._starting = [asyncio.Lock() for _ in range(num_processes)]
-        self._alone, self._ids = asyncio.Semaphore(ALONE), itertools.count()
+        self._alone, self.ids = asyncio.Semaphore(ALONE), itertools.count()  # of objects in processes
         named, reward_function = {name: resolved(each) for name, each in classes.items()}, resolved(reward_function)
         settings = {
             "what": "environment.classes",
@@ -123,7 +123,7 @@ class EnvironmentPool(ProcessPool[_EnvironmentProcess]):
         if not self._shared:
             host = self._here.host(name)
             return lambda question, is_alone: host.answer(question)
-        agent_id = self.new_id()
+        agent_id = next(self.ids)
 
         async def ask(question: Question, is_alone: bool) -> Answer:
             if is_alone:
@@ -176,10 +176,6 @@ class EnvironmentPool(ProcessPool[_EnvironmentProcess]):
         finally:
             await process.stop("has answered")
 
-    def new_id(self) -> int:
-        """Return an id for an object in a process."""
-        return next(self._ids)
-
 
 class _RemoteEnvironment:
     """The environment of an episode in a process."""
@@ -197,7 +193,7 @@ class _RemoteEnvironment:
         try:
             process = await self._pool.shared(self._number)
             if process is not self._process:
-                self._process, self._id, self._num_had = process, self._pool.new_id(), 0
+                self._process, self._id, self._num_had = process, next(self._pool.ids), 0
             answer = Answer()
             for question in questions[self._num_had :]:
                 answer = await process.answer(_answer_of, self._id, self._name, question)

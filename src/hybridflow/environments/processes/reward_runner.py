@@ -46,11 +46,10 @@ class Submitted:
         self.samples, self._on_outcome = samples, on_outcome
         self._known: dict[int, Outcome] = {}
         self.outcomes: concurrent.futures.Future[list[Outcome]] = concurrent.futures.Future()
-        self.is_over = False  # whether `outcomes` has them or an error
 
     def record(self, number: int, outcome: Outcome) -> None:
         """Store the outcome of a sample and pass it to the callback, whose error is that of all samples."""
-        if self.is_over:
+        if self.outcomes.done():
             return
         self._known[number] = outcome
         note_progress()
@@ -63,14 +62,12 @@ class Submitted:
 
     def end_if_complete(self) -> None:
         """Let `wait` return if all outcomes are known."""
-        if len(self._known) == len(self.samples) and not self.is_over:
-            self.is_over = True
+        if len(self._known) == len(self.samples) and not self.outcomes.done():
             self.outcomes.set_result([self._known[number] for number in range(len(self.samples))])
 
     def fail(self, error: BaseException) -> None:
         """Let `wait` raise an error, unless all outcomes are known."""
-        if not self.is_over:
-            self.is_over = True
+        if not self.outcomes.done():
             self.outcomes.set_exception(error)
 
 
@@ -222,7 +219,7 @@ class RewardRunner(ProcessPool[_RewardProcess]):
         in_flight = self._concurrency if self.kind.is_async else IN_FLIGHT
         while self._waiting:
             call = self._waiting[0]
-            if not call.submitted.is_over:
+            if not call.submitted.outcomes.done():
                 free = [process for process in self._serving if process.may_have(call, in_flight)]
                 if not free:
                     break

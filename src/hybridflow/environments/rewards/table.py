@@ -75,8 +75,7 @@ TABLE = f"{__name__}:table_reward"
 
 
 def _number_in_tag(text: str) -> str | None:
-    answer = last_answer(text)
-    number = None if answer is None else parse_number(answer)
+    number = parse_number(last_answer(text) or "")
     return None if number is None else str(number)
 
 
