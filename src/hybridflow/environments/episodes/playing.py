@@ -82,7 +82,6 @@ class EpisodePlayer(Protocol):
 
     def deliver(self, turn: NextTurn, completion: Completion) -> None:
         """Get a turn; called on the event loop."""
-        ...
 
     async def next_turns(self) -> list[NextTurn]:
         """Return the turns that follow from what is delivered; none if the episode has ended.
@@ -97,7 +96,6 @@ class EpisodePlayer(Protocol):
 
     def abandon(self) -> None:
         """End what runs beside these coroutines, which are cancelled; called on the event loop."""
-        ...
 
     is_parallel: bool
     """Whether several turns may be sampled at a time."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.environments.episodes.environment import Episode
-from hybridflow.environments.processes.closure import by_value
 from hybridflow.environments.processes.user_errors import described, returns_awaitable, source_of
 from hybridflow.environments.rewards.outcome import as_message
 from hybridflow.environments.rewards.table import RewardFunction
@@ -189,7 +188,7 @@ class LoadedReward:
         """Return the function that the settings of a process name. Raises RewardConfigError if it cannot be used."""
         (name, kwargs), closures, source = settings["reward"], settings["closures"], ""
         if name in closures:
-            function = by_value(*closures[name])
+            function = closures[name].function()
             name = getattr(function, "__name__", name)
         else:
             function = by_name(name, WHAT, RewardConfigError)

@@ -95,7 +95,7 @@ class EnvironmentPool(ProcessPool[_EnvironmentProcess]):
             "sources": [*named.values(), reward_function],
             "classes": named,
             "reward": (reward_function, dict(reward_kwargs)),
-            "closures": {each.name: (each.contents, each.paths) for each in closures},
+            "closures": {each.name: each for each in closures},
             "memory_bytes": memory_bytes,
             "timeout_s": limits.seconds,
             "limits": asdict(limits),

@@ -18,7 +18,6 @@ from hybridflow.environments.agents.agent import environment_class
 from hybridflow.environments.episodes.answers import Answer, Finish, Question, RunAgent, ScoreGroup
 from hybridflow.environments.episodes.environment import Environment
 from hybridflow.environments.processes.arguments import LoadedReward, require_single
-from hybridflow.environments.processes.closure import by_value
 from hybridflow.environments.processes.connection import Replies, serve
 from hybridflow.environments.processes.environment_kind import EnvironmentKind
 from hybridflow.environments.processes.host import EnvironmentHost
@@ -49,7 +48,7 @@ class EnvironmentClasses:
         self.kinds: dict[str, EnvironmentKind] = {}
         for name, source in settings["classes"].items():
             if source in closures:
-                found, digest = by_value(*closures[source]), ""
+                found, digest = closures[source].function(), ""
             else:
                 found, digest = load_source(source, f"environment.classes.{name}", by_name)
             self._classes[name] = environment_class(found, source)

@@ -136,7 +136,7 @@ class RewardRunner(ProcessPool[_RewardProcess]):
             "what": f"reward function '{name}'",
             "sources": [file],
             "reward": (file, self.kwargs),
-            "closures": {file: (closure.contents, closure.paths)} if closure else {},
+            "closures": {file: closure} if closure else {},
             "memory_bytes": memory_bytes,
             "timeout_s": timeout_s,
         }
