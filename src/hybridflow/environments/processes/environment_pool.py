@@ -18,8 +18,7 @@ from typing import Any
 from hybridflow.environments.episodes.answers import Answer, Question
 from hybridflow.environments.processes.client import EnvironmentHandle, LocalEnvironment
 from hybridflow.environments.processes.closure import Closure
-from hybridflow.environments.processes.environment_kind import EnvironmentKind
-from hybridflow.environments.processes.environment_program import EnvironmentClasses
+from hybridflow.environments.processes.environment_kind import EnvironmentClasses, EnvironmentKind
 from hybridflow.environments.processes.limited_calls import CallLimits
 from hybridflow.environments.processes.pool import ProcessPool, resolved
 from hybridflow.environments.processes.user_process import LostError, Reason, UserProcess
