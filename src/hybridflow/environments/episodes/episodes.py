@@ -141,7 +141,8 @@ class RunningEpisodes:
         self._turns.cancel()
         self._ends.cancel()
         with suppress(EnvironmentConfigError):  # the loop has ended
-            self._turns.call(_abandon, [start.player for start in self._starts])
+            for start in self._starts:
+                self._turns.call(start.player.abandon)
         self._make_idle()
         self.num_left = 0
 
@@ -268,8 +269,3 @@ class RunningEpisodes:
             self._turns.call(self._starts[number].player.deliver, turn, completion)
             if not self._num_sampled[number]:
                 self._turns.wait_from(number, self._num_steps)
-
-
-def _abandon(players: Sequence[EpisodePlayer]) -> None:
-    for player in players:
-        player.abandon()

@@ -77,14 +77,6 @@ def arguments_of(function: Any, sample: Mapping[str, Any], kwargs: Mapping[str, 
     return chosen
 
 
-def checked_arguments(function: Any, kwargs: Mapping[str, Any]) -> list[str]:
-    """Return the names with which a call can be checked before there is a sample: all of them, if names count."""
-    if not takes_names(function):
-        return [*(BATCH_ARGUMENTS if takes_batches(function) else ARGUMENTS), *kwargs]
-    own = [name for name, each in parameters_of(function).items() if each.kind in _BY_NAME]
-    return list(dict.fromkeys([*own, *kwargs]))
-
-
 _FIXED = ("prompt", "completion", "data_source", "ground_truth", "extra_info")
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -121,8 +113,8 @@ def load_reward_function(name: str, kwargs: Mapping[str, Any] | None = None) -> 
 def check_signature(function: RewardFunction, name: str, kwargs: Mapping[str, Any]) -> None:
     """Raise RewardConfigError if the function takes neither the four arguments, their plurals nor names."""
     parameters = parameters_of(function)
-    own = [each for each, by in parameters.items() if by.kind in _BY_NAME and by.default is by.empty]
-    own = [each for each in own if each not in kwargs]
+    names = [each for each, by in parameters.items() if by.kind in _BY_NAME]
+    own = [each for each in names if parameters[each].default is inspect.Parameter.empty and each not in kwargs]
     if own and not {*ARGUMENTS, *BATCH_ARGUMENTS, "completion", "completions"} & {*parameters}:
         hint = did_you_mean([each for each in own if each not in _NAMES], _NAMES)
         raise RewardConfigError(
@@ -130,7 +122,9 @@ def check_signature(function: RewardFunction, name: str, kwargs: Mapping[str, An
             f"completion, or completions for lists of all rows. Others may be {', '.join(_NAMES[1:])}, or columns of "
             "the rows."
         )
-    require_arguments(function, name, WHAT, checked_arguments(function, kwargs), RewardConfigError)
+    if not takes_names(function):  # otherwise all that it has names something
+        names = [*(BATCH_ARGUMENTS if takes_batches(function) else ARGUMENTS)]
+    require_arguments(function, name, WHAT, list(dict.fromkeys([*names, *kwargs])), RewardConfigError)
 
 
 _NAMES = ("completion", "prompt", "answer", "ground_truth", "data_source", "extra_info")
