@@ -56,10 +56,9 @@ def play_episodes(
     loop: asyncio.AbstractEventLoop,
     *,
     in_order: bool = True,
-    loop_limit_s: float | None = LOOP_LIMIT_S,
 ) -> list[PlayedEpisode]:
     """Play all episodes to their ends, and return them in order; see `RunningEpisodes`."""
-    running = RunningEpisodes(engine, starts, sampling, loop, in_order=in_order, loop_limit_s=loop_limit_s)
+    running = RunningEpisodes(engine, starts, sampling, loop, in_order=in_order)
     return [episode for _, (episode,) in sorted(running.next(len(starts)), key=lambda each: each[0])]
 
 
