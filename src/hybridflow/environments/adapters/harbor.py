@@ -173,8 +173,6 @@ def rows(rest: str, split: str, count: int, seed: int) -> Iterator[dict[str, Any
 
 
 class _HarborEnvironment(Environment):
-    """An episode of the task that a row names."""
-
     tasks: Mapping[str, HarborTask]
     _sandbox: Sandbox | None = None
 

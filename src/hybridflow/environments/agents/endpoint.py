@@ -255,7 +255,6 @@ class _Exchange:
         return bytes(body)
 
     async def reply(self, body: dict[str, Any], status: int = 200, *, is_last: bool = True) -> None:
-        """Send a response of JSON."""
         content = json_text(body).encode()
         headers = {"content-type": "application/json", "content-length": str(len(content))}
         await self._begin(status, headers | ({"connection": "close"} if status == 413 else {}))  # it may be unread

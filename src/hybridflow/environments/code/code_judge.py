@@ -128,7 +128,6 @@ class Judge:
         return bool(value)
 
     def _compare(self, operations: Iterable[str], is_condition: bool, left: Any, *others: Any) -> Any:
-        """Return the value of a chain of comparisons."""
         result: Any = True
         for operation, right in zip(operations, others, strict=True):
             result = self.compared(operation, is_condition, left, right)

@@ -257,7 +257,6 @@ class _Run:
         return verdict.removeprefix(self._secret) if verdict.startswith(self._secret) else b""
 
     def _kill(self) -> None:
-        """Kill the process and wait until it has ended."""
         if self._process.returncode is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()

@@ -177,8 +177,6 @@ class EnvironmentPool(ProcessPool[_EnvironmentProcess]):
 
 
 class _RemoteEnvironment:
-    """The environment of an episode in a process."""
-
     def __init__(self, pool: EnvironmentPool, name: str, number: int) -> None:
         self._pool, self._name, self._number = pool, name, number
         self._process: _EnvironmentProcess | None = None
@@ -186,7 +184,6 @@ class _RemoteEnvironment:
         self._failed: Answer | None = None
 
     async def ask(self, questions: Sequence[Question]) -> Answer:
-        """Return the answer to the last question, see `EnvironmentHandle.ask`."""
         if self._failed:  # two processes were lost with a question: it is not asked again
             return self._failed
         try:

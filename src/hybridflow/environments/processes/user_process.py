@@ -87,7 +87,7 @@ class UserProcess(asyncio.Protocol):
 
     async def connect(self) -> None:
         """Open the connection, before the first question."""
-        self._transport, _ = await self._loop.create_connection(lambda: self, sock=self.connection)
+        self._transport, _ = await self._loop.create_unix_connection(lambda: self, sock=self.connection)
 
     @property
     def is_alive(self) -> bool:
@@ -228,7 +228,6 @@ class UserProcess(asyncio.Protocol):
 
 
 def _end_of(status: int) -> str:
-    """Return how a process exited, by its return code."""
     if status >= 0:
         return f"exit status {status}"
     names = {number.value: number.name for number in signal.Signals}
@@ -250,7 +249,6 @@ def _wrong_reply(contents: bytes | bytearray) -> WrongReplyError:
 
 
 def _shorten(message: Mapping[str, Any]) -> str:
-    """Return the start of a message's text, for an error."""
     try:
         text = repr(message)
     except RecursionError:
