@@ -150,15 +150,14 @@ class RewardRunner(ProcessPool[_RewardProcess]):
         """Return the outcome of each sample, in order."""
         self.start()
         if self.kind.takes_batches and samples:
-            return split(self.call([batch_of(samples)])[0], len(samples))
-        return self.call(samples)
-
-    def call(self, samples: Sequence[Sample], on_outcome: OnOutcome | None = None) -> list[Outcome]:
-        """Call the function on each sample, or on each `batch_of` samples; `on_outcome` gets each outcome at once."""
-        return self.wait(self.submit(samples, on_outcome))
+            return split(self.wait(self.submit([batch_of(samples)]))[0], len(samples))
+        return self.wait(self.submit(samples))
 
     def submit(self, samples: Sequence[Sample], on_outcome: OnOutcome | None = None) -> Submitted:
-        """Give samples to the processes, for `wait`; `on_outcome` is called in the thread of the event loop."""
+        """Give samples, or a `batch_of` samples, to the processes, for `wait`.
+
+        `on_outcome` gets each outcome at once; it is called in the thread of the event loop.
+        """
         submitted = Submitted(samples, on_outcome)
         submitted.end_if_complete()
         try:
