@@ -72,7 +72,6 @@ class ProcessPool(Generic[P]):
             process.lost.add_done_callback(remove)
             process.set_time_limit(self._start_timeout_s)
             try:
-                await process.connect()
                 loaded = await process.answer(self._read_loaded, self._settings)
                 if isinstance(loaded, ConfigError):
                     raise loaded

@@ -54,7 +54,7 @@ class WrongReplyError(Exception):
     """Bytes on the connection that are not a reply of the process's program."""
 
 
-class UserProcess(asyncio.Protocol):
+class UserProcess:
     """A supervised process of a program (`kind`), and the questions that it has; used on the event loop.
 
     Its temporary directory (TMPDIR) is its own. The supervisor removes it, also if this process is killed; so does
@@ -72,8 +72,8 @@ class UserProcess(asyncio.Protocol):
                 start_new_session=True,
                 env={**os.environ, "TMPDIR": self._temporary},
             )
-        self._transport: asyncio.WriteTransport | None = None  # of the connection
-        self._received = bytearray()
+        self.connection.setblocking(False)  # user code that hangs stops reading
+        self._to_send, self._received = bytearray(), bytearray()
         self.lost: asyncio.Future[LostError] = self._loop.create_future()  # known when it is killed
         self.is_lost = False
         self.answers_in_order = False
@@ -83,11 +83,8 @@ class UserProcess(asyncio.Protocol):
         self._kill_lock, self.is_killed = threading.RLock(), False
         self._killing: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._loop.add_reader(self.connection, self._read)
         self._watcher = self._loop.call_later(WATCH_S, self._watch)
-
-    async def connect(self) -> None:
-        """Open the connection, before the first question."""
-        self._transport, _ = await self._loop.create_unix_connection(lambda: self, sock=self.connection)
 
     @property
     def is_alive(self) -> bool:
@@ -99,8 +96,9 @@ class UserProcess(asyncio.Protocol):
         number = next(self._numbers)
         contents = pickle.dumps((number, *question))
         self._asked[number] = read, on_answer
-        assert self._transport is not None
-        self._transport.write(HEAD.pack(MARK, len(contents)) + contents)
+        if not self._to_send:
+            self._loop.call_soon(self._send)  # with all questions that are asked now
+        self._to_send += HEAD.pack(MARK, len(contents)) + contents
 
     async def answer(self, read: Read, *question: Any) -> Any:
         """Return the answer to a question. Raises LostError if the process is lost before."""
@@ -128,8 +126,9 @@ class UserProcess(asyncio.Protocol):
         self._watcher.cancel()
         if self._timer:
             self._timer.cancel()
-        if self._transport:
-            self._transport.abort()
+        with suppress(OSError, ValueError):  # it was killed
+            self._loop.remove_reader(self.connection)
+            self._loop.remove_writer(self.connection)
         if reason == "closed":
             self.lost.set_result(LostError(problem, reason))
         else:
@@ -178,11 +177,28 @@ class UserProcess(asyncio.Protocol):
         else:
             self._watcher = self._loop.call_later(WATCH_S, self._watch)
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: D102  (of the protocol, as below)
-        self.lose("", "exited")
+    def _send(self) -> None:
+        """Send as much as the connection accepts, and the rest when it accepts more."""
+        if self.is_lost:
+            return
+        try:
+            del self._to_send[: self.connection.send(self._to_send)]
+        except BlockingIOError:
+            pass
+        except OSError:  # it has exited, which `_read` notices
+            self._to_send.clear()
+        if self._to_send:
+            self._loop.add_writer(self.connection, self._send)
+        else:
+            self._loop.remove_writer(self.connection)
 
-    def data_received(self, data: bytes) -> None:  # noqa: D102
-        self._received += data
+    def _read(self) -> None:
+        chunk = b""
+        with suppress(ConnectionResetError):  # it exited with unread questions
+            chunk = self.connection.recv(1 << 16)
+        if not chunk:
+            self.lose("", "exited")
+        self._received += chunk
         try:
             for message in self._messages():
                 self.handle(message)
