@@ -72,7 +72,7 @@ def test_a_request_is_sampled_as_it_says_or_as_the_run_samples():
 def test_a_turn_whose_client_has_gone_is_given_up_and_others_go_on():
     served = Served()
     gone, other = served.begin("gone"), served.begin("other")
-    served.tree.drop(gone)
+    gone.is_dropped = True
     served.end()
     assert list(served.results) == [other]
     assert not served.engine.has_unfinished()
@@ -147,7 +147,7 @@ def test_vllm_serves_turns_and_refuses_what_it_cannot_sample(tmp_path):
         served = Served(lend_engine(tmp_path / "model", tokenizer=TOKENIZER, dtype="float32", max_model_len=2048))
         turns = [served.begin(f"question {number}", temperature=number / 4) for number in range(8)]
         gone = served.begin("gone")
-        served.tree.drop(gone)
+        gone.is_dropped = True
         wrong = served.begin("wrong", temperature=0.001)
         served.end()
         assert all(turn.is_kept for turn in turns)

@@ -93,7 +93,6 @@ class Sandbox(Protocol):
 
     async def put(self, path: str, content: bytes) -> None:
         """Write a file and its directories."""
-        ...
 
     async def get(self, path: str) -> bytes:
         """Return the contents of a file of at most `MAX_FILE_BYTES`."""
@@ -101,7 +100,6 @@ class Sandbox(Protocol):
 
     async def close(self) -> None:
         """End all processes and remove all files."""
-        ...
 
 
 def sandbox_of(name: str) -> Callable[..., Sandbox]:

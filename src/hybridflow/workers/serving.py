@@ -97,7 +97,7 @@ class ServingWorker(ActorRolloutWorker):
                     asked.put(turn)
 
         self._passing = asyncio.create_task(pass_on())
-        self._endpoint.add("", session)
+        self._endpoint.sessions[""] = session
         await self._endpoint.start()
 
     async def _stop(self, session: Session) -> None:

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from hybridflow.environments import AssistantTurn, CallLimits, EnvironmentPool, EpisodeClient, ToolCall
-from hybridflow.environments.adapters import harbor_tasks, load, rows_of
-from hybridflow.environments.adapters.harbor_tasks import task_of
+from hybridflow.environments.adapters import harbor, load, rows_of
+from hybridflow.environments.adapters.harbor import task_of
 from hybridflow.environments.episodes.answers import Begin, Finish, TakeTurn
 from hybridflow.environments.sandbox import LocalSandbox, SandboxError
 from hybridflow.errors import EnvironmentConfigError
@@ -245,7 +245,7 @@ def test_what_a_local_sandbox_cannot_do_is_an_error_that_names_it(tasks, monkeyp
     assert whole.files == [(directory / "whole/environment", "/app")]
     with pytest.raises(EnvironmentConfigError, match=r"does not support network=true; use sandbox=docker"):
         task_of(directory / "hello", network=True)
-    monkeypatch.setattr(harbor_tasks, "READABLE", (str(directory),))
+    monkeypatch.setattr(harbor, "READABLE", (str(directory),))
     with pytest.raises(EnvironmentConfigError, match=r"does not support tests that it can read, below '.*/hello'"):
         task_of(directory / "hello")
 

@@ -98,7 +98,7 @@ def play(source, *script, row=None):
     async def played():
         endpoint = Endpoint()
         await endpoint.start()
-        endpoint.add("it", session)
+        endpoint.sessions["it"] = session
         try:
             given = {**row, "ground_truth": row["reward_model"]["ground_truth"]}
             return await agent(AgentSession(f"{endpoint.base_url}/it/v1", session.key), given)

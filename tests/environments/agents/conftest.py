@@ -49,7 +49,7 @@ def serve(endpoint, on_loop) -> Iterator[Callable[..., tuple[ScriptedSession, st
 
     def start(*script: Any, **ending: Any) -> tuple[ScriptedSession, str]:
         session, session_id = ScriptedSession(script, **ending), f"s{len(served)}"
-        on_loop(endpoint.add, session_id, session)
+        on_loop(endpoint.sessions.__setitem__, session_id, session)
         served.append(session_id)
         return session, f"{endpoint.base_url}/{session_id}"
 

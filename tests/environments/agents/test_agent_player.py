@@ -32,7 +32,7 @@ class Sessions(dict):
     """Serves sessions in this process."""
 
     base_url = "here"
-    add = dict.__setitem__
+    sessions = property(lambda self: self)
 
     async def remove(self, session_id):
         del self[session_id]

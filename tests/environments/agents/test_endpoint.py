@@ -136,7 +136,7 @@ def test_half_a_body_holds_one_request_until_its_client_goes(serve):
 
 def test_a_session_without_an_id_is_served_at_the_base_url(endpoint, on_loop):
     session = ScriptedSession([HELLO])
-    on_loop(endpoint.add, "", session)
+    on_loop(endpoint.sessions.__setitem__, "", session)
     with openai.OpenAI(base_url=f"{endpoint.base_url}/v1", api_key="the key", max_retries=0) as client:
         assert client.chat.completions.create(model="m", messages=[USER]).choices[0].message.content == "Hello"
         on_loop(endpoint.remove, "")
@@ -167,7 +167,7 @@ def test_the_server_ends_with_open_requests_and_keeps_handlers_of_signals():
         await endpoint.start()
         assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
         session = ScriptedSession([None, LONG])
-        endpoint.add("a", session)
+        endpoint.sessions["a"] = session
         with (
             socket.create_connection(("127.0.0.1", endpoint.port)),
             request(f"{endpoint.base_url}/a") as waiting,

@@ -69,13 +69,13 @@ HOLDS = [
 @pytest.mark.parametrize("statements", PROTECTED)
 def test_an_assertion_about_one_value_is_protected(statements):
     found = steps_of(statements)
-    assert found.is_protected
+    assert found.checks
     assert [check.source for check in found.checks] == PROTECTED[statements]
 
 
 @pytest.mark.parametrize("statements", [*NOT_PROTECTED, *(statements for _, statements in UNPROTECTED.values())])
 def test_other_statements_run_in_the_programs_process(statements):
-    assert not steps_of(statements).is_protected
+    assert not steps_of(statements).checks
 
 
 @pytest.mark.parametrize(("statements", "right", "wrong"), HOLDS)

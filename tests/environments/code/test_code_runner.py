@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from hybridflow.environments.code.code_checks import steps_of
-from hybridflow.environments.code.code_quota import MAX_CREATED_FILES, MAX_STARTED_THREADS
-from hybridflow.environments.code.code_runner import CodeLimits, run_program
+from hybridflow.environments.code.code_runner import MAX_CREATED_FILES, MAX_STARTED_THREADS, CodeLimits, run_program
 from hybridflow.errors import RewardError
 
 pytestmark = [pytest.mark.runs, pytest.mark.own_run("grpo: programs of a model run in processes of their own")]

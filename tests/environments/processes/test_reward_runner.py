@@ -112,7 +112,7 @@ def test_exceptions_and_hangs_do_not_affect_the_other_process(runner):
     outcomes = scores.run(of_texts(*["fine", RAISE, "fine"] * 40))
     assert [outcome.kind for outcome in outcomes] == [None, "raised", None] * 40
     assert 1 <= len({outcome.result["process"] for outcome in outcomes if outcome.kind is None}) <= 2
-    outcomes = scores.call(of_texts(LOOP, *["fine"] * 50), lambda number, outcome: known.append(number))
+    outcomes = scores.wait(scores.submit(of_texts(LOOP, *["fine"] * 50), lambda number, outcome: known.append(number)))
     assert [outcome.kind for outcome in outcomes] == ["timeout", *[None] * 50]
     assert known.index(0) >= 49  # at most the sample that the process already had before it hung comes later
 

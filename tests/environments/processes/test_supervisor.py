@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hybridflow.environments.processes import supervisor
 from hybridflow.errors import RewardError
 
 pytestmark = [
@@ -154,16 +153,6 @@ def test_nothing_stays_when_the_child_of_the_rank_is_killed(runner, directory, t
     assert os.listdir(temporary) != []
     child.kill()
     assert_gone(directory, temporary)
-
-
-def test_children_are_found_without_the_file_of_children():
-    with subprocess.Popen(["sleep", "1000"]) as first, subprocess.Popen(["sleep", "1000"]) as second:
-        found = supervisor._children_by_parent(os.getpid())
-        assert {first.pid, second.pid} <= set(found)
-        assert set(found) == set(supervisor._children_of(os.getpid()))
-        assert supervisor._children_by_parent(first.pid) == []
-        first.kill()
-        second.kill()
 
 
 HOPPING = """

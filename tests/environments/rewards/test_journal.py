@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hybridflow.environments.processes.loaded_reward import LoadedReward
+from hybridflow.environments.processes.arguments import LoadedReward
 from hybridflow.environments.rewards import Outcome, RewardRunner, RewardScorer, in_rank, load_reward_function
 from hybridflow.environments.rewards.journal import RewardJournal
 from hybridflow.errors import RewardError
@@ -76,7 +76,7 @@ def score(scorer, texts, step=0):
 
 def test_outcomes_are_written_for_the_step_in_which_their_rows_began(place, scorer):
     scores = scorer()
-    begun = [scores.begin([text], ["d"], [None], step=step) for step, text in enumerate(["one", "two"])]
+    begun = [scores.begin([text], ["d"], [None], None, None, step=step) for step, text in enumerate(["one", "two"])]
     results = [wait() for wait in begun]
     rows = [(place / f"rewards/step_{step:06d}_rank_0.jsonl").read_text() for step in range(2)]
     assert [row.count("key") for row in rows] == [1, 1]

@@ -60,8 +60,10 @@ class _OpenEnv(SteppingEnvironment):
         return _text(result.observation)
 
     async def _act(self, text: str) -> tuple[str, float, bool]:
+        found = re.search(r"\{.*\}", text, re.S)
         try:
-            result = await self._client.step({self.text: text.strip()} if self.text else _object_of(text))
+            action = {self.text: text.strip()} if self.text else json.loads(found[0] if found else "")
+            result = await self._client.step(action)
         except (ValueError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and "(code: VALIDATION_ERROR)" not in str(error):
                 raise
@@ -71,12 +73,6 @@ class _OpenEnv(SteppingEnvironment):
     async def close(self) -> None:
         if hasattr(self, "_client"):
             await self._client.close()
-
-
-def _object_of(text: str) -> dict[str, Any]:
-    """Return the JSON object of a turn. Raises ValueError if there is none, or several."""
-    found = re.search(r"\{.*\}", text, re.S)
-    return json.loads(found[0] if found else "")
 
 
 def _text(observation: Mapping[str, Any]) -> str:

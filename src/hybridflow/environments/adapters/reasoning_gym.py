@@ -70,7 +70,6 @@ class _ReasoningGym(Environment):
 
 
 def _dataset(rest: str, seed: int, size: int) -> tuple[str, Any]:
-    """Return the task and a data set of its entries."""
     task, arguments = arguments_of(rest)
     if task not in DATASETS:
         raise EnvironmentConfigError(

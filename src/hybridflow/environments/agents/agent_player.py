@@ -126,7 +126,7 @@ class AgentPlayer:
             if is_alone:
                 session.restart()
             session_id = secrets.token_hex(8)
-            self._endpoint.add(session_id, session)
+            self._endpoint.sessions[session_id] = session
             try:
                 address = f"{self._endpoint.base_url}/{session_id}/v1"
                 return await self._ask(RunAgent(self._row, address, session.key), is_alone)

@@ -176,4 +176,4 @@ def _ending(reply: ChatReply) -> dict[str, str | None]:
 
 
 def _usage(reply: ChatReply) -> dict[str, int]:
-    return {"input_tokens": reply.num_prompt_tokens, "output_tokens": len(reply.token_ids)}
+    return {"input_tokens": len(reply.prompt_ids), "output_tokens": len(reply.token_ids)}

@@ -50,16 +50,6 @@ class ChatReply:
         """A digest of the sampled tokens."""
         return hashlib.blake2b(array("q", self.token_ids).tobytes(), digest_size=8).hexdigest()
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        """The number of tokens before the turn."""
-        return len(self.prompt_ids)
-
-    @property
-    def tokens(self) -> tuple[tuple[str, float], ...]:
-        """The text and the log-prob of each sampled token."""
-        return tuple(zip(map(self.text_of, self.token_ids), self.log_probs, strict=True))
-
 
 class RefusedError(Exception):
     """A request that gets an error of its protocol; `status` is that of HTTP, `code` a word for programs."""

@@ -135,10 +135,6 @@ class Endpoint:
             connection.transport.abort()  # a client that does not read would keep it open
         await self._serving
 
-    def add(self, session_id: str, session: "Session") -> None:
-        """Serve a session."""
-        self.sessions[session_id] = session
-
     async def remove(self, session_id: str) -> None:
         """End the open requests of a session; they and later ones get an error that says that it has ended.
 
@@ -259,7 +255,6 @@ class _Exchange:
         return bytes(body)
 
     async def reply(self, body: dict[str, Any], status: int = 200, *, is_last: bool = True) -> None:
-        """Send a response of JSON."""
         content = json_text(body).encode()
         headers = {"content-type": "application/json", "content-length": str(len(content))}
         await self._begin(status, headers | ({"connection": "close"} if status == 413 else {}))  # it may be unread

@@ -171,11 +171,11 @@ class OpenAIChat(bodies.ChatBody):
         return {"prompt_token_ids": reply.prompt_ids} if self.return_token_ids else {}
 
     def _ending(self, reply: ChatReply) -> dict[str, Any]:
+        own = {"token_ids": reply.token_ids} if self.return_token_ids else {}
         tokens = [
             {"token": text, "logprob": max(value, -9999.0), "bytes": list(text.encode()), "top_logprobs": []}
-            for text, value in (reply.tokens if self.logprobs else ())
+            for text, value in zip(map(reply.text_of, reply.token_ids), reply.log_probs, strict=True)
         ]
-        own = {"token_ids": reply.token_ids} if self.return_token_ids else {}
         return own | {
             "logprobs": {"content": tokens, "refusal": None} if self.logprobs else None,
             "finish_reason": "length" if reply.cut else "tool_calls" if reply.said.calls else "stop",
@@ -195,5 +195,5 @@ def _calls(reply: ChatReply) -> list[dict[str, Any]]:
 
 
 def _usage(reply: ChatReply) -> dict[str, int]:
-    prompt, completion = reply.num_prompt_tokens, len(reply.token_ids)
+    prompt, completion = len(reply.prompt_ids), len(reply.token_ids)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

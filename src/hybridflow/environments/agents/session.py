@@ -127,7 +127,7 @@ class Session:
                 self._drop(turn)
 
     def _drop(self, turn: TreeTurn) -> None:
-        self.tree.drop(turn)
+        turn.is_dropped = True
         self._num_given_up += 1
         self.events.append(["drop", turn.number])
 
@@ -162,7 +162,7 @@ class Session:
         """Answer the request of a turn with an error; the turn is not kept."""
         answered = self._waiting.get(turn)
         if answered is not None and not answered.done():
-            self.tree.drop(turn)
+            turn.is_dropped = True
             answered.set_exception(refused)
 
     def restart(self) -> None:
@@ -180,7 +180,7 @@ class Session:
 
     def _end_requests(self, code: str, problem: str) -> None:
         for turn in self._waiting:
-            self.tree.drop(turn)
+            turn.is_dropped = True
             self.refuse(turn, RefusedError(410, code, problem))
         self._new.clear()
         self._waiting, self._waited_s = {}, 0.0

@@ -76,7 +76,7 @@ class TreeTurn:
     routes: "Tensor | None" = None  # of its tokens, and of those before it that its parent has none of
     written: Message = field(default_factory=dict)  # as the template is to write it
     reply: ChatReply | None = None
-    is_dropped: bool = False
+    is_dropped: bool = False  # its client has not got it: its tokens are not trained
     number: int = 0  # among the requests of its episode
 
     @property
@@ -198,10 +198,6 @@ class TurnTree:
         repeated, path = turn.reply.said.message(), turn.digest.copy()
         path.update(_canonical({**repeated, "content": begun + str(repeated.get("content") or "")}))
         turn.path = path.digest()
-
-    def drop(self, turn: TreeTurn) -> None:
-        """Forget a turn that its client has not got; its tokens are not trained."""
-        turn.is_dropped = True
 
     def forget_oldest(self, most: int) -> None:
         """Forget the oldest turns that are not open, if there are more than `most` and an eighth; `most` stay.

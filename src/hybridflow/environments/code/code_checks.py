@@ -63,7 +63,10 @@ class Check:
 
 @dataclass(frozen=True)
 class Steps:
-    """A test: code for the program's process, and the checks of the values that it sends, in their order."""
+    """A test: code for the program's process, and the checks of the values that it sends, in their order.
+
+    Without checks it is not protected: the program can influence the verdict.
+    """
 
     statements: str
     code: bytes
@@ -72,11 +75,6 @@ class Steps:
     """Modules that the test imports, and names that it needs of them."""
     names_program: bool = True
     """Whether the test names anything that only a program defines."""
-
-    @property
-    def is_protected(self) -> bool:
-        """Return whether the program cannot influence the verdict, except by the values that it returns."""
-        return bool(self.checks)
 
 
 @lru_cache(maxsize=128)  # the steps of a test of 100 kB take 8 MB

@@ -43,7 +43,7 @@ def restrict(directory: str, cpu_s: float, memory_bytes: int, file_bytes: int) -
 
     Raise OSError or `CannotRestrict` if a restriction is not possible. System calls are not restricted yet.
     """
-    end_with_parent()
+    _check(_libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL, None, 0, 0), "PR_SET_PDEATHSIG")
     _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, None, 0, 0), "PR_SET_NO_NEW_PRIVS")
     _limit_files(directory)
     for limit, value in (
@@ -59,11 +59,6 @@ def restrict(directory: str, cpu_s: float, memory_bytes: int, file_bytes: int) -
         os.close(os.open(os.path.join(os.path.dirname(os.__file__), "io.py"), os.O_RDONLY))
     except OSError as error:
         raise CannotRestrict(f"a Python whose standard library is readable without capabilities ({error})") from None
-
-
-def end_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies."""
-    _check(_libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL, None, 0, 0), "PR_SET_PDEATHSIG")
 
 
 def count_calls(filter_program: bytes, seccomp: int) -> int:

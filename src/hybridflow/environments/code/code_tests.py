@@ -62,7 +62,7 @@ def code_reward(
     require_whole("max_output_bytes", max_output_bytes, least=1)
     require_whole("max_tests", max_tests, least=0)
     tests = _read_tests(ground_truth, max_tests)
-    unprotected = sum(isinstance(test, Steps) and not test.is_protected for test in tests) / len(tests)
+    unprotected = sum(isinstance(test, Steps) and not test.checks for test in tests) / len(tests)
     no_program = {"score": 0.0, "passed": 0.0, "compiled": 0.0, "unprotected": unprotected}
     program = last_code_block(solution_str)
     if program is None or len(program) > MAX_PROGRAM_CHARS:

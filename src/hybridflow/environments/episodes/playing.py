@@ -3,6 +3,7 @@
 start(row) ──> turn ──> engine ──> deliver(tokens) ──> next_turns() ──> turn ──> engine ──> ... ──> none ──> finish()
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -81,10 +82,9 @@ class EpisodePlayer(Protocol):
 
     def deliver(self, turn: NextTurn, completion: Completion) -> None:
         """Get a turn; called on the event loop."""
-        ...
 
     async def next_turns(self) -> list[NextTurn]:
-        """Return the turns that follow from what was delivered; none if the episode has ended.
+        """Return the turns that follow from what is delivered; none if the episode has ended.
 
         With `is_parallel` also those that are asked for while others are sampled.
         """
@@ -96,7 +96,6 @@ class EpisodePlayer(Protocol):
 
     def abandon(self) -> None:
         """End what runs beside these coroutines, which are cancelled; called on the event loop."""
-        ...
 
     is_parallel: bool
     """Whether several turns may be sampled at a time."""
@@ -116,7 +115,7 @@ class Player:
         self._cut_turn: AssistantTurn | None = None
         self._failure: Failure | None = None
         self._bonus = 0.0
-        self._delivered = Completion(0, 0)
+        self._delivered = asyncio.Queue[Completion]()
 
     def abandon(self) -> None:
         """Nothing else runs."""
@@ -133,14 +132,15 @@ class Player:
 
     def deliver(self, turn: NextTurn, completion: Completion) -> None:
         """Get the turn."""
-        self._delivered = completion
+        self._delivered.put_nowait(completion)
 
     async def next_turns(self) -> list[NextTurn]:
-        """Return the turn after the one that was delivered; nothing if the episode has ended.
+        """Return the turn after the one that is delivered next; nothing if the episode has ended.
 
         A turn without a stop token at its end was cut, unless it has stopped at a stop string.
         """
-        got, ids = self._delivered, self._delivered.token_ids
+        got = await self._delivered.get()
+        ids = got.token_ids
         self.rows[-1].add_sampled(ids, got.log_probs, got.versions, len(self.episode.turns))
         self.rows[-1].add_routes(got.routes)
         messages = self.episode.messages

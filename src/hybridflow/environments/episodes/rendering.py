@@ -1,7 +1,7 @@
 """Conversations with tools as tokens, in which texts of users and tools stay texts; and what a sampled turn says."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -46,9 +46,11 @@ class ChatRenderer(TurnRenderer):
                 f"to {', '.join(NAMES)} or a .jinja file."
             )
         super().__init__(tokenizer)
-        self._control = sorted(_control_texts(tokenizer), key=len, reverse=True)
-        self._marks = _any_of(self._control)
-        self._marks_of_turns = _any_of([text for text in _special_texts(tokenizer) if text not in _THOUGHTS])
+        added = tokenizer.added_tokens_decoder.values()
+        special = {token.content for token in added if token.special}
+        control = special | {token.content for token in added if len(token.content.strip()) > 1}  # no runs of spaces
+        self._control = sorted(control, key=len, reverse=True)
+        self._marks, self._marks_of_turns = _any_of(control), _any_of(special - _THOUGHTS)
         self._tool_contents: list[str] = []
         schemas = [tool.schema() if isinstance(tool, Tool) else dict(tool) for tool in tools]
         self._tools = _hidden(schemas, self._marks, self._tool_contents)
@@ -125,17 +127,7 @@ class ChatRenderer(TurnRenderer):
         return ids
 
 
-def _special_texts(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
-    return {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-
-
-def _control_texts(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
-    """Return the texts of tokens that may control a conversation: special ones, and added ones but runs of spaces."""
-    added = tokenizer.added_tokens_decoder.values()
-    return {token.content for token in added if token.special or len(token.content.strip()) > 1}
-
-
-def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern of these texts, longest first, and of the characters around the number of a place."""
     longest_first = sorted(filter(None, texts), key=len, reverse=True)
     return re.compile("|".join(["[\ue000\ue001]", *map(re.escape, longest_first)]))

@@ -50,11 +50,8 @@ def check_template(
         findings = [Finding("tools", "limited", f"no known format of calls ({formats})")]
         return [*findings, *_checks(tokenizer, stop_ids, [])]
     findings = list(_checks(tokenizer, stop_ids, list(tools) or [Tool.of(lookup)]))
-    return findings if tools else [replace(f, state="limited") if _has_no_tools(f) else f for f in findings]
-
-
-def _has_no_tools(finding: Finding) -> bool:
-    return (finding.check, finding.state) == ("tools", "failed")
+    no_tools = ("tools", "failed")
+    return [replace(f, state="limited") if not tools and (f.check, f.state) == no_tools else f for f in findings]
 
 
 def _checks(tokenizer: "PreTrainedTokenizerBase", stop_ids: Sequence[int], tools: list[Tool]) -> Iterator[Finding]:

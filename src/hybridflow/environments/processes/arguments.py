@@ -1,9 +1,18 @@
-"""The keyword arguments with which a reward function is called: four fixed ones, or those that its parameters name."""
+"""A reward function where it is called: loaded, called on samples or episodes, its results as plain values.
 
+Its keyword arguments are four fixed ones, or those that its parameters name.
+"""
+
+import asyncio
+import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from hybridflow.environments.episodes.environment import Episode
+from hybridflow.environments.processes.user_errors import described, returns_awaitable, source_of
+from hybridflow.environments.rewards.outcome import as_message
 from hybridflow.environments.rewards.table import RewardFunction
 from hybridflow.errors import RewardConfigError
 from hybridflow.runtime.user_code import did_you_mean, require_arguments
@@ -68,14 +77,6 @@ def arguments_of(function: Any, sample: Mapping[str, Any], kwargs: Mapping[str, 
     return chosen
 
 
-def checked_arguments(function: Any, kwargs: Mapping[str, Any]) -> list[str]:
-    """Return the names with which a call can be checked before there is a sample: all of them, if names count."""
-    if not takes_names(function):
-        return [*(BATCH_ARGUMENTS if takes_batches(function) else ARGUMENTS), *kwargs]
-    own = [name for name, each in parameters_of(function).items() if each.kind in _BY_NAME]
-    return list(dict.fromkeys([*own, *kwargs]))
-
-
 _FIXED = ("prompt", "completion", "data_source", "ground_truth", "extra_info")
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -112,8 +113,8 @@ def load_reward_function(name: str, kwargs: Mapping[str, Any] | None = None) -> 
 def check_signature(function: RewardFunction, name: str, kwargs: Mapping[str, Any]) -> None:
     """Raise RewardConfigError if the function takes neither the four arguments, their plurals nor names."""
     parameters = parameters_of(function)
-    own = [each for each, by in parameters.items() if by.kind in _BY_NAME and by.default is by.empty]
-    own = [each for each in own if each not in kwargs]
+    names = [each for each, by in parameters.items() if by.kind in _BY_NAME]
+    own = [each for each in names if parameters[each].default is inspect.Parameter.empty and each not in kwargs]
     if own and not {*ARGUMENTS, *BATCH_ARGUMENTS, "completion", "completions"} & {*parameters}:
         hint = did_you_mean([each for each in own if each not in _NAMES], _NAMES)
         raise RewardConfigError(
@@ -121,7 +122,9 @@ def check_signature(function: RewardFunction, name: str, kwargs: Mapping[str, An
             f"completion, or completions for lists of all rows. Others may be {', '.join(_NAMES[1:])}, or columns of "
             "the rows."
         )
-    require_arguments(function, name, WHAT, checked_arguments(function, kwargs), RewardConfigError)
+    if not takes_names(function):  # otherwise all that it has names something
+        names = [*(BATCH_ARGUMENTS if takes_batches(function) else ARGUMENTS)]
+    require_arguments(function, name, WHAT, list(dict.fromkeys([*names, *kwargs])), RewardConfigError)
 
 
 _NAMES = ("completion", "prompt", "answer", "ground_truth", "data_source", "extra_info")
@@ -149,3 +152,96 @@ def check_names(
                 f"{WHAT} '{name}' has the parameter '{needed}', but in all rows: 'answer' is missing"
                 f"{others and '; the row has '}{others}. If the function does without, give its parameter a default."
             )
+
+
+Called = tuple[dict[str, Any], BaseException | None]
+"""The message of a call, see `Outcome`, and the exception that it has raised."""
+
+
+@dataclass(frozen=True)
+class RewardKind:
+    """The way to call a function, and the digest of the file that defines it (empty without a file)."""
+
+    is_async: bool = False
+    takes_batches: bool = False
+    takes_names: bool = False
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class LoadedReward:
+    """A reward function, its further arguments, its name in errors, and the digest of its file (empty without one)."""
+
+    function: Callable[..., Any]
+    kwargs: Mapping[str, Any]
+    name: str = ""
+    source: str = ""
+
+    @classmethod
+    def load(cls, settings: Mapping[str, Any], by_name: Callable[..., Any] = load_user_function) -> "LoadedReward":
+        """Return the function that the settings of a process name. Raises RewardConfigError if it cannot be used."""
+        (name, kwargs), closures, source = settings["reward"], settings["closures"], ""
+        if name in closures:
+            function = closures[name].function()
+            name = getattr(function, "__name__", name)
+        else:
+            function = by_name(name, WHAT, RewardConfigError)
+            source = source_of(function)
+        check_signature(function, name, kwargs)
+        return cls(function, kwargs, name, source)
+
+    @property
+    def kind(self) -> RewardKind:
+        """The way to call the function."""
+        function = self.function
+        return RewardKind(returns_awaitable(function), takes_batches(function), takes_names(function), self.source)
+
+    def arguments(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call on a sample or a batch, copied. Raises TypeError for a name of nothing."""
+        return arguments_of(self.function, copy.deepcopy(dict(sample)), self.kwargs)
+
+    def arguments_for(self, episode: Episode) -> dict[str, Any]:
+        """Return the arguments of a call on an episode, whose environment has no `reward` of its own.
+
+        `solution_str` is the text of the last turn; `extra_info` also has the `messages` of the episode.
+        """
+        row = episode.row
+        sample = {
+            "data_source": row.get("data_source"),
+            "solution_str": episode.turns[-1].content if episode.turns else "",
+            "ground_truth": row.get("ground_truth"),
+            "extra_info": {**(row.get("extra_info") or {}), "messages": episode.messages},
+        }
+        return self.arguments(sample | ({"prompt": row["prompt"]} if takes_names(self.function) else {}))
+
+    def call(self, sample: Mapping[str, Any]) -> Called:
+        """Call the function on a sample or a batch."""
+        try:
+            return as_message(self.function(**self.arguments(sample))), None
+        except BaseException as error:  # a user's function may raise anything
+            return self.failure(error), error
+
+    async def call_async(self, sample: Mapping[str, Any], timeout_s: float | None = None, late: str = "") -> Called:
+        """Call an `async` function; `late` is the problem of a call that takes longer than its time."""
+        limit = asyncio.timeout(timeout_s)
+        try:
+            async with limit:
+                result = self.function(**self.arguments(sample))
+                return as_message(await result if inspect.isawaitable(result) else result), None
+        except BaseException as error:  # a user's function may raise anything
+            return {"error": late, "kind": "timeout"} if limit.expired() else self.failure(error), error
+
+    def failure(self, error: BaseException) -> dict[str, Any]:
+        """Return the message of a call that has raised: the type and text of the error, its line, and its kind."""
+        kind = "memory" if isinstance(error, MemoryError) else "raised"
+        return {"error": described(error, self.function), "kind": kind}
+
+
+def require_single(function: Callable[..., Any], name: str, kwargs: Mapping[str, Any]) -> None:
+    """Raise RewardConfigError unless the function takes one response at a time, as episodes are scored."""
+    check_signature(function, name, kwargs)
+    if takes_batches(function):
+        raise RewardConfigError(
+            f"reward function '{name}' takes lists of responses, but episodes are scored one by one; name its "
+            "parameters solution_str or completion, or give the environment a `group_rewards`."
+        )

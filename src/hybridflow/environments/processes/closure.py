@@ -10,7 +10,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -91,13 +91,8 @@ class Closure:
 
     def function(self) -> Any:
         """Return the function or class, in this process."""
-        return by_value(self.contents, self.paths)
-
-
-def by_value(contents: bytes, paths: Sequence[str]) -> Any:
-    """Return a function or class of a Python program, which looks for modules in `paths`."""
-    sys.path += [path for path in paths if path not in sys.path]
-    return cloudpickle.loads(contents)
+        sys.path += [path for path in self.paths if path not in sys.path]
+        return cloudpickle.loads(self.contents)
 
 
 _offered: dict[str, Closure] = {}
@@ -139,30 +134,28 @@ def source_hash(function: Callable[..., Any]) -> str:
     plain = inspect.unwrap(function)
     defined = plain if inspect.isroutine(plain) or inspect.isclass(plain) else type(plain)
     if defined not in _hashes:
-        _hashes[defined] = hashlib.blake2b(_source(plain).encode(errors="surrogatepass"), digest_size=6).hexdigest()
+        _hashes[defined] = hashlib.blake2b(_source(defined).encode(errors="surrogatepass"), digest_size=6).hexdigest()
     return _hashes[defined]
 
 
 _hashes = WeakKeyDictionary[Any, str]()
 
 
-def _source(function: Callable[..., Any]) -> str:
-    plain = inspect.unwrap(function)
-    defined = plain if inspect.isroutine(plain) or inspect.isclass(plain) else type(plain)
+def _source(defined: Any) -> str:
     try:
         return textwrap.dedent(inspect.getsource(defined))
     except (OSError, TypeError):
-        code = getattr(plain, "__code__", None)
+        code = getattr(defined, "__code__", None)
     if code:
         return repr((code.co_code, code.co_names, _constants(code)))
-    if not inspect.isclass(plain):
+    if not inspect.isclass(defined):
         return repr(defined)
     parts = [  # of a class without source, as in a notebook: its methods may have one
-        f"{name}: {_source(value) if inspect.isfunction(value) else repr(value)}"
-        for name, value in vars(plain).items()
+        f"{name}: {_source(inspect.unwrap(value)) if inspect.isfunction(value) else repr(value)}"
+        for name, value in vars(defined).items()
         if inspect.isfunction(value) or type(value) in (int, float, str, bool, tuple)
     ]
-    return "\n".join([plain.__name__, *parts])
+    return "\n".join([defined.__name__, *parts])
 
 
 def _constants(code: Any) -> list[Any]:

@@ -1,14 +1,19 @@
-"""What a run must know of a class of environments, and whether the class can serve."""
+"""The classes of a run's environments: what a run must know of each, and whether it can serve."""
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hybridflow.environments.agents.agent import Agent
+from hybridflow.environments.adapters import load
+from hybridflow.environments.agents.agent import Agent, environment_class
 from hybridflow.environments.episodes.environment import Environment
-from hybridflow.environments.episodes.tools import Tool, tools_of
-from hybridflow.environments.processes.loaded_reward import LoadedReward
+from hybridflow.environments.episodes.tools import tools_of
+from hybridflow.environments.processes.arguments import LoadedReward, require_single
+from hybridflow.environments.processes.host import EnvironmentHost
+from hybridflow.environments.processes.limited_calls import CallLimits
 from hybridflow.errors import EnvironmentConfigError
+from hybridflow.runtime.user_import import load_user_function
 
 
 def require_environment(environment: type[Environment], name: str) -> None:
@@ -25,20 +30,16 @@ def require_rewards(environment: type[Environment], reward_function: str) -> Non
     An agent may also say it itself.
     """
     name, has_reward = environment.__name__, environment.reward is not Environment.reward
+    scores_groups = environment.group_rewards is not Environment.group_rewards
     if has_reward and reward_function:
         raise EnvironmentConfigError(
             f"{name} has a method `reward`, and reward.function={reward_function!r} is set: both give the rewards; "
             "remove one of them (a `reward` may call the function)."
         )
-    if not (has_reward or reward_function or scores_groups(environment) or issubclass(environment, Agent)):
+    if not (has_reward or reward_function or scores_groups or issubclass(environment, Agent)):
         raise EnvironmentConfigError(
             f"{name} has no method `reward`, so no episode of it has a score; write one, or set reward.function."
         )
-
-
-def scores_groups(environment: type[Environment]) -> bool:
-    """Return whether the class compares the episodes of a prompt."""
-    return environment.group_rewards is not Environment.group_rewards
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,36 @@ class EnvironmentKind:
         """
         require_environment(environment, name)
         require_rewards(environment, scored_by.name if scored_by else "")
-        tools = tools_of_environment(object.__new__(environment))  # types and docstrings do not depend on the object
+        is_agent = issubclass(environment, Agent)  # which has no tools
+        tools = {} if is_agent else tools_of(object.__new__(environment))  # their types do not depend on the object
         schemas = tuple(tool.schema() for tool in tools.values())
+        scores_groups = environment.group_rewards is not Environment.group_rewards
         source += scored_by.source if scored_by else ""
-        return cls(name, schemas, scores_groups(environment), source, issubclass(environment, Agent))
+        return cls(name, schemas, scores_groups, source, is_agent)
 
 
-def tools_of_environment(environment: Environment) -> dict[str, Tool]:
-    """Return the tools of an environment by name; an agent has none."""
-    return {} if isinstance(environment, Agent) else tools_of(environment)
+class EnvironmentClasses:
+    """The classes that the settings of an `EnvironmentPool` name, by name.
+
+    Raises EnvironmentConfigError or RewardConfigError for one that cannot be loaded or used.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], by_name: Callable[..., Any] = load_user_function) -> None:
+        self.limits, closures = CallLimits(**settings["limits"]), settings["closures"]
+        self._slots = asyncio.Semaphore(self.limits.concurrency)
+        self._scored_by = reward = LoadedReward.load(settings, by_name) if settings["reward"][0] else None
+        if reward:
+            require_single(reward.function, reward.name, reward.kwargs)
+        self._classes: dict[str, type[Environment]] = {}
+        self.kinds: dict[str, EnvironmentKind] = {}
+        for name, source in settings["classes"].items():
+            if source in closures:
+                found, digest = closures[source].function(), ""
+            else:
+                found, digest = load(source, f"environment.classes.{name}", by_name)
+            self._classes[name] = environment_class(found, source)
+            self.kinds[name] = EnvironmentKind.of(self._classes[name], source, digest, self._scored_by)
+
+    def host(self, name: str) -> EnvironmentHost:
+        """Return what holds an object of a class, for one episode."""
+        return EnvironmentHost(self._classes[name], self.limits, self._slots, self._scored_by)

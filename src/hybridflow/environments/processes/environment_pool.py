@@ -18,8 +18,7 @@ from typing import Any
 from hybridflow.environments.episodes.answers import Answer, Question
 from hybridflow.environments.processes.client import EnvironmentHandle, LocalEnvironment
 from hybridflow.environments.processes.closure import Closure
-from hybridflow.environments.processes.environment_classes import EnvironmentClasses
-from hybridflow.environments.processes.environment_kind import EnvironmentKind
+from hybridflow.environments.processes.environment_kind import EnvironmentClasses, EnvironmentKind
 from hybridflow.environments.processes.limited_calls import CallLimits
 from hybridflow.environments.processes.pool import ProcessPool, resolved
 from hybridflow.environments.processes.user_process import LostError, Reason, UserProcess
@@ -88,14 +87,14 @@ class EnvironmentPool(ProcessPool[_EnvironmentProcess]):
     ) -> None:
         self._shared: list[_EnvironmentProcess | None] = [None] * num_processes
         self._starting = [asyncio.Lock() for _ in range(num_processes)]
-        self._alone, self._ids = asyncio.Semaphore(ALONE), itertools.count()
+        self._alone, self.ids = asyncio.Semaphore(ALONE), itertools.count()  # of objects in processes
         named, reward_function = {name: resolved(each) for name, each in classes.items()}, resolved(reward_function)
         settings = {
             "what": "environment.classes",
             "sources": [*named.values(), reward_function],
             "classes": named,
             "reward": (reward_function, dict(reward_kwargs)),
-            "closures": {each.name: (each.contents, each.paths) for each in closures},
+            "closures": {each.name: each for each in closures},
             "memory_bytes": memory_bytes,
             "timeout_s": limits.seconds,
             "limits": asdict(limits),
@@ -123,7 +122,7 @@ class EnvironmentPool(ProcessPool[_EnvironmentProcess]):
         if not self._shared:
             host = self._here.host(name)
             return lambda question, is_alone: host.answer(question)
-        agent_id = self.new_id()
+        agent_id = next(self.ids)
 
         async def ask(question: Question, is_alone: bool) -> Answer:
             if is_alone:
@@ -176,14 +175,8 @@ class EnvironmentPool(ProcessPool[_EnvironmentProcess]):
         finally:
             await process.stop("has answered")
 
-    def new_id(self) -> int:
-        """Return an id for an object in a process."""
-        return next(self._ids)
-
 
 class _RemoteEnvironment:
-    """The environment of an episode in a process."""
-
     def __init__(self, pool: EnvironmentPool, name: str, number: int) -> None:
         self._pool, self._name, self._number = pool, name, number
         self._process: _EnvironmentProcess | None = None
@@ -191,13 +184,12 @@ class _RemoteEnvironment:
         self._failed: Answer | None = None
 
     async def ask(self, questions: Sequence[Question]) -> Answer:
-        """Return the answer to the last question, see `EnvironmentHandle.ask`."""
         if self._failed:  # two processes were lost with a question: it is not asked again
             return self._failed
         try:
             process = await self._pool.shared(self._number)
             if process is not self._process:
-                self._process, self._id, self._num_had = process, self._pool.new_id(), 0
+                self._process, self._id, self._num_had = process, next(self._pool.ids), 0
             answer = Answer()
             for question in questions[self._num_had :]:
                 answer = await process.answer(_answer_of, self._id, self._name, question)

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from hybridflow.environments.episodes.answers import Answer, Finish, Question, RunAgent, ScoreGroup
 from hybridflow.environments.processes.connection import Replies, serve
-from hybridflow.environments.processes.environment_classes import EnvironmentClasses
+from hybridflow.environments.processes.environment_kind import EnvironmentClasses
 from hybridflow.environments.processes.host import EnvironmentHost
 from hybridflow.environments.processes.limited_calls import LimitedCalls
 from hybridflow.runtime.user_code import load_user_function

@@ -23,8 +23,8 @@ from hybridflow.environments.episodes.answers import (
 )
 from hybridflow.environments.episodes.environment import CalledTool, Done, Environment, Episode, Reply, Turn
 from hybridflow.environments.episodes.messages import AssistantTurn, Message, ToolCall
-from hybridflow.environments.episodes.tools import Tool, tool_of
-from hybridflow.environments.processes.environment_kind import scores_groups, tools_of_environment
+from hybridflow.environments.episodes.tools import Tool, tool_of, tools_of
+from hybridflow.environments.processes.arguments import LoadedReward
 from hybridflow.environments.processes.limited_calls import (
     CallLimits,
     FailedError,
@@ -32,7 +32,6 @@ from hybridflow.environments.processes.limited_calls import (
     OwnLimit,
     run_function,
 )
-from hybridflow.environments.processes.loaded_reward import LoadedReward
 from hybridflow.environments.processes.user_errors import described, text_of
 from hybridflow.environments.rewards.outcome import as_message
 from hybridflow.errors import EnvironmentConfigError, ToolError
@@ -96,7 +95,7 @@ class EnvironmentHost:
             environment = self._environment = await self._within(
                 getattr(self._make, "__name__", "the environment"), self._make
             )
-            self._tools = tools_of_environment(environment)
+            self._tools = {} if isinstance(environment, Agent) else tools_of(environment)
         return environment
 
     async def _run_agent(self, question: RunAgent) -> Answer:
@@ -155,7 +154,7 @@ class EnvironmentHost:
         if type(environment).reward is not Environment.reward:
             return _rewards_of("reward", await self._within("reward", lambda: environment.reward(self._episode)))
         if (scored_by := self._scored_by) is None:
-            if isinstance(environment, Agent) and not scores_groups(type(environment)):
+            if isinstance(environment, Agent) and type(environment).group_rewards is Environment.group_rewards:
                 printed = str(getattr(environment, "output", ""))[-200:]
                 found = f" (its output ends with {printed!r})" if printed else ""
                 how = "return a number, print it as the last line of a command, or set reward.function"

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, BinaryIO
 
-from hybridflow.environments.processes.arguments import num_samples_of
+from hybridflow.environments.processes.arguments import LoadedReward, num_samples_of
 from hybridflow.environments.processes.connection import Replies, receive, serve
-from hybridflow.environments.processes.loaded_reward import LoadedReward
 from hybridflow.runtime.user_code import load_user_function
 
 

@@ -21,9 +21,8 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from hybridflow.environments.processes.arguments import as_batch, num_samples_of
+from hybridflow.environments.processes.arguments import RewardKind, as_batch, num_samples_of
 from hybridflow.environments.processes.closure import Closure
-from hybridflow.environments.processes.loaded_reward import RewardKind
 from hybridflow.environments.processes.pool import ProcessPool, resolved, weakly
 from hybridflow.environments.processes.user_process import LostError, UserProcess
 from hybridflow.environments.rewards.outcome import OnOutcome, Outcome, split
@@ -47,11 +46,10 @@ class Submitted:
         self.samples, self._on_outcome = samples, on_outcome
         self._known: dict[int, Outcome] = {}
         self.outcomes: concurrent.futures.Future[list[Outcome]] = concurrent.futures.Future()
-        self.is_over = False  # whether `outcomes` has them or an error
 
     def record(self, number: int, outcome: Outcome) -> None:
         """Store the outcome of a sample and pass it to the callback, whose error is that of all samples."""
-        if self.is_over:
+        if self.outcomes.done():
             return
         self._known[number] = outcome
         note_progress()
@@ -64,14 +62,12 @@ class Submitted:
 
     def end_if_complete(self) -> None:
         """Let `wait` return if all outcomes are known."""
-        if len(self._known) == len(self.samples) and not self.is_over:
-            self.is_over = True
+        if len(self._known) == len(self.samples) and not self.outcomes.done():
             self.outcomes.set_result([self._known[number] for number in range(len(self.samples))])
 
     def fail(self, error: BaseException) -> None:
         """Let `wait` raise an error, unless all outcomes are known."""
-        if not self.is_over:
-            self.is_over = True
+        if not self.outcomes.done():
             self.outcomes.set_exception(error)
 
 
@@ -140,7 +136,7 @@ class RewardRunner(ProcessPool[_RewardProcess]):
             "what": f"reward function '{name}'",
             "sources": [file],
             "reward": (file, self.kwargs),
-            "closures": {file: (closure.contents, closure.paths)} if closure else {},
+            "closures": {file: closure} if closure else {},
             "memory_bytes": memory_bytes,
             "timeout_s": timeout_s,
         }
@@ -154,15 +150,14 @@ class RewardRunner(ProcessPool[_RewardProcess]):
         """Return the outcome of each sample, in order."""
         self.start()
         if self.kind.takes_batches and samples:
-            return split(self.call([batch_of(samples)])[0], len(samples))
-        return self.call(samples)
-
-    def call(self, samples: Sequence[Sample], on_outcome: OnOutcome | None = None) -> list[Outcome]:
-        """Call the function on each sample, or on each `batch_of` samples; `on_outcome` gets each outcome at once."""
-        return self.wait(self.submit(samples, on_outcome))
+            return split(self.wait(self.submit([batch_of(samples)]))[0], len(samples))
+        return self.wait(self.submit(samples))
 
     def submit(self, samples: Sequence[Sample], on_outcome: OnOutcome | None = None) -> Submitted:
-        """Give samples to the processes, for `wait`; `on_outcome` is called in the thread of the event loop."""
+        """Give samples, or a `batch_of` samples, to the processes, for `wait`.
+
+        `on_outcome` gets each outcome at once; it is called in the thread of the event loop.
+        """
         submitted = Submitted(samples, on_outcome)
         submitted.end_if_complete()
         try:
@@ -223,7 +218,7 @@ class RewardRunner(ProcessPool[_RewardProcess]):
         in_flight = self._concurrency if self.kind.is_async else IN_FLIGHT
         while self._waiting:
             call = self._waiting[0]
-            if not call.submitted.is_over:
+            if not call.submitted.outcomes.done():
                 free = [process for process in self._serving if process.may_have(call, in_flight)]
                 if not free:
                     break

@@ -84,57 +84,28 @@ def _kill_all_below() -> None:
     """
     with contextlib.suppress(ChildProcessError):  # none is left
         while True:
-            below: set[int] = set()
-            while _stop_all_below(below):
-                pass
-            for other in below:
-                _send(other, signal.SIGKILL)
-            os.waitpid(-1, 0)
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
+            stopped: list[int] = []
+            while new := [process for process in _all_below() if process not in stopped]:
+                for process in new:
+                    _send(process, signal.SIGSTOP)
+                stopped += new
+            for process in stopped:
+                _send(process, signal.SIGKILL)
+            os.waitpid(-1, 0)
 
 
-def _stop_all_below(stopped: set[int]) -> bool:
-    """Stop the processes below this one and add them to `stopped`; return whether there were new ones."""
-    found_new, parents = False, [os.getpid()]
-    while parents:
-        for child in _children_of(parents.pop()):
-            if child not in stopped:
-                found_new |= _send(child, signal.SIGSTOP)
-            stopped.add(child)
-            parents.append(child)
-    return found_new
+def _all_below() -> list[int]:
+    """Return the processes below this one, a parent before its children."""
+    from psutil import Process  # takes long, and is needed only if some are left
+
+    return [process.pid for process in Process().children(recursive=True)]
 
 
-def _children_of(process: int) -> list[int]:
-    if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):  # some kernels lack it
-        return _children_by_parent(process)
-    children: list[int] = []
-    with contextlib.suppress(OSError):  # it has exited
-        for thread in os.listdir(f"/proc/{process}/task"):
-            with open(f"/proc/{process}/task/{thread}/children") as file:
-                children += map(int, file.read().split())
-    return children
-
-
-def _children_by_parent(process: int) -> list[int]:
-    """Return the processes whose parent is this one."""
-    children: list[int] = []
-    for name in os.listdir("/proc"):
-        with contextlib.suppress(OSError):
-            if name.isdigit():
-                with open(f"/proc/{name}/stat", "rb") as file:
-                    parent = file.read().rpartition(b")")[2].split()[1]
-                children += [int(name)] * (int(parent) == process)
-    return children
-
-
-def _send(process: int, number: signal.Signals) -> bool:
-    try:
+def _send(process: int, number: signal.Signals) -> None:
+    with contextlib.suppress(OSError):  # it has exited, or belongs to another user
         os.kill(process, number)
-    except OSError:  # it has exited, or belongs to another user
-        return False
-    return True
 
 
 def _exit_as(status: int) -> NoReturn:

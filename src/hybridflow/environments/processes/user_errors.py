@@ -28,9 +28,17 @@ def described(error: BaseException, function: Any) -> str:
     Errors of hybridflow's built-in functions have no line: their texts say what to fix.
     """
     try:
-        return _described(error, function)
+        text, file = f"{type(error).__name__}: {text_of(error)}"[:2000], _file_of(function)
+        frames = traceback.walk_tb(error.__traceback__)
+        lines = [(line, frame.f_code.co_name) for frame, line in frames if frame.f_code.co_filename == file]
     except BaseException as problem:  # a user's class may fail in any of its methods
         return f"an exception that cannot be shown (showing it raised {type(problem).__name__})"
+    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    if not lines or os.path.dirname(os.path.dirname(file)) == ours:
+        return text
+    line, name = lines[-1]
+    source = linecache.getline(file, line).strip()[:200]
+    return f"{text} at {file}:{line}, in {name}" + (f": `{source}`" if source else "")
 
 
 def text_of(error: BaseException) -> str:
@@ -39,18 +47,6 @@ def text_of(error: BaseException) -> str:
         return str(error)
     except BaseException as problem:
         return f"(its text is missing: __str__ raised {type(problem).__name__})"
-
-
-def _described(error: BaseException, function: Any) -> str:
-    text, file = f"{type(error).__name__}: {text_of(error)}"[:2000], _file_of(function)
-    frames = traceback.walk_tb(error.__traceback__)
-    lines = [(line, frame.f_code.co_name) for frame, line in frames if frame.f_code.co_filename == file]
-    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    if not lines or os.path.dirname(os.path.dirname(file)) == ours:
-        return text
-    line, name = lines[-1]
-    source = linecache.getline(file, line).strip()[:200]
-    return f"{text} at {file}:{line}, in {name}" + (f": `{source}`" if source else "")
 
 
 def _file_of(function: Any) -> str:

@@ -9,7 +9,6 @@ import asyncio
 import itertools
 import json
 import logging
-import math
 import os
 import pickle
 import signal
@@ -83,7 +82,6 @@ class UserProcess:
         self._numbers, self._last_number = itertools.count(), -1
         self._kill_lock, self.is_killed = threading.RLock(), False
         self._killing: asyncio.Task[None] | None = None
-        self._deadline, self._late = math.inf, ""
         self._timer: asyncio.TimerHandle | None = None
         self._loop.add_reader(self.connection, self._read)
         self._watcher = self._loop.call_later(WATCH_S, self._watch)
@@ -114,19 +112,9 @@ class UserProcess:
 
     def set_time_limit(self, seconds: float | None, problem: str = "") -> None:
         """Lose the process in so many seconds, in place of the limit before; None: there is no limit."""
-        self._deadline, self._late = math.inf if seconds is None else self._loop.time() + seconds, problem
-        if self._timer and self._deadline < self._timer.when():
+        if self._timer:
             self._timer.cancel()
-            self._timer = None
-        if not self._timer and seconds is not None:
-            self._timer = self._loop.call_at(self._deadline, self._check_time)
-
-    def _check_time(self) -> None:
-        self._timer = None
-        if self._loop.time() >= self._deadline:
-            self.lose(self._late, "late")
-        elif self._deadline < math.inf:  # it was moved, which costs less than a timer for each question
-            self._timer = self._loop.call_at(self._deadline, self._check_time)
+        self._timer = None if seconds is None else self._loop.call_later(seconds, self.lose, problem, "late")
 
     def lose(self, problem: str, reason: Reason) -> None:
         """Expect nothing of the process any more, and kill it, unless its pool is "closed" and will do so."""
@@ -256,7 +244,6 @@ class UserProcess:
 
 
 def _end_of(status: int) -> str:
-    """Return how a process exited, by its return code."""
     if status >= 0:
         return f"exit status {status}"
     names = {number.value: number.name for number in signal.Signals}
@@ -278,7 +265,6 @@ def _wrong_reply(contents: bytes | bytearray) -> WrongReplyError:
 
 
 def _shorten(message: Mapping[str, Any]) -> str:
-    """Return the start of a message's text, for an error."""
     try:
         text = repr(message)
     except RecursionError:

@@ -7,14 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from hybridflow.environments.code.code_tests import code_reward
-from hybridflow.environments.rewards.arithmetic import ExpressionError, evaluate_arithmetic
-from hybridflow.environments.rewards.countdown import countdown_reward
-from hybridflow.environments.rewards.gsm8k import gsm8k_flexible_reward, gsm8k_reward
+from hybridflow.environments.rewards.answer_text import gsm8k_flexible_reward, gsm8k_reward, multiplication_reward
+from hybridflow.environments.rewards.arithmetic import ExpressionError, countdown_reward, evaluate_arithmetic
 from hybridflow.environments.rewards.http_reward import http_reward
 from hybridflow.environments.rewards.judge import judge_reward
 from hybridflow.environments.rewards.math_answer import boxed_answer, math_reward
 from hybridflow.environments.rewards.multiple_choice import chosen_letter, multiple_choice_reward
-from hybridflow.environments.rewards.multiplication import multiplication_reward
 from hybridflow.environments.rewards.shaping import format_score, length_score, shaped_reward
 from hybridflow.environments.rewards.table import ANSWERS, REWARDS, RewardFunction, no_reward
 

@@ -1,4 +1,4 @@
-"""Answers in the text of a response: between `<answer>` and `</answer>`; exact numbers such as 1,234, $5, 1e-3, 3/4.
+"""Answers in the text of a response, between `<answer>` and `</answer>`, and rewards of one number: 1,234, $5, 3/4.
 
 Truths and answers are read by the same functions, so what a truth may be an answer may be, and the other way round.
 """
@@ -78,3 +78,22 @@ def last_answer(text: str) -> str | None:
         return None
     start += len(_OPEN)
     return text[start : text.find(_CLOSE, start)].strip()
+
+
+def gsm8k_reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    """Return 1.0 if the last "#### number" of the response equals the ground truth, else 0.0 (strict extraction).
+
+    Numbers compare by value: "1,234", "$1234" and "1234.0" are equal, and a period after a number is not part of it.
+    """
+    return float(last_number(solution_str, after="####") == number_of_truth(ground_truth, "72"))
+
+
+def gsm8k_flexible_reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    """Return 1.0 if the last number anywhere in the response equals the ground truth, else 0.0 (flexible)."""
+    return float(last_number(solution_str) == number_of_truth(ground_truth, "72"))
+
+
+def multiplication_reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    """Return 1.0 if the last `<answer>...</answer>` of the response holds exactly the product, else 0.0."""
+    product = number_of_truth(ground_truth, "56088")
+    return float(parse_number(last_answer(solution_str) or "") == product)

@@ -1,6 +1,6 @@
 """Reward from a user's HTTP server."""
 
-import math
+import sys
 from typing import Any
 
 from hybridflow.environments.rewards.http_client import MAX_SHOWN_CHARS, post_json, without_key
@@ -41,7 +41,7 @@ async def http_reward(
     )
     result = reply if isinstance(reply, dict) else {"score": reply}
     numbers = {name: value for name, value in result.items() if isinstance(value, int | float)}
-    if "score" not in numbers or not all(map(_is_finite, numbers.values())):
+    if "score" not in numbers or not all(abs(number) <= sys.float_info.max for number in numbers.values()):
         raise RewardError(
             f"the scorer replied {without_key(repr(reply), api_key_env)[:MAX_SHOWN_CHARS]}; it must reply with a "
             'finite number, or an object such as {"score": 0.5, "length": 20}.'
@@ -49,10 +49,3 @@ async def http_reward(
     if not isinstance(reply, dict):
         return numbers["score"]
     return numbers | ({"answer": result["answer"]} if isinstance(result.get("answer"), str) else {})
-
-
-def _is_finite(number: float) -> bool:
-    try:
-        return math.isfinite(number)
-    except OverflowError:  # an integer beyond the range of float
-        return False

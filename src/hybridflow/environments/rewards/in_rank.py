@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from hybridflow.environments.processes.arguments import as_batch
-from hybridflow.environments.processes.loaded_reward import Called, LoadedReward
+from hybridflow.environments.processes.arguments import Called, LoadedReward, as_batch
 from hybridflow.environments.rewards.outcome import Outcome, split
 from hybridflow.environments.rewards.table import RewardFunction
 from hybridflow.runtime.progress import note_progress

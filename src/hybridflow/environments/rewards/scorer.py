@@ -74,30 +74,19 @@ class RewardScorer:
         )()
 
     def begin(
-        self,
-        solution_texts: Sequence[str],
-        data_sources: Sequence[str],
-        ground_truths: Sequence[Any],
-        extra_infos: Sequence[Any] | None = None,
-        raw_prompts: Sequence[Any] | None = None,
-        *,
-        seed_keys: tuple[int, ...] = (),
-        step: int | None = None,
+        self, *given: Sequence[Any] | None, seed_keys: tuple[int, ...] = (), step: int | None = None
     ) -> Callable[[], RewardResult]:
-        """Submit the responses to the processes, see `score`; return a function that waits and returns the scores.
+        """Submit the columns of `score` to the processes; return a function that waits and returns the scores.
 
         It may be called in another thread. Functions without processes are called before this returns.
         """
-        num_rows = len(solution_texts)
-        extra_infos = [None] * num_rows if extra_infos is None else extra_infos
-        raw_prompts = [None] * num_rows if raw_prompts is None else raw_prompts
-        columns = (data_sources, ground_truths, extra_infos, raw_prompts)
+        num_rows = len(given[0] or ())
+        columns = [[None] * num_rows if column is None else column for column in given]
         if any(len(column) != num_rows for column in columns):
             names = ("data_sources", "ground_truths", "extra_infos", "raw_prompts")
-            lengths = ", ".join(f"{len(column)} {name}" for name, column in zip(names, columns, strict=True))
+            lengths = ", ".join(f"{len(column)} {name}" for name, column in zip(names, columns[1:], strict=True))
             raise RewardError(f"{num_rows} solution_texts, but {lengths}; give one of each for every row.")
-        functions = [reward_of(source) if self._is_table else self._function for source in data_sources]
-
+        *_, prompts = columns
         samples = [
             {
                 "data_source": source,
@@ -105,12 +94,11 @@ class RewardScorer:
                 "ground_truth": truth,
                 "extra_info": {} if info is None else info,
             }
-            for source, solution, truth, info in zip(
-                data_sources, solution_texts, ground_truths, extra_infos, strict=True
-            )
+            for solution, source, truth, info, _ in zip(*columns, strict=True)
         ]
-        wait = self._begin_outcomes(functions, samples, raw_prompts, seed_keys, step)
-        return lambda: self._reader.read([*map(self._name_of, functions)], samples, raw_prompts, wait(), step)
+        functions = [reward_of(each["data_source"]) if self._is_table else self._function for each in samples]
+        wait = self._begin_outcomes(functions, samples, prompts, seed_keys, step)
+        return lambda: self._reader.read([*map(self._name_of, functions)], samples, prompts, wait(), step)
 
     def _begin_outcomes(
         self,

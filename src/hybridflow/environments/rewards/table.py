@@ -5,12 +5,17 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from hybridflow.environments.code.code_tests import code_reward
-from hybridflow.environments.rewards.answer_text import last_answer, last_number, parse_number
-from hybridflow.environments.rewards.countdown import countdown_reward
-from hybridflow.environments.rewards.gsm8k import gsm8k_flexible_reward, gsm8k_reward
+from hybridflow.environments.rewards.answer_text import (
+    gsm8k_flexible_reward,
+    gsm8k_reward,
+    last_answer,
+    last_number,
+    multiplication_reward,
+    parse_number,
+)
+from hybridflow.environments.rewards.arithmetic import countdown_reward
 from hybridflow.environments.rewards.math_answer import MAX_CHARS, boxed_answer, math_reward
 from hybridflow.environments.rewards.multiple_choice import chosen_letter, multiple_choice_reward
-from hybridflow.environments.rewards.multiplication import multiplication_reward
 from hybridflow.errors import RewardConfigError
 
 RewardFunction = Callable[..., float | Mapping[str, Any]]
@@ -70,8 +75,7 @@ TABLE = f"{__name__}:table_reward"
 
 
 def _number_in_tag(text: str) -> str | None:
-    answer = last_answer(text)
-    number = None if answer is None else parse_number(answer)
+    number = parse_number(last_answer(text) or "")
     return None if number is None else str(number)
 
 

@@ -14,9 +14,8 @@ from hybridflow.data.chat_templates import chat_template_of
 from hybridflow.data.tokenizer import CLOCK, reads_clock, require_tokenizer, stop_token_ids, tokenizer_of
 from hybridflow.environments import Finding, check_template
 from hybridflow.environments.agents.agent import Agent, names_agent
-from hybridflow.environments.processes.arguments import check_names, check_signature
+from hybridflow.environments.processes.arguments import check_names, check_signature, require_single
 from hybridflow.environments.processes.closure import ENVIRONMENT, closure_of
-from hybridflow.environments.processes.loaded_reward import require_single
 from hybridflow.environments.rewards.table import require_known
 from hybridflow.errors import (
     ConfigError,
