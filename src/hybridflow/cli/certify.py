@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridflow.cli.arguments import add_recipe_arguments, config_of
+from hybridflow.cli.arguments import add_recipe_arguments, config_of, number
 from hybridflow.cli.output import aligned
 from hybridflow.errors import ConfigError
 
@@ -30,7 +30,8 @@ STEPS, QUICK_STEPS = 4, 2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the recipe, the number of steps and the directory."""
     add_recipe_arguments(parser)
-    parser.add_argument("--steps", type=_steps, metavar="N", help=f"steps of each run (default: {STEPS}; at least 2)")
+    steps = number(int, lambda count: 2 <= count <= 10**6, "a number of steps from 2 to 1,000,000")
+    parser.add_argument("--steps", type=steps, metavar="N", help=f"steps of each run (default: {STEPS}; at least 2)")
     parser.add_argument(
         "--quick", action="store_true", help=f"{QUICK_STEPS} steps, and no kill of a worker: minutes, not many"
     )
@@ -108,9 +109,3 @@ def _shown(certificate: "Certificate") -> Iterable[str]:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _steps(text: str) -> int:
-    if text.isdecimal() and 2 <= int(text) <= 10**6:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"'{text}' is invalid: expected a number of steps from 2 to 1,000,000")

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from hybridflow.cli.arguments import number
 from hybridflow.cli.output import aligned, json_text
 from hybridflow.config import ParallelConfig
 from hybridflow.errors import ConfigError
@@ -23,21 +24,16 @@ if TYPE_CHECKING:
 
 AXES = tuple(ParallelConfig.model_fields)
 MOST_RANKS = 64
+COUNT = number(int, lambda count: count > 0, "a positive number")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the model, the layout of ranks, and the format."""
     parser.add_argument("model", metavar="MODEL", help="a model directory, or OWNER/NAME on the Hugging Face hub")
-    parser.add_argument("--ranks", type=_count, default=1, metavar="N", help="also compare N processes with one")
+    parser.add_argument("--ranks", type=COUNT, default=1, metavar="N", help="also compare N processes with one")
     for axis in AXES:
-        parser.add_argument(f"--{axis}", type=_count, default=1, metavar="N", help=f"parallel.{axis} of these ranks")
+        parser.add_argument(f"--{axis}", type=COUNT, default=1, metavar="N", help=f"parallel.{axis} of these ranks")
     parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _count(text: str) -> int:
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"'{text}' is invalid: expected a positive number")
 
 
 def run(args: argparse.Namespace) -> int:
