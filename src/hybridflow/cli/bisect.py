@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from hybridflow.cli.arguments import number
 from hybridflow.cli.output import aligned, json_text
-from hybridflow.config.run_paths import absolute_paths
 from hybridflow.errors import ConfigError
 from hybridflow.runtime.observe.run_files import RunFiles, printable
 
@@ -84,7 +83,6 @@ def run(args: argparse.Namespace) -> int:
         found = bisect_run(
             *(args.run, rule),
             scratch=Path(scratch),
-            paths=absolute_paths(args.run / "config.toml"),
             tries=args.tries,
             first_kept=args.first_kept,
             most_removals=args.removals,

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridflow.cli.output import aligned
-from hybridflow.config.run_paths import absolute_paths
 from hybridflow.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     from hybridflow.trainers import replay_step
 
     with tempfile.TemporaryDirectory(prefix="replay-", dir=args.run) as scratch:
-        replayed = replay_step(args.run, args.step, args.overrides, scratch=Path(scratch), paths=absolute_paths(file))
+        replayed = replay_step(args.run, args.step, args.overrides, scratch=Path(scratch))
     print("\n".join(_lines(replayed, args.overrides, max(args.samples, 0))))
     return 1 if replayed.differs else 0
 

@@ -12,9 +12,8 @@ from hybridflow.checkpoint import Checkpoint, CheckpointStore
 from hybridflow.checkpoint.state_files import read_tree
 from hybridflow.checkpoint.stored_tensors import StoredTensors
 from hybridflow.errors import CheckpointError
-from hybridflow.runtime.observe.metrics import is_reproducible
 from hybridflow.runtime.observe.run_files import RunFiles
-from hybridflow.trainers.run.run_states import SYNC
+from hybridflow.trainers.run.run_states import comparable
 from hybridflow.trainers.run.training_state import CONTROLLER
 
 _NOTHING = object()
@@ -132,9 +131,7 @@ def _both(one: Any, other: Any) -> str:
 
 
 def _metrics(run: RunFiles, step: int) -> dict[str, Any]:
-    row = next((row for row in run.metrics if row["step"] == step), {})
-    left_out = ("step", SYNC)
-    return {name: value for name, value in row.items() if is_reproducible(name) and not name.startswith(left_out)}
+    return comparable(next((row for row in run.metrics if row["step"] == step), {}))
 
 
 def _rows(run: RunFiles, step: int) -> list[dict[str, Any]]:

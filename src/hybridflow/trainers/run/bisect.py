@@ -10,6 +10,7 @@ Each step is learned again and compared with the run's metrics. The run is only 
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -81,7 +82,6 @@ def bisect_run(
     rule: Rule,
     *,
     scratch: Path,
-    paths: Sequence[str] = (),
     tries: Sequence[Sequence[str]] = (),
     first_kept: int = 0,
     most_removals: int = 32,
@@ -90,14 +90,14 @@ def bisect_run(
     """Find the first lost step of a run, and what loses it; `show` gets a line for each thing found.
 
     `tries`: lists of "key=value" under which the step is learned too. `first_kept`: a step after which the metric is
-    kept, for a metric that the initial model has not reached. `scratch`, `paths`: as in `replay_step`. Raises
+    kept, for a metric that the initial model has not reached. `scratch`: as in `replay_step`. Raises
     ConfigError or DataError if the metric is not there, or the run is never lost, or lost from its begin.
     """
     for changes in tries:
         require_changeable(changes)
     require_unused(run_dir)
     unused = () if rule.metric.startswith(VALIDATION) else ("data.val_files=[]",)
-    with RunStates(run_dir, scratch, paths=paths, changes=unused, require_equal=True) as states:
+    with closing(RunStates(run_dir, scratch, changes=unused, require_equal=True)) as states:
         for changes in tries:  # now, since the search takes time
             load_config(run_dir / "config.toml", changes)
         meter = _Meter(rule, show)

@@ -8,6 +8,7 @@ checkpoints must be kept. All happens in a directory of its own; the run is only
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ import torch
 
 from hybridflow.errors import ConfigError, NonFiniteError
 from hybridflow.protocol import DataProto, DataProtoFuture
-from hybridflow.trainers.build.build import build_trainer
 from hybridflow.trainers.read_columns import read
 from hybridflow.trainers.rl_metrics import batch_metrics
 from hybridflow.trainers.run.ppo_trainer import PPOTrainer
@@ -86,17 +86,14 @@ class Replay:
     changed: LearnedStep | None = None
 
 
-def replay_step(
-    run_dir: Path, step: int, changes: Sequence[str] = (), *, scratch: Path, paths: Sequence[str] = ()
-) -> Replay:
+def replay_step(run_dir: Path, step: int, changes: Sequence[str] = (), *, scratch: Path) -> Replay:
     """Learn a step of a run again, and once more under `changes`, a list of "key=value".
 
-    `scratch`: a new or empty directory for what it writes. `paths`: overrides of paths in the run's config.toml.
-    Raises ConfigError for a step that the run has not reached, and for a change of a key that does not belong to
-    learning; NonFiniteError if the step has no finite result.
+    `scratch`: a new or empty directory for what it writes. Raises ConfigError for a step that the run has not reached,
+    and for a change of a key that does not belong to learning; NonFiniteError if the step has no finite result.
     """
     require_changeable(changes)
-    with RunStates(run_dir, scratch, paths=paths, changes=NOT_IN_REPLAYS) as states:
+    with closing(RunStates(run_dir, scratch, changes=NOT_IN_REPLAYS)) as states:
         _require_step(step, states, states.newest + 1)  # also the step that ended the run
         place = states.starts.place_of(step)
         changed_config = states.config_of(place, changes, "changed") if changes else None
@@ -107,10 +104,9 @@ def replay_step(
         trainer.sample = kept = KeptSamples(trainer.sample)
         learned = learn(trainer, kept)
         states.note_differences(step, learned.metrics)
-    changed = None
-    if changed_config:
-        with build_trainer(changed_config) as trainer:
-            assert before is not None
+        changed = None
+        if changed_config and before:
+            trainer = states.build(changed_config)
             trainer.restore(before)
             trainer.sample = kept
             changed = learn(trainer, kept)
