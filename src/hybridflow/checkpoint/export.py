@@ -26,12 +26,7 @@ from hybridflow.models.hub.names import name_of
 from hybridflow.runtime.files import describe_bytes
 from hybridflow.runtime.progress import note_progress
 
-EXPORT_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
+EXPORT_DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 """The precisions of an exported model, by name (`hybridflow export --dtype`)."""
 
 MAX_FILE_BYTES = 5 * 10**9

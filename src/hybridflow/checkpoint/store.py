@@ -126,14 +126,12 @@ class CheckpointStore:
         Raises CheckpointError, with the damaged file and the newest valid checkpoint before this one.
         """
         if step not in self.list():
-            raise CheckpointConfigError(
-                f"there is no checkpoint of step {step} in '{self.directory}'; {self._describe_steps()}."
-            )
+            found = f"there are {', '.join(map(str, self.list()))}" if self.list() else "there are none"
+            raise CheckpointConfigError(f"there is no checkpoint of step {step} in '{self.directory}'; {found}.")
         try:
-            checkpoint = self.verify(step)
+            return self.verify(step)
         except CheckpointError as error:
             raise CheckpointError(f"{str(error).rstrip('.')}. {self._offer_before(step)}") from error
-        return checkpoint
 
     def verify(self, step: int) -> Checkpoint:
         """Verify and open the checkpoint of a step, as `open` does. The CheckpointError names only what is damaged."""
@@ -200,16 +198,10 @@ class CheckpointStore:
             f"'{self.path(step)}' out of '{self.directory}' and run again with trainer.resume=auto."
         )
 
-    def _describe_steps(self) -> str:
-        return f"there are {', '.join(map(str, self.list()))}" if self.list() else "there are none"
-
     def _describe_earlier(self) -> str:
-        steps = self.list()
-        return (
-            f"Earlier checkpoints are untouched, the newest is '{self.path(steps[-1])}'."
-            if steps
-            else "There is no earlier one."
-        )
+        if steps := self.list():
+            return f"Earlier checkpoints are untouched, the newest is '{self.path(steps[-1])}'."
+        return "There is no earlier one."
 
     def _remove_leftovers(self) -> None:
         for path in remove_leftovers(self.directory, _STEP_NAME):

@@ -55,7 +55,9 @@ def private_copy(value: Any, what: str) -> Any:
             copied[index] = private_copy(element, what)
         return copied
     if isinstance(value, DataProtoFuture):
-        own = value.with_handles(lambda handle: _own_held(handle, what))
+        own = value.with_handles(  # handles other than HeldBatch copy when they are read
+            lambda handle: HeldBatch(private_copy(handle.batch, what)) if isinstance(handle, HeldBatch) else handle
+        )
         own.meta_info = private_copy(value.meta_info, what)
         return own
     if type(value) is dict:
@@ -80,11 +82,6 @@ def copy_of_objects(batch: DataProto) -> DataProto:
         for name, array in batch.non_tensor_batch.items()
     }
     return batch._unchecked(batch.batch, arrays, private_copy(batch.meta_info, "meta_info"), batch.auto_padding)
-
-
-def _own_held(handle: Any, what: str) -> Any:
-    """Return a handle whose contents belong to the reader; handles other than HeldBatch copy when they are read."""
-    return HeldBatch(private_copy(handle.batch, what)) if isinstance(handle, HeldBatch) else handle
 
 
 # Environment variables belong to the process, so ranks called from different threads also run one after another.

@@ -130,7 +130,7 @@ def _difference(
         for step in steps
         if name in rows_a[step] and name in rows_b[step]
     ]
-    others = [(step, x, y) for step, x, y in pairs if not _is_same(x, y)]
+    others = [(step, x, y) for step, x, y in pairs if x != y and (x == x or y == y)]  # NaN is the same as NaN
     if not others:
         return None
     _, last_a, last_b = pairs[-1]
@@ -143,10 +143,6 @@ def _difference(
         mean_a=_mean([x for _, x, _ in pairs[-LAST:]]),
         mean_b=_mean([y for _, _, y in pairs[-LAST:]]),
     )
-
-
-def _is_same(x: Any, y: Any) -> bool:
-    return x == y or (x != x and y != y)  # NaN
 
 
 def _distance(x: Any, y: Any) -> float:

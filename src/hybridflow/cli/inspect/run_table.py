@@ -167,11 +167,11 @@ def _checkpoint_bytes(directory: Path) -> dict[int, int]:
     if not directory.is_dir():
         return {}
     steps = [match for match in map(re.compile(r"step_(\d{6,18})").fullmatch, os.listdir(directory)) if match]
-    return {int(m[1]): _bytes_below(directory / m[0]) for m in steps if not (directory / m[0]).is_symlink()}
-
-
-def _bytes_below(directory: Path) -> int:
-    return sum(_size(Path(path, name)) for path, _, names in os.walk(directory) for name in names)
+    return {
+        int(step[1]): sum(_size(Path(path, name)) for path, _, names in os.walk(directory / step[0]) for name in names)
+        for step in steps
+        if not (directory / step[0]).is_symlink()
+    }
 
 
 def _size(file: Path) -> int:

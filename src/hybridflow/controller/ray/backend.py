@@ -169,7 +169,10 @@ class RayBackend:
         new: dict[RayProcess, list[RayProcess]] = {}
         try:
             for first, launch in old.items():
-                new[first] = self._start_again(launch, first.peers)
+                try:
+                    new[first] = self._start(launch, first.peers)
+                except ConfigError as error:  # the places did fit
+                    raise self._lost_places(error) from error
             for first, launch in old.items():
                 self._build(launch, new[first])
                 for process, before in zip(new[first], first.peers, strict=True):
@@ -187,13 +190,6 @@ class RayBackend:
         """
         for launch in dict.fromkeys(worker.process.launch for worker in workers if not worker.process.is_stopped):
             self._standbys.provide(launch)
-
-    def _start_again(self, launch: Launch, lost: Sequence[RayProcess]) -> list[RayProcess]:
-        """Start the processes of a group whose places did fit. Raises as `restart` if they are gone."""
-        try:
-            return self._start(launch, lost)
-        except ConfigError as error:
-            raise self._lost_places(error) from error
 
     def _lost_places(self, error: ConfigError) -> LostWorkerError:
         """Return the error of lost workers whose places are gone. Raises LostClusterError if the cluster has died."""

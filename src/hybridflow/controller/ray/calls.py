@@ -7,7 +7,7 @@ future, DataProto  <- status of each rank (small)  ..  batches stay in the store
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -52,12 +52,11 @@ class RayCalls:
             try:
                 refs = remote.remote(frozen, *outgoing.refs)
             except STORE_FULL as error:
-                raise WorkerError(
+                raise worker.error(
+                    WorkerError,
                     f"the arguments of {where} for worker {worker.name}, {outgoing.num_bytes} bytes, fit neither into "
                     f"the shared memory of this node nor on its disk ({type(error).__name__}); use smaller batches, a "
                     f"larger controller.object_store_bytes, or free disk space.",
-                    role=worker.role,
-                    rank=worker.rank,
                 ) from error
             done, value = refs if is_read else (refs, None)
             sources = sources_of(outgoing.read)
@@ -73,7 +72,8 @@ class RayCalls:
 
     def _pack(
         self, worker: WorkerRef, method_name: str, args: Sequence[Any], kwargs: Mapping[str, Any], terms: CallTerms
-    ) -> "_Message":
+    ) -> tuple[RayWorker, str, bool, Any, Outgoing, list[RayCall]]:
+        """Return the worker, the name of the call, whether it is read, its message, and unfinished calls before it."""
         if not isinstance(worker, RayWorker) or worker.is_stopped or worker.process.is_stopped:
             raise self._stopped_error(worker, method_name)
         where, calls_read, opens = f"{worker.class_name}.{method_name}", _CallsRead(), terms.opens_futures
@@ -82,20 +82,15 @@ class RayCalls:
         own_kwargs = {key: outgoing.pack(value, f"argument {key} of {where}", opens) for key, value in kwargs.items()}
         outgoing.also_wait_for(calls_read.unread)
         frozen = _frozen((pack_header(worker.role, method_name, terms), own_args, own_kwargs), outgoing, where)
-        return _Message(worker, where, terms.is_read, frozen, outgoing, calls_read.unfinished())
+        return worker, where, terms.is_read, frozen, outgoing, calls_read.unfinished()
 
     def _stopped_error(self, worker: WorkerRef, method_name: str) -> WorkerError:
         if not isinstance(worker, RayWorker):
             return WorkerError(f"worker {worker.name} belongs to another backend; call {method_name} on that one.")
         cause = worker.process.exit_error
         state = f"has exited ({str(cause).partition(chr(10))[0]})" if cause else "was shut down"
-        kind = LostWorkerError if cause else WorkerError
-        return kind(
-            f"worker {worker.name} {state}; {method_name} cannot be called on it.",
-            role=worker.role,
-            rank=worker.rank,
-            node=worker.process.node,
-        )
+        text = f"worker {worker.name} {state}; {method_name} cannot be called on it."
+        return worker.error(LostWorkerError if cause else WorkerError, text)
 
     def put(self, value: Any) -> RayHandle:
         """Store a value in the object store of this node."""
@@ -137,17 +132,6 @@ class RayCalls:
     def _require_connection(self) -> None:
         if not ray.is_initialized():  # ray.get would connect to another cluster or start one
             raise WorkerError("this backend was closed, and its results are gone; read futures before closing it.")
-
-
-class _Message(NamedTuple):
-    """A packed call; `after` are the unfinished calls whose results it reads."""
-
-    worker: RayWorker
-    where: str
-    is_read: bool
-    frozen: Any
-    outgoing: Outgoing
-    after: list[RayCall]
 
 
 class _CallsRead:

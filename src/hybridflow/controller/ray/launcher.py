@@ -60,7 +60,10 @@ class Launcher:
 
         Constructors may use collectives.
         """
-        self.find_homes(processes)
+        timeout_s = self._call_timeout_s()
+        timeout_s = timeout_s and max(timeout_s, START_TIMEOUT_S)
+        for process, home in zip(processes, self.ask(processes, "home", timeout_s=timeout_s), strict=True):
+            process.home = home
         packed = {}
         for name, cls_with_init in classes.items():
             outgoing, where = Outgoing(), f"{cls_with_init.cls.__name__}.__init__"
@@ -90,13 +93,6 @@ class Launcher:
             arguments.append((shared, environment, store, self._threads, self._compress))
         where = "+".join(f"{cls_with_init.cls.__name__}.__init__" for cls_with_init in classes.values())
         self.ask(processes, "build", arguments, where)
-
-    def find_homes(self, processes: Sequence[RayProcess]) -> None:
-        """Wait until the processes have started, and store their homes."""
-        timeout_s = self._call_timeout_s()
-        timeout_s = timeout_s and max(timeout_s, START_TIMEOUT_S)
-        for process, home in zip(processes, self.ask(processes, "home", timeout_s=timeout_s), strict=True):
-            process.home = home
 
     def ask(
         self,

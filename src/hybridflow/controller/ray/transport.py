@@ -162,7 +162,7 @@ class Outgoing:
         self.read: list[Any] = []
         self.num_bytes = self.num_bytes_beside = 0
         self.is_plain = True
-        self._ref_of_handle, self._compress = ref_of_handle or _no_ref, compress
+        self._ref_of_handle, self._compress = ref_of_handle or (lambda value: None), compress
         self._slots: dict[int, Slot] = {}
 
     def pack(self, value: Any, what: str, opens_futures: bool = True) -> Any:
@@ -186,7 +186,11 @@ class Outgoing:
         if (ref := self._ref_of_handle(value)) is not None:
             self.read.append(value)
             return _SentHandle(self._slot(ref))
-        if isinstance(value, torch.Tensor) and _is_dense(value):
+        if (
+            isinstance(value, torch.Tensor)
+            and value.layout == torch.strided
+            and not (value.is_nested or value.is_quantized)
+        ):
             return self._counted(PackedColumn.of_tensor(value, self._compress))
         if type(value) is np.ndarray:
             return self._counted(PackedColumn.of_array(what, value, dumps, self._compress))
@@ -246,14 +250,6 @@ class Outgoing:
             self._slots[ref] = Slot(len(self.refs))
             self.refs.append(ref)
         return self._slots[ref]
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_quantized)
-
-
-def _no_ref(value: Any) -> None:
-    return None
 
 
 def unpack(value: Any, objects: Sequence[Any]) -> Any:

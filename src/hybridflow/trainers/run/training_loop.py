@@ -116,8 +116,7 @@ def fit(trainer: Trainer, stop_after: int | None = None) -> None:
 def _begin(trainer: Trainer, log: RunLog) -> None:
     """Take the snapshot of the state before the first step; validate there in a new run."""
     if trainer.recovery:
-        trainer.recovery.begin_snapshot()
-        trainer.recovery.finish_snapshot()
+        trainer.recovery.take_snapshot()
     if trainer.global_step == 0 and trainer.config.trainer.val_before_train:
         log.write(0, trainer.validate(), events=trainer.take_events())
 

@@ -15,13 +15,15 @@ OBSERVER_TIMEOUT_S = 20.0
 """Seconds for a report from another node, including the start of its task."""
 
 
-def observe(home: Home) -> str:
+def observe(home: Home | None) -> str:
     """Return a report of the process as text, or the reason why it could not be collected."""
     return examine(home)[1]
 
 
-def examine(home: Home) -> tuple[State, str]:
+def examine(home: Home | None) -> tuple[State, str]:
     """Return the state of the process, "unknown" if its node does not answer, and the report of `observe`."""
+    if home is None:
+        return "unknown", "  its process has not started"
     if home.hostname == socket.gethostname():
         state, text = _examine(home.address)
         return state, _without_markers(text)

@@ -50,6 +50,11 @@ class Recovery:
         if self.snapshots:
             self.snapshots.begin(self._trainer.global_step, self._trainer.save_with)
 
+    def take_snapshot(self) -> None:
+        """Begin the snapshot of the last step, if one is due, and complete it."""
+        self.begin_snapshot()
+        self.finish_snapshot()
+
     def finish_snapshot(self) -> None:
         """Complete the pending snapshot."""
         if self.snapshots:
@@ -74,16 +79,13 @@ class Recovery:
         if not growable:
             return
         start, step = time.time(), self._trainer.global_step
-        self._trainer.finish_save()
-        if (point := self._newest_point()) is None or point.step < step:
-            self.begin_snapshot()
-            self.finish_snapshot()
-            point = self._newest_point()
-        if point is None or point.step < step:
-            self._trainer.save()
+        for save in (None, self.take_snapshot, self._trainer.save):
+            if save:
+                save()
             self._trainer.finish_save()
-            point = self._newest_point()
-        if point is None or point.step < step:
+            if (point := self._newest_point()) and point.step >= step:
+                break
+        else:
             return  # the log says why
         names = self._groups.settle(also=growable)
         logger.warning("there is room for more processes: new ones for %s", ", ".join(names))
