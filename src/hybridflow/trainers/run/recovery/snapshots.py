@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.checkpoint import CheckpointStore
+from hybridflow.checkpoint.partial_directory import remove_unless_in_use
 from hybridflow.config import Config
 from hybridflow.errors import CheckpointError
 from hybridflow.runtime.files import describe_bytes
@@ -140,15 +141,8 @@ def memory_problem(config: Config, directory: Path) -> str:
 def remove_left_snapshots(base: Path) -> None:
     """Remove the snapshots in `base` of this user's processes that have ended, whose locks are free."""
     for path in base.iterdir():
-        if not NAME.fullmatch(path.name) or path.is_symlink() or path.stat().st_uid != os.geteuid():
-            continue
-        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # in use, or a file system without locks
-            os.close(lock)
-        else:
-            _remove(path, lock)
+        if NAME.fullmatch(path.name) and not path.is_symlink() and path.stat().st_uid == os.geteuid():
+            remove_unless_in_use(path)
 
 
 def _remove(directory: Path, lock: int) -> None:
