@@ -110,8 +110,8 @@ def export_model(
                 written = EXPORT_DTYPES[dtype]
             elif adapter:  # peft computes with float32 adapters beside a bfloat16 model, too
                 written = next(iter(weights.values())).dtype
-            else:
-                written = model.stated_dtype or weight_of(next(iter(model.shapes))).dtype
+            elif (written := model.empty.config.dtype) not in EXPORT_DTYPES.values():  # config.json names none
+                written = weight_of(next(iter(model.shapes))).dtype
             try:
                 remove_leftovers(out_dir.parent, re.compile(re.escape(out_dir.name)))
                 with partial_directory(out_dir) as partial:
@@ -196,11 +196,6 @@ class _Model:
         is_part = not is_reward_model and bool(other_parts(config))
         whole = config.architectures if is_part else None  # a reader of the whole directory finds all of it
         return cls(directory, model, shapes, buffers, tied, whole or [type(model).__name__], is_part)
-
-    @property
-    def stated_dtype(self) -> torch.dtype | None:
-        """The dtype in config.json; None if it is missing or not in EXPORT_DTYPES."""
-        return self.empty.config.dtype if self.empty.config.dtype in EXPORT_DTYPES.values() else None
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """Return the size of the parameters in bytes."""

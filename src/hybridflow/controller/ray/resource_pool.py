@@ -223,15 +223,7 @@ def merge_resource_pool(first: RayResourcePool, second: RayResourcePool) -> RayR
 
 def require_fit(pools: Sequence[RayResourcePool]) -> None:
     """Raise ConfigError, within seconds, unless all pools together fit the cluster."""
-    deadline = time.monotonic() + SETTLING_S
-    while True:
-        nodes = nodes_of_cluster()
-        problems = [_first_problem(pools, nodes, empty) for empty in (False, True)]
-        if problems[0] is None:
-            return
-        if problems[1] is not None or time.monotonic() > deadline:
-            raise problems[0]
-        time.sleep(0.1)
+    choose_fitting([[pool] for pool in pools])
 
 
 def choose_fitting(options: Sequence[Sequence[RayResourcePool]], wait_s: float = SETTLING_S) -> list[RayResourcePool]:
@@ -246,7 +238,8 @@ def choose_fitting(options: Sequence[Sequence[RayResourcePool]], wait_s: float =
         first = [pools[0] for pools in options]
         if _first_problem(first, nodes, empty=False) is None:
             return first
-        if time.monotonic() > deadline:
+        never_fits = all(len(pools) == 1 for pools in options) and _first_problem(first, nodes, empty=True) is not None
+        if never_fits or time.monotonic() > deadline:
             break
         time.sleep(0.1)
     chosen = [pools[-1] for pools in options]

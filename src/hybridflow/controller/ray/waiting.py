@@ -226,7 +226,7 @@ class Waiting:
         actor_id = error.actor_id if isinstance(error, RayActorError) else own_id
         if actor_id in self._exit_errors:
             return self._exit_errors[actor_id]
-        process = self._process_of(actor_id)
+        process = next((each for each in self._processes if each.actor._actor_id.hex() == actor_id), None)
         if process is None and actor_id not in (None, own_id):
             return worker.error(
                 WorkerError,
@@ -251,9 +251,6 @@ class Waiting:
         for peer in process.peers:
             peer.exit_error = self._exit_errors[peer.actor._actor_id.hex()] = error
         self._stop(process.peers)
-
-    def _process_of(self, actor_id: str | None) -> RayProcess | None:
-        return next((process for process in self._processes if process.actor._actor_id.hex() == actor_id), None)
 
     def _deadline_error(self, overdue: list[RayCall], awaited: RayCall) -> WorkerTimeoutError:
         """Return the error for calls over their deadline, with reports of their processes; stop these processes."""

@@ -12,7 +12,7 @@ from hybridflow.data.tokenizer import tokenizer_of
 from hybridflow.environments import EpisodeEncoder
 from hybridflow.models.model_sizes import decoder_shape
 from hybridflow.trainers.build.build_run import OpenDataset, TrainingKind, build_run
-from hybridflow.trainers.build.preconditions import require_room, settle_auto, with_required_files
+from hybridflow.trainers.build.preconditions import require_positions, settle_auto, with_required_files
 from hybridflow.trainers.offline.objectives import DPO, SFT, Objective, RewardModeling
 from hybridflow.trainers.offline.offline_trainer import OfflineTrainer
 from hybridflow.trainers.run.run_identity import Kind
@@ -82,7 +82,7 @@ def _build(
 ) -> OfflineTrainer:
     def examples(files: tuple[str, ...], max_samples: int, order_by: str) -> Examples:
         dataset = open_examples(files, max_samples, order_by)
-        require_room(config, dataset.longest)
+        require_positions(config, dataset.longest, f"the longest example has {dataset.longest} tokens")
         return dataset
 
     def classes(total_steps: int) -> dict[Role, ClassWithInitArgs]:

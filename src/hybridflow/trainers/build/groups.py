@@ -103,24 +103,34 @@ def build_groups(
 
     The backend checks that all pools fit before the first group starts.
     """
-    roles_of = {name: [role for role in classes if pool_of(config, role.value) == name] for name in pools_of(config)}
-    pools = {
-        name: build_pool(config, backend, name, processes, roles_of[name])
-        for name, processes in pools_of(config).items()
-    }
+    roles_of, processes = roles_of_pools(config, classes), pools_of(config)
+    pools = {name: build_pool(config, backend, name, processes[name], roles) for name, roles in roles_of.items()}
     if config.controller.backend == "ray":  # starting takes seconds
-        logger.info(
-            "starting %d worker processes on Ray", sum(pools[name].world_size for name in pools if roles_of[name])
-        )
-    backend.check_fit([pools[name] for name, roles in roles_of.items() if roles])
-    groups: dict[Role, WorkerGroup] = {}
-    for name, roles in roles_of.items():
-        if roles:
-            by_name = {role.value: classes[role] for role in roles}
-            on_pool = spawn_colocated(pools[name], by_name, backend, meshes_of(config, by_name))
-            groups |= {role: on_pool[role.value] for role in roles}
+        logger.info("starting %d worker processes on Ray", sum(pool.world_size for pool in pools.values()))
+    backend.check_fit(list(pools.values()))
+    groups = spawn_groups(config, backend, classes, pools)
     if config.controller.backend == "ray":
         _log_workers(backend, groups)
+    return groups
+
+
+def roles_of_pools(config: Config, roles: Iterable[Role]) -> dict[str, list[Role]]:
+    """Return the roles of each pool that has one."""
+    of_pools: dict[str, list[Role]] = {name: [] for name in pools_of(config)}
+    for role in roles:
+        of_pools[pool_of(config, role.value)].append(role)
+    return {name: found for name, found in of_pools.items() if found}
+
+
+def spawn_groups(
+    config: Config, backend: Backend, classes: Mapping[Role, ClassWithInitArgs], pools: Mapping[str, ResourcePool]
+) -> dict[Role, WorkerGroup]:
+    """Start a worker group for each role on its pool."""
+    groups: dict[Role, WorkerGroup] = {}
+    for name, roles in roles_of_pools(config, classes).items():
+        by_name = {role.value: classes[role] for role in roles}
+        on_pool = spawn_colocated(pools[name], by_name, backend, meshes_of(config, by_name))
+        groups |= {role: on_pool[role.value] for role in roles}
     return groups
 
 

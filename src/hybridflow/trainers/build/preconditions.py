@@ -9,7 +9,7 @@ from typing import Any, cast, get_args
 
 from hybridflow.checkpoint import CheckpointStore
 from hybridflow.config import Config, DTypeName, check
-from hybridflow.data import RLHFDataset, load_tokenizer
+from hybridflow.data import load_tokenizer
 from hybridflow.data.chat_templates import chat_template_of
 from hybridflow.data.tokenizer import CLOCK, reads_clock, require_tokenizer, stop_token_ids, tokenizer_of
 from hybridflow.environments import Finding, check_template
@@ -248,13 +248,13 @@ def require_known_tokens(config: Config) -> None:
         )
 
 
-def require_positions(config: Config, prompts: RLHFDataset) -> None:
-    """Raise DataConfigError if the longest prompt and response together exceed the positions of the policy."""
-    model, longest = model_config(config.model.path), prompts.longest_prompt
-    if longest + config.data.max_response_length > (num_positions(model) or math.inf):
+def require_positions(config: Config, longest: int, found: str) -> None:
+    """Raise DataConfigError, which says what was `found`, if `longest` tokens exceed the positions of the model."""
+    model, data = model_config(config.model.path), config.data
+    if longest > (num_positions(model) or math.inf):
         raise DataConfigError(
-            f"the longest prompt has {longest} tokens and data.max_response_length={config.data.max_response_length}, "
-            f"but the model has {describe_positions(model)}; lower one of the limits."
+            f"{found}, but the model has {describe_positions(model)}; lower data.max_prompt_length="
+            f"{data.max_prompt_length} or data.max_response_length={data.max_response_length}."
         )
 
 
@@ -281,17 +281,6 @@ def require_reward_functions(config: Config, samples: Iterable[Mapping[str, Any]
         check_names(function, label, config.reward.kwargs, scored)
     elif not (name or classes or config.reward.model_path):
         require_known(sources, files)
-
-
-def require_room(config: Config, longest: int) -> None:
-    """Raise DataConfigError if an example of `longest` tokens exceeds the positions of the model."""
-    model = model_config(config.model.path)
-    if longest > (num_positions(model) or math.inf):
-        raise DataConfigError(
-            f"the longest example has {longest} tokens, but the model has {describe_positions(model)}; lower "
-            f"data.max_prompt_length={config.data.max_prompt_length} or "
-            f"data.max_response_length={config.data.max_response_length}."
-        )
 
 
 def require_columns(config: Config) -> None:
