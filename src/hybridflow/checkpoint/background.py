@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextvars import copy_context
 from typing import Any, Generic, TypeVar
 
@@ -25,34 +26,25 @@ class BackgroundSave(Generic[Result]):
     """
 
     def __init__(self, write: Callable[[], Result]) -> None:
-        self._write = write
-        self._results: list[Result] = []
-        self._error: BaseException | None = None
+        self._write, self._written = write, Future[Result]()
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        run = copy_context().run
-        self._thread: threading.Thread | None = threading.Thread(None, run, "checkpoint", (self._run,), daemon=True)
         try:
-            self._thread.start()
+            threading.Thread(None, copy_context().run, "checkpoint", (self._run,), daemon=True).start()
         except RuntimeError as error:
             logger.warning("the checkpoint is written before the run goes on: %s", error)
-            self._thread = None
             self._run()
 
     def _run(self) -> None:
         try:
             if self._device is not None:
                 torch.cuda.set_device(self._device)  # a new thread has the first device, whose memory CUDA would use
-            self._results.append(self._write())
+            self._written.set_result(self._write())
         except BaseException as error:  # raised by `finish`
-            self._error = error
+            self._written.set_exception(error)
 
     def finish(self) -> Result:
         """Wait until the state is written and return the result. Raise the error of the write, if it failed."""
-        if self._thread:
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._results[0]
+        return self._written.result()
 
 
 class StateCopy:

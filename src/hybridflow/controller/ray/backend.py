@@ -74,7 +74,7 @@ class RayBackend:
             self._processes, self._stop, self._trace, require_cluster, heartbeat_timeout_s, report_after_s
         )
         self._calls = RayCalls(self._waiting, self._trace, lambda: self.call_timeout_s, compress)
-        self._own_pools: dict[int, RayResourcePool] = {}
+        self._own_pools: dict[ResourcePool, RayResourcePool] = {}
         self._measured_nodes: set[str] = set()
         self._launcher = Launcher(self._waiting, lambda: self.call_timeout_s, threads, compress)
         self._standbys = Standbys(self._launcher, self._is_connected)
@@ -232,17 +232,12 @@ class RayBackend:
 
     def _as_ray_pool(self, pool: ResourcePool) -> RayResourcePool:
         """Return the pool, or the one RayResourcePool that stands for a plain pool."""
-        if not isinstance(pool, RayResourcePool):
-            own = self._own_pools.get(id(pool))
-            if own is None:
-                count, variables = pool.max_colocate_count, pool.environment
-                own = RayResourcePool(
-                    pool.process_on_nodes, pool.use_gpu, max_colocate_count=count, environment=variables
-                )
-                own.plan = pool  # pyright: ignore[reportAttributeAccessIssue]  (keeps its id from being used again)
-                self._own_pools[id(pool)] = own
-            pool = own
-        return pool
+        if isinstance(pool, RayResourcePool):
+            return pool
+        if pool not in self._own_pools:
+            more = {"max_colocate_count": pool.max_colocate_count, "environment": pool.environment}
+            self._own_pools[pool] = RayResourcePool(pool.process_on_nodes, pool.use_gpu, **more)
+        return self._own_pools[pool]
 
     def hostnames(self, workers: Sequence[WorkerRef]) -> set[str]:
         """Return the names of the hosts on which the workers run."""

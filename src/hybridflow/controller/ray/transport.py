@@ -311,12 +311,8 @@ def _dumps(value: Any, what: str) -> bytes:
 class RemoteTraceback(Exception):
     """The traceback of an error in another process, attached as its cause."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
-
     def __str__(self) -> str:
-        return f"\n{self.text}"
+        return f"\n{self.args[0]}"
 
 
 class CallFailed(Exception):

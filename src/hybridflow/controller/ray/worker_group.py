@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from hybridflow.controller.backend import WorkerRef
@@ -95,12 +96,7 @@ class RayWorkerGroup(WorkerGroup):
             self.backend.shutdown(workers)
 
 
-_default_backend: RayBackend | None = None
-
-
+@cache
 def default_backend() -> RayBackend:
     """Return the shared backend for groups without one: on the connected cluster, or on a local one."""
-    global _default_backend
-    if _default_backend is None:
-        _default_backend = RayBackend()
-    return _default_backend
+    return RayBackend()
