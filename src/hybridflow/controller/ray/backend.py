@@ -5,18 +5,18 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Self
 
 import ray
 
-from hybridflow.controller.backend import CallTerms, PerRank, WorkerRef
+from hybridflow.controller.backend import WorkerRef
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs, threads_of
 from hybridflow.controller.ray.calls import RayCalls
 from hybridflow.controller.ray.cluster import Connection
 from hybridflow.controller.ray.launcher import Launcher
 from hybridflow.controller.ray.liveness.heartbeat import delete_heartbeat
 from hybridflow.controller.ray.probe import probe_nodes
-from hybridflow.controller.ray.processes import Launch, RayHandle, RayProcess, RayWorker
+from hybridflow.controller.ray.processes import Launch, RayProcess, RayWorker
 from hybridflow.controller.ray.resource_pool import (
     RayResourcePool,
     choose_fitting,
@@ -28,13 +28,12 @@ from hybridflow.controller.ray.store import delete_stores
 from hybridflow.controller.ray.waiting import DIED, POLL_INTERVAL_S, Waiting
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.errors import ConfigError, LostClusterError, LostWorkerError
-from hybridflow.protocol import Handle
 from hybridflow.runtime.observe import Trace, get_logger
 
 logger = get_logger(__name__)
 
 
-class RayBackend:
+class RayBackend(RayCalls):
     """A backend that runs workers on a Ray cluster.
 
     `address`: address of a running cluster; "" uses the cluster that this process is connected to, or otherwise starts
@@ -65,15 +64,15 @@ class RayBackend:
         for name, seconds in (of_name | {"report_after_s": report_after_s}).items():
             if seconds is not None and not seconds > 0:
                 raise ConfigError(f"{name}={seconds} is invalid: expected seconds above 0, or None.")
-        self.call_timeout_s, self.threads, self.compress = call_timeout_s, threads, compress
+        self.call_timeout_s, self.threads = call_timeout_s, threads
         self._connection = Connection(address, num_cpus, num_gpus, object_store_bytes)
         self._processes: list[RayProcess] = []
         self._trace = Trace()
         require_cluster = self._connection.require_cluster
-        self._waiting = Waiting(
+        waiting = Waiting(
             self._processes, self._stop, self._trace, require_cluster, heartbeat_timeout_s, report_after_s
         )
-        self._calls = RayCalls(self._waiting, self._trace, lambda: self.call_timeout_s, compress)
+        RayCalls.__init__(self, waiting, self._trace, lambda: self.call_timeout_s, compress)
         self._own_pools: dict[ResourcePool, RayResourcePool] = {}
         self._measured_nodes: set[str] = set()
         self._launcher = Launcher(self._waiting, lambda: self.call_timeout_s, threads, compress)
@@ -308,33 +307,6 @@ class RayBackend:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-    # ------------------------------------------------------------------------------------------ calls
-
-    def call_all(
-        self, workers: Sequence[WorkerRef], method_name: str, per_rank: PerRank, terms: Sequence[CallTerms]
-    ) -> list[RayHandle]:
-        """Call the workers, as specified by `Backend.call_all`."""
-        return self._calls.send(workers, method_name, per_rank, terms)
-
-    def put(self, value: Any) -> RayHandle:
-        """Store a value in the object store of this node."""
-        return self._calls.put(value)
-
-    def get(self, handles: Sequence[Handle]) -> list[Any]:
-        """Wait for all values and return them in order."""
-        self.wait(handles)
-        return [handle.get() for handle in handles]
-
-    def wait(self, handles: Sequence[Handle]) -> None:
-        """Wait for the calls. Raises the first error at once, and WorkerTimeoutError for a call over its deadline."""
-        self._calls.wait(handles)
-
-    def release(self, handles: Sequence[Handle]) -> None:
-        """Release the values."""
-        for handle in handles:
-            if isinstance(handle, RayHandle):
-                handle.release()
 
     def _is_connected(self) -> bool:
         return ray.is_initialized() and not self._connection.is_lost

@@ -36,7 +36,7 @@ class RayCalls:
         self._waiting, self._trace, self._call_timeout_s, self._compress = waiting, trace, call_timeout_s, compress
         self._node = socket.gethostname()
 
-    def send(
+    def call_all(
         self, workers: Sequence[WorkerRef], method_name: str, per_rank: PerRank, terms: Sequence[CallTerms]
     ) -> list[RayHandle]:
         """Call the workers, as `Backend.call_all` specifies; all arguments are packed before the first call."""
@@ -105,6 +105,17 @@ class RayCalls:
         if not all(call.is_finished for call in calls):
             self._require_connection()
         self._waiting.wait(calls)
+
+    def get(self, handles: Sequence[Handle]) -> list[Any]:
+        """Wait for all values and return them in order."""
+        self.wait(handles)
+        return [handle.get() for handle in handles]
+
+    def release(self, handles: Sequence[Handle]) -> None:
+        """Release the values."""
+        for handle in handles:
+            if isinstance(handle, RayHandle):
+                handle.release()
 
     def note_read(self, handle: RayHandle, start: float, contents: Any) -> None:
         """Record in the trace that the controller read `contents`, starting at time `start`."""

@@ -66,7 +66,7 @@ class RunTrainer(Trainer):
         """Stop the workers, and the Ray cluster if the run started it; remove the snapshots."""
         super().close()
         if self.recovery is not None:
-            self.recovery.close()
+            self.recovery.snapshots.close()
 
     def get_performance_report(self) -> dict[str, Any]:
         """Return the transfers of the completed steps, see `performance_report`."""

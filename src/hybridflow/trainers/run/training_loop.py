@@ -141,7 +141,7 @@ def _train_one_step(trainer: Trainer, log: RunLog, saves: SaveTimes, is_last: Ca
     stops = is_last(step)  # read once: a later signal stops after the next step
     if stops or saves.is_due(step, has_validated=bool(validation)):
         if recovery:
-            recovery.finish_snapshot()  # each rank writes one state at a time
+            recovery.snapshots.finish()  # each rank writes one state at a time
         fault_point("log")
         trainer.save()
         saves.restart()
