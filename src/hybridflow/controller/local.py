@@ -27,7 +27,7 @@ from hybridflow.controller.worker import RANKS_TAKE_TURNS, Worker, set_colocated
 from hybridflow.controller.worker_side import NamingErrors, checked_output
 from hybridflow.errors import BatchError, DispatchError, HybridFlowError, WorkerError
 from hybridflow.protocol import DataProto, DataProtoFuture, Handle
-from hybridflow.protocol.future import change_futures
+from hybridflow.protocol.future import change_each
 from hybridflow.protocol.handle import Duration, HeldBatch, take
 from hybridflow.protocol.packed_batch import batch_bytes
 from hybridflow.protocol.rows import RowIndex
@@ -151,14 +151,8 @@ class LocalBackend:
 
     def __init__(self) -> None:
         self.trace = Trace()
-        self._handles: WeakSet[LocalHandle] = WeakSet()
         self._workers: WeakSet[LocalWorker] = WeakSet()
         self._node, self._waits = socket.gethostname(), Waits()
-
-    @property
-    def num_objects(self) -> int:
-        """The number of values kept alive by a handle."""
-        return sum(1 for handle in self._handles if handle._value)
 
     def check_fit(self, resource_pools: Sequence[ResourcePool]) -> None:
         """Accept all pools: one process holds any number of ranks."""
@@ -212,7 +206,8 @@ class LocalBackend:
                     result = getattr(worker.instance, method_name)(*own_args, **own_kwargs)
                     result = checked_output(result, own_terms, worker.rank)
                 computed = time.time()
-                handles.append(self._keep(private_copy(result, f"the result of {where}"), where, worker.name))
+                own_result = private_copy(result, f"the result of {where}")
+                handles.append(LocalHandle(own_result, where, self.trace, worker.name))
                 start, end = time_of_call.start, time_of_call.end()
             event = TraceEvent("call", where, worker.name, self._node, start, end, sources=sources, process=DRIVER)
             bytes_in = sum(map(batch_bytes, [*own_args, *own_kwargs.values()]))
@@ -223,7 +218,7 @@ class LocalBackend:
 
     def put(self, value: Any) -> LocalHandle:
         """Store a private copy of a value."""
-        return self._keep(private_copy(value, "a value to put"))
+        return LocalHandle(private_copy(value, "a value to put"), trace=self.trace)
 
     def get(self, handles: Sequence[Handle]) -> list[Any]:
         """Return a private copy of each value, in order."""
@@ -262,11 +257,6 @@ class LocalBackend:
         """Stop every worker."""
         self.shutdown(list(self._workers))
 
-    def _keep(self, value: Any, where: str = "", worker: str = "") -> LocalHandle:
-        handle = LocalHandle(value, where, self.trace, worker)
-        self._handles.add(handle)
-        return handle
-
 
 def _receive(
     args: Sequence[Any], kwargs: Mapping[str, Any], where: str, opens_futures: bool = True
@@ -275,27 +265,17 @@ def _receive(
 
     Handles and futures are opened, everything else is copied.
     """
-    narrow = {key: change_futures(value, DataProtoFuture.narrow) for key, value in [*enumerate(args), *kwargs.items()]}
+    given = [*enumerate(args), *kwargs.items()]
+    narrow = {key: change_each(value, DataProtoFuture, DataProtoFuture.narrow) for key, value in given}
 
     def receive(key: int | str) -> Any:
-        value = _without_handles(narrow[key])
+        value = change_each(narrow[key], LocalHandle, LocalHandle.open_in_worker)
         if opens_futures:
-            value = change_futures(value, DataProtoFuture.get)
+            value = change_each(value, DataProtoFuture, DataProtoFuture.get)
         return private_copy(value, f"argument {key} of {where}")
 
     own_kwargs = {key: receive(key) for key in kwargs}
     return tuple(receive(index) for index in range(len(args))), own_kwargs, sources_of(narrow.values())
-
-
-def _without_handles(value: Any) -> Any:
-    """Return the value with every handle, also inside lists and dicts, replaced by its value."""
-    if isinstance(value, LocalHandle):
-        return value.open_in_worker()
-    if type(value) in (list, tuple):
-        return type(value)(_without_handles(element) for element in value)
-    if type(value) is dict:
-        return {key: _without_handles(element) for key, element in value.items()}
-    return value
 
 
 @contextmanager

@@ -92,14 +92,8 @@ def need_of_pools(estimates: list[RoleEstimate]) -> dict[str, int]:
 
 def _model_of(config: Config, role: Role) -> tuple[str, str]:
     """Return the key and the directory of a role's model."""
-    paths = {
-        Role.Critic: ("critic.model_path", config.critic.model_path),
-        Role.RefPolicy: ("reference.model_path", config.reference.model_path),
-        Role.Teacher: ("teacher.model_path", config.teacher.model_path),
-        Role.Reward: ("reward.model_path", config.reward.model_path),
-    }
-    key, path = paths.get(role, ("", ""))
-    return (key, path) if path else ("model.path", config.model.path)
+    path = "" if role is Role.ActorRollout else getattr(config, role.value).model_path
+    return (f"{role.value}.model_path", path) if path else ("model.path", config.model.path)
 
 
 def _estimate_of(
