@@ -304,6 +304,8 @@ def _write_adapter(
     names = {name: f"base_model.model.{name.replace('.default', '')}" for name in weights}
     tensors = {names[name]: _cast(name, weight, dtype) for name, weight in weights.items()}
     save_file(tensors, out_dir / "adapter_model.safetensors", metadata={"format": "pt"})
+    repository, _, revision = (name := name_of(model_dir)).partition("@")
+    is_on_hub = name != str(model_dir)
     document = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -312,18 +314,10 @@ def _write_adapter(
         "target_modules": lora["targets"],
         "lora_dropout": 0.0,
         "bias": "none",
-        **_base_of(model_dir),
+        "base_model_name_or_path": repository if is_on_hub else str(model_dir.resolve()),
+        **({"revision": revision} if is_on_hub else {}),
     }
     _write_json(out_dir / "adapter_config.json", document)
-
-
-def _base_of(model_dir: Path) -> dict[str, str]:
-    """Return the entries of an adapter's configuration that name its base model."""
-    name = name_of(model_dir)
-    if name == str(model_dir):
-        return {"base_model_name_or_path": str(model_dir.resolve())}
-    repository, _, revision = name.partition("@")
-    return {"base_model_name_or_path": repository, "revision": revision}
 
 
 def _shape(weights: Mapping[str, Tensor], name: str) -> tuple[int, ...]:

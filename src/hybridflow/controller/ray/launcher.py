@@ -47,7 +47,7 @@ class Launcher:
         processes: list[RayProcess] = []
         for rank, place in enumerate(launch.pool.places()):
             label = f"{launch.label}/{rank}"
-            options = _standby_options(place) if standby else _options(place, launch)
+            options = _options(place, launch, standby=standby)
             actor = self._new_actor(label, launch, options)
             process = RayProcess(actor, label, rank, set(launch.classes), launch)
             process.peers, process.on_last_stop = processes, launch.pool.give_up_tenancy
@@ -117,10 +117,14 @@ class Launcher:
         groups = {SECOND_THREAD: 1} if threads.of_second else None
         actor: Any = ray.remote(concurrency_groups=groups)(WorkerProcess)  # pyright: ignore
         options = {"max_restarts": 0, "max_concurrency": threads.concurrent_calls, **options}
-        return actor.options(**options).remote(label, _importable_paths(), os.getcwd())
+        importable = [os.path.abspath(path) for path in sys.path if path != ""] + [os.getcwd()]
+        return actor.options(**options).remote(label, importable, os.getcwd())
 
 
-def _options(place: ReservedPlace, launch: Launch) -> dict[str, Any]:
+def _options(place: ReservedPlace, launch: Launch, *, standby: bool) -> dict[str, Any]:
+    if standby:
+        strategy = NodeAffinitySchedulingStrategy(place.node.node_id, soft=False)
+        return {"num_cpus": 0, "scheduling_strategy": strategy}
     share = launch.pool.share_of_one_group
     return {
         "num_cpus": share["CPU"],
@@ -129,11 +133,3 @@ def _options(place: ReservedPlace, launch: Launch) -> dict[str, Any]:
             place.group, placement_group_bundle_index=place.bundle, placement_group_capture_child_tasks=False
         ),
     }
-
-
-def _standby_options(place: ReservedPlace) -> dict[str, Any]:
-    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(place.node.node_id, soft=False)}
-
-
-def _importable_paths() -> list[str]:
-    return [os.path.abspath(path) for path in sys.path if path != ""] + [os.getcwd()]
