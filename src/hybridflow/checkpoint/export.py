@@ -5,7 +5,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,13 +90,16 @@ def export_model(
         )
     if not isinstance(source, Mapping | Checkpoint):
         source = open_checkpoint(source)
-    if certificate is not None and isinstance(source, Checkpoint):
-        certificate.require_same_run(source)
-    component = (
-        REWARD_MODEL if isinstance(source, Checkpoint) and source.info.get("kind") == "reward-model" else "actor"
-    )
-    model = _Model.of(model_dir, is_reward_model=component == REWARD_MODEL)
-    with _weights_of(source, component) as (weights, lora, checkpoint):
+    checkpoint = source if isinstance(source, Checkpoint) else None
+    if certificate is not None and checkpoint is not None:
+        certificate.require_same_run(checkpoint)
+    is_reward_model = checkpoint is not None and checkpoint.info.get("kind") == "reward-model"
+    model = _Model.of(model_dir, is_reward_model=is_reward_model)
+    component = REWARD_MODEL if is_reward_model else "actor"
+    opened: Any = stored_weights(checkpoint, component) if checkpoint else nullcontext((source, None))
+    with opened as (weights, lora):
+        if is_reward_model:
+            weights = {name: weights[name] for name in weights if name != OFFSET}
         if adapter and lora is None:
             raise CheckpointConfigError(
                 "the checkpoint has no adapters to export: it was trained without lora.rank; leave --adapter out."
@@ -121,7 +124,7 @@ def export_model(
                         model.write(partial, weight_of, written)
                         _write_config(partial, model, written)
                     _copy_tokenizer(model_dir, partial, chat_template)
-                    if component == REWARD_MODEL:
+                    if is_reward_model:
                         _make_classifier(partial)
                     card = model_card(model_dir, checkpoint, lora if adapter else None)
                     (partial / "README.md").write_text(card, encoding="utf-8")
@@ -131,19 +134,6 @@ def export_model(
                 needed = describe_bytes(model.num_bytes(written))
                 raise CheckpointError(f"'{out_dir}' was not written ({needed} of weights): {error}") from error
     return str(written).removeprefix("torch.")
-
-
-@contextmanager
-def _weights_of(
-    source: Checkpoint | Mapping[str, Tensor], component: str
-) -> Iterator[tuple[Mapping[str, Tensor], Any, Checkpoint | None]]:
-    if isinstance(source, Mapping):
-        yield source, None, None
-        return
-    with stored_weights(source, component) as (weights, lora):
-        if component == REWARD_MODEL:
-            weights = {name: weights[name] for name in weights if name != OFFSET}
-        yield weights, lora, source
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,10 @@ def bisect_run(
         for changes in tries:  # now, since the search takes time
             load_config(run_dir / "config.toml", changes)
         meter = _Meter(rule, show)
-        _show_reach(states, show)
+        steps = ", ".join(map(str, states.store.list()))
+        show(f"{states.newest} steps, learned again from the begin{steps and f' or checkpoint {steps}'}")
+        if (first := states.first_in_journals()) > 1:
+            show(f"rewards of steps 1 to {first - 1} are no longer kept, and are computed again")
         step = _first_lost_step(states, meter, first_kept)
         place = states.starts.place_of(step)
         is_first = step > 1 and states.starts.place_of(step - 1) < place
@@ -144,16 +147,6 @@ def _not_there(metric: str, names: Iterable[str]) -> ConfigError:
     near = ", ".join(get_close_matches(metric, [*names], n=3, cutoff=0.3))
     hint = f"; near: {near}" if near else "" if names else "; it has no data.val_files"
     return DataConfigError(f"--metric {metric} is invalid: the run has no such metric{hint}.")
-
-
-def _show_reach(states: RunStates, show: Callable[[str], None]) -> None:
-    """Say from where the states of the run can be reached."""
-    steps = [*map(str, states.store.list())]
-    show(
-        f"{states.newest} steps, learned again from the begin" + (f" or checkpoint {', '.join(steps)}" if steps else "")
-    )
-    if (first := states.first_in_journals()) > 1:
-        show(f"rewards of steps 1 to {first - 1} are no longer kept, and are computed again")
 
 
 def _recorded(states: RunStates, metric: str) -> Mapping[int, Mapping[str, Any]]:

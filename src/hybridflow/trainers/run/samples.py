@@ -73,18 +73,10 @@ def samples_of(batch: Batch, config: Config, step: int, text_of: TextOf | None =
         numbers |= numbers_of_episodes(batch, episodes)
     if config.trainer.lag:
         numbers["staleness"] = _staleness(batch, config, step)[:: episodes.size]
-    rows = _chosen(numbers, count)
-    kept = (
-        _samples(
-            future.select_rows(np.array(rows, dtype=np.int64) * episodes.size),
-            rows,
-            numbers,
-            config.trainer.log_tokens,
-            text_of or _text_of_token(config.model.path),
-        )
-        if rows
-        else []
-    )
+    kept: list[Sample] = []
+    if rows := _chosen(numbers, count):
+        chosen = future.select_rows(np.array(rows, dtype=np.int64) * episodes.size)
+        kept = _samples(chosen, rows, numbers, config.trainer.log_tokens, text_of or _text_of_token(config.model.path))
     return Samples([{"step": step, **sample} for sample in kept], {"step": step, **numbers})
 
 
