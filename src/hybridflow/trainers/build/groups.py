@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Self
+from typing import TYPE_CHECKING, Self, cast
 
 from hybridflow.config import Config
 from hybridflow.config.roles import ROLES, RoleTraits, pool_of, pools_of, ranks_of
@@ -18,6 +18,9 @@ from hybridflow.controller import (
 from hybridflow.controller.mesh import ROLLOUT_MESH
 from hybridflow.runtime.observe import TraceEvent, get_logger, stage_seconds, transfer_metrics
 from hybridflow.runtime.observe.timing import STAGES
+
+if TYPE_CHECKING:
+    from hybridflow.controller.ray import RayBackend
 
 logger = get_logger(__name__)
 
@@ -43,6 +46,11 @@ def build_backend(config: Config) -> Backend:
         threads=controller.threads,
         compress=controller.compress_transfers,
     )
+
+
+def as_ray(backend: Backend) -> "RayBackend":
+    """Return the backend of a run on Ray as what it is."""
+    return cast("RayBackend", backend)
 
 
 class BackendOwner:
@@ -135,10 +143,8 @@ def spawn_groups(
 
 
 def _log_workers(backend: Backend, groups: Mapping[Role, WorkerGroup]) -> None:
-    from hybridflow.controller.ray import RayBackend
-
-    assert isinstance(backend, RayBackend)
-    workers = list(dict.fromkeys(backend.place_of(worker) for group in groups.values() for worker in group.workers))
+    place_of = as_ray(backend).place_of
+    workers = list(dict.fromkeys(place_of(worker) for group in groups.values() for worker in group.workers))
     more = f"; and {len(workers) - MOST_NAMED} more" if len(workers) > MOST_NAMED else ""
     logger.info("workers: %s%s", "; ".join(workers[:MOST_NAMED]), more)
 
@@ -165,14 +171,12 @@ def build_pool(
     """Build a pool for roles. On Ray each process with a model reserves a GPU, if the cluster has any."""
     if config.controller.backend == "local":
         return ResourcePool(processes, environment=config.controller.environment)
-    from hybridflow.controller.ray import RayBackend, RayResourcePool
+    from hybridflow.controller.ray import RayResourcePool
 
-    assert isinstance(backend, RayBackend)
     has_model = any(traits_of(role).model(config) != "none" for role in roles)
-    use_gpu = has_model and backend.has_gpus()
     return RayResourcePool(
         processes,
-        use_gpu=use_gpu,
+        use_gpu=has_model and as_ray(backend).has_gpus(),
         name_prefix=name,
         cpus_per_process=config.controller.cpus_per_worker,
         gpus_per_process=config.controller.gpus_per_worker,

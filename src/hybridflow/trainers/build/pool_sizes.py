@@ -16,7 +16,7 @@ from hybridflow.config.roles import pools_of
 from hybridflow.controller import Backend, Role, WorkerGroup, move_colocated
 from hybridflow.errors import ConfigError, LostWorkerError
 from hybridflow.runtime.observe import get_logger
-from hybridflow.trainers.build.groups import build_pool, meshes_of, roles_of_pools
+from hybridflow.trainers.build.groups import as_ray, build_pool, meshes_of, roles_of_pools
 from hybridflow.trainers.run.rank_speeds import measured_shares
 from hybridflow.trainers.run.speed import measured_speedometer
 from hybridflow.trainers.run.trainer import Trainer
@@ -148,9 +148,4 @@ def with_pool(config: Config, name: str, processes: Processes) -> Config:
 
 def pool_sizes_of(config: Config, backend: Backend, roles: Sequence[Role]) -> PoolSizes | None:
     """Return the pool sizes of a run, None if they are fixed."""
-    if not config.placement.min_processes:
-        return None
-    from hybridflow.controller.ray import RayBackend
-
-    assert isinstance(backend, RayBackend)
-    return PoolSizes(config, backend, roles)
+    return PoolSizes(config, as_ray(backend), roles) if config.placement.min_processes else None

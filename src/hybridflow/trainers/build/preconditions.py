@@ -38,7 +38,7 @@ from hybridflow.runtime.device import cpu_has_bfloat16, gpu_has_bfloat16
 from hybridflow.runtime.observe import get_logger
 from hybridflow.runtime.observe.run_files import read_starts
 from hybridflow.runtime.plain_files import require_model_files
-from hybridflow.trainers.build.groups import build_backend, closing_on_error
+from hybridflow.trainers.build.groups import as_ray, build_backend
 from hybridflow.trainers.family_check.required import require_families
 from hybridflow.workers.algorithm_functions import reads_column
 
@@ -95,13 +95,8 @@ def _gpus_have_bfloat16(config: Config) -> bool | None:
     """Return whether the GPUs of the workers compute in bfloat16; None if the workers have none."""
     if config.controller.backend == "local":
         return gpu_has_bfloat16()
-    from hybridflow.controller.ray import RayBackend
-
-    with closing_on_error(build_backend(config)) as backend:
-        assert isinstance(backend, RayBackend)
-        answer = backend.gpus_have_bfloat16()
-        backend.close()
-    return answer
+    with as_ray(build_backend(config)) as backend:
+        return backend.gpus_have_bfloat16()
 
 
 logger = get_logger(__name__)

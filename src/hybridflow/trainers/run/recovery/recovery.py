@@ -16,6 +16,7 @@ from hybridflow.controller import Backend, Role, WorkerGroup
 from hybridflow.errors import CheckpointError, DataError, HybridFlowError, LostWorkerError
 from hybridflow.runtime.observe import JsonlWriter, TraceEvent, get_logger
 from hybridflow.runtime.observe.run_files import RECOVERIES
+from hybridflow.trainers.build.groups import as_ray
 from hybridflow.trainers.build.pool_sizes import PoolSizes, use_sizes
 from hybridflow.trainers.build.token_budgets import TokenBudgets
 from hybridflow.trainers.run.recovery.failures import Action, Tries, action_for, fault_of
@@ -208,13 +209,10 @@ def build_recovery(
     config = trainer.config
     if config.controller.backend != "ray" or not config.recovery.max_restarts:
         return None
-    from hybridflow.controller.ray import RayBackend
-
-    assert isinstance(backend, RayBackend)
     runs_on = config.updates_in_flight  # a snapshot would wait for batches that have begun
     connected = runs_on or config.rollout.weight_sync in ("broadcast", "ipc")
     every = 0 if runs_on else config.recovery.snapshot_every
-    hostnames = backend.hostnames([worker for group in groups.values() for worker in group.workers])
+    hostnames = as_ray(backend).hostnames([worker for group in groups.values() for worker in group.workers])
     directory = snapshot_directory(config, hostnames)
     if every and (problem := memory_problem(config, directory)):
         logger.warning("%s", problem)
@@ -223,7 +221,7 @@ def build_recovery(
     snapshots = Snapshots(directory, every, config.trainer.lag, new_saver)
     by_name = {role.value: group for role, group in groups.items()}
     restarted = RestartedGroups(
-        backend,
+        as_ray(backend),
         by_name,
         connected=connected,
         standby=config.recovery.standby,
