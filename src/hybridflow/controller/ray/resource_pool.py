@@ -165,14 +165,8 @@ class _Part(RayResourcePool):
 
     def __init__(self, process_on_nodes: Sequence[int], parts: Sequence[tuple[RayResourcePool, range]]) -> None:
         first = parts[0][0]
-        super().__init__(
-            process_on_nodes,
-            use_gpu=first.use_gpu,
-            name_prefix=first.name_prefix,
-            max_colocate_count=first.max_colocate_count,
-            cpus_per_process=first.cpus_per_process,
-            gpus_per_process=first.gpus_per_process,
-        )
+        of_place = (first.max_colocate_count, first.cpus_per_process, first.gpus_per_process)
+        super().__init__(process_on_nodes, first.use_gpu, first.name_prefix, *of_place)
         self._parts = parts
 
     def places(self) -> list[ReservedPlace]:
