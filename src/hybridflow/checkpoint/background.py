@@ -62,15 +62,10 @@ class StateCopy:
         Raises ModelError if the host has too little memory.
         """
         tensors: list[Tensor] = []
-        map_tensors(state, tensors.append)
-        copies = self._copies_of(tensors)
-        return map_tensors(state, lambda tensor: copies[id(tensor)])
-
-    def _copies_of(self, tensors: list[Tensor]) -> dict[int, Tensor]:
-        """Return the copies of tensors by the tensors' ids; all are copied at the same time."""
+        without_tensors = map_tensors(state, tensors.append)
+        if not tensors:
+            return without_tensors
         shards = [local(tensor).detach() for tensor in tensors]
-        if not shards:
-            return {}
         sizes = [shard.nbytes for shard in shards]
         device = next((shard.device for shard in shards if shard.device.type != "cpu"), shards[0].device)
         if self._memory is None or self._memory.sizes != sizes:
@@ -82,7 +77,7 @@ class StateCopy:
                 copy = part.view(shard.dtype).view(shard.shape)
                 copies[id(tensor)] = with_local(tensor, copy.copy_(shard, non_blocking=True))
         stream.synchronize()
-        return copies
+        return map_tensors(state, lambda tensor: copies[id(tensor)])
 
 
 def copy_state(state: Any) -> Any:

@@ -6,7 +6,6 @@ code. A call runs at once and raises its error itself.
 
 import copy
 import dataclasses
-import os
 import socket
 import threading
 import time
@@ -23,7 +22,7 @@ from hybridflow.controller.backend import CallTerms, PerRank, WorkerRef
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs, threads_of
 from hybridflow.controller.columns import produced_columns, sources_of
 from hybridflow.controller.resource_pool import ResourcePool
-from hybridflow.controller.worker import RANKS_TAKE_TURNS, Worker, set_colocated
+from hybridflow.controller.worker import RANKS_TAKE_TURNS, Worker, set_colocated, variables
 from hybridflow.controller.worker_side import NamingErrors, checked_output
 from hybridflow.errors import BatchError, DispatchError, HybridFlowError, WorkerError
 from hybridflow.protocol import DataProto, DataProtoFuture, Handle
@@ -281,17 +280,9 @@ def _receive(
 @contextmanager
 def _active_rank(worker: LocalWorker, where: str) -> Iterator[None]:
     """Make the process this rank: set its environment variables, name it in errors, log its memory at debug level."""
-    with _rank_lock:
-        before = {key: os.environ.get(key) for key in (*worker.environment, RANKS_TAKE_TURNS)}
-        os.environ.pop(RANKS_TAKE_TURNS, None)
-        os.environ.update(worker.environment)
-        try:
-            with NamingErrors(where, worker.name, worker.role, worker.rank):
-                yield
-        finally:
-            for key in before:
-                os.environ.pop(key, None)
-            os.environ.update({key: value for key, value in before.items() if value is not None})
+    environment = {RANKS_TAKE_TURNS: None, **worker.environment}
+    with _rank_lock, variables(environment), NamingErrors(where, worker.name, worker.role, worker.rank):
+        yield
 
 
 def _free_port() -> int:
