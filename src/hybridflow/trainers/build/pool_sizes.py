@@ -139,11 +139,8 @@ def shapes_of(processes: Processes, fewest: int) -> list[Processes]:
 def with_pool(config: Config, name: str, processes: Processes) -> Config:
     """Return the configuration with these processes of a pool."""
     if not config.placement.pools:
-        return config.model_copy(
-            update={"controller": config.controller.model_copy(update={"num_workers": sum(processes)})}
-        )
-    pools = {**config.placement.pools, name: processes}
-    return config.model_copy(update={"placement": config.placement.model_copy(update={"pools": pools})})
+        return config.with_values("controller", num_workers=sum(processes))
+    return config.with_values("placement", pools={**config.placement.pools, name: processes})
 
 
 def pool_sizes_of(config: Config, backend: Backend, roles: Sequence[Role]) -> PoolSizes | None:

@@ -57,12 +57,11 @@ def settle_auto(config: Config, *, resumes: bool = True) -> Config:
     template = config.model.chat_template
     if template:
         template = chat_template_of(template)
-        config = config.model_copy(update={"model": config.model.model_copy(update={"chat_template": template})})
+        config = config.with_values("model", chat_template=template)
     paths = filter(None, ("" if template else config.model.path, config.reward.model_path))
     if config.data.date == "auto" and (CLOCK in template or any(map(reads_clock, paths))):
         day = recorded.get("data.date", "auto")
-        day = str(date.today()) if day == "auto" else day
-        config = config.model_copy(update={"data": config.data.model_copy(update={"date": day})})
+        config = config.with_values("data", date=str(date.today()) if day == "auto" else day)
     if config.model.dtype != "auto":
         return config
     if (dtype := recorded.get("model.dtype")) in get_args(DTypeName):
@@ -117,8 +116,7 @@ def settle_routes(config: Config) -> Config:
         )
     if reason and not reason.startswith("is not"):
         logger.info("actor.router_replay='auto' is false: model.path='%s' %s", config.model.path, reason)
-    actor = config.actor.model_copy(update={"router_replay": bool(wanted) and reason is None})
-    return config.model_copy(update={"actor": actor})
+    return config.with_values("actor", router_replay=bool(wanted) and reason is None)
 
 
 def settle_rows(config: Config) -> Config:
@@ -138,7 +136,7 @@ def settle_rows(config: Config) -> Config:
     rows = environment.max_turns if reasons else 1
     if reasons:
         logger.info("an episode may have %d rows of tokens: %s", rows, ", ".join(reasons))
-    settled = config.model_copy(update={"environment": environment.model_copy(update={"max_rows": rows})})
+    settled = config.with_values("environment", max_rows=rows)
     check(settled)
     return settled
 
@@ -194,24 +192,18 @@ def with_required_files(config: Config, *file_keys: str, reference: bool = False
     if missing := [key for key, value in values.items() if not value]:
         raise ConfigError(f"{' and '.join(missing)} must be set, in the recipe or as KEY=VALUE on the command line.")
     config = with_local_files(config)
-    models = {"model.path": config.model.path}
-    if config.uses_critic:
-        models["critic.model_path"] = config.critic.model_path
-    if config.uses_reference or reference:
-        models["reference.model_path"] = config.reference.model_path
-    if config.reward.model_path:
-        models["reward.model_path"] = config.reward.model_path
-    if config.uses_teacher:
-        models["teacher.model_path"] = config.teacher.model_path
+    used = {"critic": config.uses_critic, "reference": config.uses_reference or reference, "reward": True}
+    used["teacher"] = config.uses_teacher
+    paths = {f"{name}.model_path": getattr(config, name).model_path for name, is_used in used.items() if is_used}
+    models = {key: path for key, path in {"model.path": config.model.path, **paths}.items() if path}
     for key, path in models.items():
-        if path:
-            require_model_directory(key, path)
-            if key not in WITHOUT_TOKENIZER:
-                require_tokenizer(path, key)
+        require_model_directory(key, path)
+        if key not in WITHOUT_TOKENIZER:
+            require_tokenizer(path, key)
     require_known_tokens(config)
-    for path in filter(None, models.values() if config.parallel.expert > 1 else ()):
+    for path in models.values() if config.parallel.expert > 1 else ():
         require_expert_parallel(model_config(path), config.parallel.expert)
-    require_families(config, {key: path for key, path in models.items() if path}, generates=generates)
+    require_families(config, models, generates=generates)
     return config
 
 

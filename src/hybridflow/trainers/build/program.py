@@ -28,8 +28,7 @@ def run_on_placeholders(config: Config, classes: Mapping[Role, ClassWithInitArgs
     backend = PlaceholderBackend(_lengths(config))
     pools = {name: ResourcePool(processes) for name, processes in pools_of(config).items()}
     groups = spawn_groups(config, backend, classes or role_classes(config), pools)
-    one_round = config.algorithm.model_copy(update={"max_sampling_rounds": 1})
-    config = config.model_copy(update={"algorithm": one_round})
+    config = config.with_values("algorithm", max_sampling_rounds=1)
     sampling = Sampling(config, groups.get(Role.Rollout, groups[Role.ActorRollout]), groups[Role.Reward])
     algorithm = PPO(config, groups, sample=sampling, sync_weights=dict, costs_of=list)  # there are no weights to sync
     algorithm.global_step = config.critic.warmup_steps
