@@ -23,8 +23,8 @@ from hybridflow.trainers.build.build import build_trainer
 from hybridflow.trainers.certify.equality import Equality, counted, difference_within
 from hybridflow.trainers.read_columns import read
 from hybridflow.trainers.run.ppo_trainer import PPOTrainer
-from hybridflow.trainers.run.replay import NOT_IN_REPLAYS, replay_step
-from hybridflow.trainers.run.run_states import comparable
+from hybridflow.trainers.run.replay import replay_step
+from hybridflow.trainers.run.run_states import LEARNS_ONLY, comparable
 from hybridflow.trainers.sampling.sampled import joined
 from hybridflow.trainers.sampling.sampling import Sampling
 from hybridflow.trainers.stages import with_row_ids
@@ -46,7 +46,9 @@ def replay(run: Path, scratch: Path) -> dict[str, Equality]:
 def probe(run: Path, scratch: Path) -> dict[str, Equality]:
     """Compare log-probs at the oldest checkpoint of a run, and weights, but not those of vLLM, in its own layout."""
     file, store = run / "config.toml", CheckpointStore(run / "checkpoints")
-    config = load_config(file, [*absolute_paths(file), *NOT_IN_REPLAYS, f"trainer.run_dir={scratch / 'probe'}"])
+    config = load_config(
+        file, [*absolute_paths(file), *LEARNS_ONLY, "data.val_files=[]", f"trainer.run_dir={scratch / 'probe'}"]
+    )
     with build_trainer(config) as trainer:
         trainer.restore(store.open(store.list()[0]))
         trainer.weight_sync()

@@ -113,9 +113,9 @@ def bisect_run(
         if (first := states.first_in_journals()) > 1:
             show(f"rewards of steps 1 to {first - 1} are no longer kept, and are computed again")
         step = _first_lost_step(states, meter, first_kept)
-        place = states.starts.place_of(step)
-        is_first = step > 1 and states.starts.place_of(step - 1) < place
-        found = Bisection(rule.metric, rule.text, step, states.starts.changes(place, place - 1) if is_first else [])
+        place = states.place_of(step)
+        is_first = step > 1 and states.place_of(step - 1) < place
+        found = Bisection(rule.metric, rule.text, step, states.changes_of(place, place - 1) if is_first else [])
         show(f"first lost step: {step}")
         configs = [states.config_of(place, changes, f"try-{i}") for i, changes in enumerate(tries)]
         changed = ChangedStep(states, step, rule.metric)

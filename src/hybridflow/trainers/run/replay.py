@@ -20,7 +20,7 @@ from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers.read_columns import read
 from hybridflow.trainers.rl_metrics import batch_metrics
 from hybridflow.trainers.run.ppo_trainer import PPOTrainer
-from hybridflow.trainers.run.run_states import LEARNS_ONLY, Differences, RunStates
+from hybridflow.trainers.run.run_states import Differences, RunStates
 from hybridflow.trainers.sampling.sampled import NextPrompts, Sampled, Sampler
 
 CHANGEABLE = ("actor.", "critic.", "algorithm.", "memory.", "model.dtype", "model.compile", "controller.threads")
@@ -28,9 +28,6 @@ CHANGEABLE = ("actor.", "critic.", "algorithm.", "memory.", "model.dtype", "mode
 
 SAMPLING = ("algorithm.filter_groups", "algorithm.max_sampling_rounds")
 """Keys of `CHANGEABLE` that do change what a step samples."""
-
-NOT_IN_REPLAYS = (*LEARNS_ONLY, "data.val_files=[]")
-"""Changes of the configuration of a run for its replay."""
 
 MOST_CHARS = 400
 """Characters of the prompt and of the response of a sample whose loss is not finite."""
@@ -93,9 +90,9 @@ def replay_step(run_dir: Path, step: int, changes: Sequence[str] = (), *, scratc
     and for a change of a key that does not belong to learning; NonFiniteError if the step has no finite result.
     """
     require_changeable(changes)
-    with closing(RunStates(run_dir, scratch, changes=NOT_IN_REPLAYS)) as states:
+    with closing(RunStates(run_dir, scratch, changes=["data.val_files=[]"])) as states:
         _require_step(step, states, states.newest + 1)  # also the step that ended the run
-        place = states.starts.place_of(step)
+        place = states.place_of(step)
         changed_config = states.config_of(place, changes, "changed") if changes else None
         trainer = states.at(step - 1, before=step)
         _require_step(step, states, trainer.total_steps)

@@ -64,33 +64,6 @@ def go_back(trainer: PPOTrainer, checkpoint: Checkpoint) -> None:
     trainer.restore(checkpoint)
 
 
-class RunStarts:
-    """The starts in run.json, in order. Raises DataError if it is missing or damaged."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir, self._starts = run_dir, known_starts(run_dir)
-
-    def __getitem__(self, place: int) -> dict[str, Any]:
-        return self._starts[place]
-
-    def place_of(self, step: int) -> int:
-        """Return which start learned a step, the last one if several did. Raises DataError if none is recorded."""
-        places = [place for place, start in enumerate(self._starts) if start.get("after_step", 0) < step]
-        if not places:
-            raise DataError(f"'{self._run_dir / 'run.json'}' has no start that learned step {step}; restore the file.")
-        return places[-1]
-
-    def overrides_of(self, place: int) -> list[str]:
-        """Return the keys of a start that differ from config.toml, which has those of the newest, as "key=value"."""
-        changed = self.changes(place, len(self._starts) - 1)
-        return [*changed, *absolute_paths(self._run_dir / "config.toml", changed, place)] if changed else []
-
-    def changes(self, place: int, other: int) -> list[str]:
-        """Return the keys of a start that another start has otherwise, as "key=value"."""
-        then, now = (self._starts[each].get("config", {}) for each in (place, other))
-        return [f"{key}={toml_value(value)}" for key, value in then.items() if key in now and now[key] != value]
-
-
 class RunStates:
     """A trainer that goes from state to state of a run; `differs` are metrics unlike the run's, by step.
 
@@ -113,7 +86,7 @@ class RunStates:
             raise ConfigError(
                 f"'{run_dir}' is not a run of `hybridflow train`, the only kind whose steps can be learned again."
             )
-        self.starts = RunStarts(run_dir)
+        self.starts = known_starts(run_dir)
         self.store = CheckpointStore(run_dir / "checkpoints")
         self.differs: Differences = {}
         self.base: Checkpoint | None = None
@@ -125,16 +98,16 @@ class RunStates:
 
     def at(self, step: int, *, before: int | None = None) -> PPOTrainer:
         """Return the trainer in the state after `step`, with the keys of the start that learned `before`, or `step`."""
-        target = self.starts.place_of(max(before or step, 1))
+        target = self.place_of(max(before or step, 1))
         at_hand = self.trainer.global_step if self.trainer else -1
         if not max((each for each, _ in self._checkpoints(step)), default=0) <= at_hand <= step:
             self.base = self._newest_checkpoint(step)
             first = self.base.step if self.base else 0
-            self._go_to(target if first == step else self.starts.place_of(first + 1), self.base)
+            self._go_to(target if first == step else self.place_of(first + 1), self.base)
         while True:
             assert self.trainer is not None
             done = self.trainer.global_step
-            place = self.starts.place_of(done + 1) if done < step else target
+            place = self.place_of(done + 1) if done < step else target
             if place != self._place:
                 shutil.rmtree(moved := self.scratch / "moved", ignore_errors=True)
                 self._go_to(place, self._saved_in(CheckpointStore(moved)))
@@ -143,6 +116,23 @@ class RunStates:
             else:
                 self.trainer.train_step()
                 self.note_differences(done + 1, self.trainer.metrics)
+
+    def place_of(self, step: int) -> int:
+        """Return which start learned a step, the last one if several did. Raises DataError if none is recorded."""
+        places = [place for place, start in enumerate(self.starts) if start.get("after_step", 0) < step]
+        if not places:
+            raise DataError(f"'{self.run_dir / 'run.json'}' has no start that learned step {step}; restore the file.")
+        return places[-1]
+
+    def changes_of(self, place: int, other: int) -> list[str]:
+        """Return the keys of a start that another start has otherwise, as "key=value"."""
+        then, now = (self.starts[each].get("config", {}) for each in (place, other))
+        return [f"{key}={toml_value(value)}" for key, value in then.items() if key in now and now[key] != value]
+
+    def _overrides_of(self, place: int) -> list[str]:
+        """Return the keys of a start that differ from config.toml, which has those of the newest, as "key=value"."""
+        changed = self.changes_of(place, len(self.starts) - 1)
+        return [*changed, *absolute_paths(self.run_dir / "config.toml", changed, place)] if changed else []
 
     def keep(self) -> Checkpoint:
         """Save the present state, from which later calls of `at` may start, in place of the one kept before."""
@@ -156,7 +146,7 @@ class RunStates:
         copy_journals(self.run_dir, directory)
         if (self.run_dir / TOKEN_BUDGETS).is_file():
             shutil.copy(self.run_dir / TOKEN_BUDGETS, directory)
-        overrides = [*self._paths, *self.starts.overrides_of(place), *changes, *self._changes]
+        overrides = [*self._paths, *self._overrides_of(place), *changes, *self._changes]
         config = load_config(self.run_dir / "config.toml", [*overrides, f"trainer.run_dir={directory}"])
         REPLAY_IN_FLIGHT.require(config)
         return config
