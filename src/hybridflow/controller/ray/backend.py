@@ -65,10 +65,10 @@ class RayBackend(RayCalls):
             if seconds is not None and not seconds > 0:
                 raise ConfigError(f"{name}={seconds} is invalid: expected seconds above 0, or None.")
         self.call_timeout_s, self.threads = call_timeout_s, threads
-        self._connection = Connection(address, num_cpus, num_gpus, object_store_bytes)
+        self.connection = Connection(address, num_cpus, num_gpus, object_store_bytes)
         self._processes: list[RayProcess] = []
         self._trace = Trace()
-        require_cluster = self._connection.require_cluster
+        require_cluster = self.connection.require_cluster
         waiting = Waiting(
             self._processes, self._stop, self._trace, require_cluster, heartbeat_timeout_s, report_after_s
         )
@@ -90,7 +90,7 @@ class RayBackend(RayCalls):
         """Connect to the cluster and raise ConfigError, within seconds, unless all pools together fit."""
         pools = [self._as_ray_pool(pool) for pool in resource_pools]
         if pools:
-            self._connection.open(pools)
+            self.connection.open(pools)
             require_fit(pools)
 
     def choose_fitting(
@@ -101,7 +101,7 @@ class RayBackend(RayCalls):
         `instead_of`: workers whose groups are stopped first; `restart` or `spawn` must follow. If not even the last
         pools fit, raises ConfigError without workers, otherwise as `restart`.
         """
-        self._connection.open([pools[0] for pools in options])
+        self.connection.open([pools[0] for pools in options])
         self._stop([peer for worker in instead_of for peer in worker.process.peers])
         try:
             return choose_fitting(options)
@@ -110,21 +110,13 @@ class RayBackend(RayCalls):
                 raise
             raise self._lost_places(error) from error
 
-    def has_gpus(self) -> bool:
-        """Return whether the cluster has GPUs, which this process need not see; connects to a running cluster."""
-        return self._connection.has_gpus()
-
-    def gpus_have_bfloat16(self) -> bool | None:
-        """Return whether all GPUs of the cluster compute in bfloat16, None without GPUs; connects as `has_gpus`."""
-        return self._connection.gpus_have_bfloat16()
-
     def spawn(
         self, classes: Mapping[str, ClassWithInitArgs], resource_pool: ResourcePool
     ) -> dict[str, list[RayWorker]]:
         """Start the processes of a group, as specified by `Backend.spawn`."""
         launch = Launch(classes, self._as_ray_pool(resource_pool))
         threads_of(launch.classes)  # before anything starts
-        self._connection.open([launch.pool])
+        self.connection.open([launch.pool])
         processes = self._start(launch)
         self._build(launch, processes)
         workers = {
@@ -142,7 +134,7 @@ class RayBackend(RayCalls):
         of sync, or in which a call takes longer than `timeout_s`: its processes are stopped. Errors of calls are
         dropped. Raises LostClusterError if the cluster has died.
         """
-        self._connection.wait_for_cluster()  # workers that die with a service are known before its death is
+        self.connection.wait_for_cluster()  # workers that die with a service are known before its death is
         processes = list(dict.fromkeys(worker.process for worker in workers))
         deadline = time.monotonic() + timeout_s
         while busy := [process for process in processes if process.unfinished and not process.is_stopped]:
@@ -192,8 +184,8 @@ class RayBackend(RayCalls):
 
     def _lost_places(self, error: ConfigError) -> LostWorkerError:
         """Return the error of lost workers whose places are gone. Raises LostClusterError if the cluster has died."""
-        self._connection.wait_for_cluster()
-        if self._connection.ends_with_us and not nodes_of_cluster():
+        self.connection.wait_for_cluster()
+        if self.connection.ends_with_us and not nodes_of_cluster():
             return LostClusterError(f"the cluster of the run has lost its only node: {error}")
         return LostWorkerError(f"the nodes of lost workers have not come back: {error}")
 
@@ -294,13 +286,13 @@ class RayBackend(RayCalls):
 
     def close(self) -> None:
         """Stop every worker, release all reservations, and stop the cluster if this backend started it."""
-        self._connection.continue_services()
+        self.connection.continue_services()
         self._stop(list(self._processes))
         self._standbys.close()
         self._own_pools.clear()
-        if ray.is_initialized() and not self._connection.ends_with_us and not self._connection.is_lost:
+        if ray.is_initialized() and not self.connection.ends_with_us and not self.connection.is_lost:
             delete_stores(self._launcher.stores)
-        self._connection.close()
+        self.connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -309,4 +301,4 @@ class RayBackend(RayCalls):
         self.close()
 
     def _is_connected(self) -> bool:
-        return ray.is_initialized() and not self._connection.is_lost
+        return ray.is_initialized() and not self.connection.is_lost

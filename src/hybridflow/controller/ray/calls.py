@@ -76,13 +76,16 @@ class RayCalls:
         """Return the worker, the name of the call, whether it is read, its message, and unfinished calls before it."""
         if not isinstance(worker, RayWorker) or worker.is_stopped or worker.process.is_stopped:
             raise self._stopped_error(worker, method_name)
-        where, calls_read, opens = f"{worker.class_name}.{method_name}", _CallsRead(), terms.opens_futures
-        outgoing = Outgoing(calls_read, self._compress)
+        where, opens = f"{worker.class_name}.{method_name}", terms.opens_futures
+        outgoing = Outgoing(_ref_of, self._compress)
         own_args = [outgoing.pack(value, f"argument {index} of {where}", opens) for index, value in enumerate(args)]
         own_kwargs = {key: outgoing.pack(value, f"argument {key} of {where}", opens) for key, value in kwargs.items()}
-        outgoing.also_wait_for(calls_read.unread)
+        own = [handle.call for handle in outgoing.handles]
+        others = [other.call for handle in outgoing.handles for other in handle.others if isinstance(other, RayHandle)]
+        outgoing.also_wait_for(call.done for call in others if call)  # they are not read, but must have succeeded
         frozen = _frozen((pack_header(worker.role, method_name, terms), own_args, own_kwargs), outgoing, where)
-        return worker, where, terms.is_read, frozen, outgoing, calls_read.unfinished()
+        unfinished = [call for call in (*others, *own) if call and not call.is_finished]
+        return worker, where, terms.is_read, frozen, outgoing, unfinished
 
     def _stopped_error(self, worker: WorkerRef, method_name: str) -> WorkerError:
         if not isinstance(worker, RayWorker):
@@ -145,29 +148,13 @@ class RayCalls:
             raise WorkerError("this backend was closed, and its results are gone; read futures before closing it.")
 
 
-class _CallsRead:
-    """A function from a handle of this backend to its stored object, which collects the calls that a message needs."""
-
-    def __init__(self) -> None:
-        self._calls: list[RayCall] = []
-        self.unread: list[Any] = []
-        """Status objects of replicas whose results are not read but whose calls must have succeeded."""
-
-    def __call__(self, value: Any) -> Any:
-        if not isinstance(value, RayHandle):
-            return None
-        if value.ref is None:
-            raise WorkerError("this result was released; keep the future, not the handle.")
-        others = [other.call for other in value.others if isinstance(other, RayHandle) and other.call is not None]
-        self._calls += others
-        self.unread += [call.done for call in others]
-        if value.call is not None:
-            self._calls.append(value.call)
-        return value.ref
-
-    def unfinished(self) -> list[RayCall]:
-        """Return the calls that are not known to have finished."""
-        return [call for call in self._calls if not call.is_finished]
+def _ref_of(value: Any) -> Any:
+    """Return the stored object of a handle of this backend; None for other values."""
+    if not isinstance(value, RayHandle):
+        return None
+    if value.ref is None:
+        raise WorkerError("this result was released; keep the future, not the handle.")
+    return value.ref
 
 
 def _frozen(value: Any, outgoing: Outgoing, where: str) -> Any:

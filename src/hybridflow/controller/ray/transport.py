@@ -154,12 +154,13 @@ class Outgoing:
     """A packer for the values of one message; `refs` are the stored objects that must arrive with it.
 
     `ref_of_handle` returns the stored object of a handle, None for other values. `read`: the batches, futures and
-    handles that were packed. `is_plain`: see `freeze`.
+    handles that were packed, `handles`: those with a stored object. `is_plain`: see `freeze`.
     """
 
     def __init__(self, ref_of_handle: Any = None, compress: bool = False) -> None:
         self.refs: list[Any] = []
         self.read: list[Any] = []
+        self.handles: list[Any] = []
         self.num_bytes = self.num_bytes_beside = 0
         self.is_plain = True
         self._ref_of_handle, self._compress = ref_of_handle or (lambda value: None), compress
@@ -185,6 +186,7 @@ class Outgoing:
             return self._pack_future(value.narrow(), opens_futures)
         if (ref := self._ref_of_handle(value)) is not None:
             self.read.append(value)
+            self.handles.append(value)
             return _SentHandle(self._slot(ref))
         if (
             isinstance(value, torch.Tensor)
@@ -238,6 +240,7 @@ class Outgoing:
                 f"a future that holds {type(handle).__name__} cannot be sent to another process; read it "
                 f"(future.get()) and pass the batch."
             )
+        self.handles.append(handle)
         return self._slot(ref)
 
     def also_wait_for(self, refs: Iterable[Any]) -> None:

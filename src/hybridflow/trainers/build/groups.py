@@ -176,7 +176,7 @@ def build_pool(
     has_model = any(traits_of(role).model(config) != "none" for role in roles)
     return RayResourcePool(
         processes,
-        use_gpu=has_model and as_ray(backend).has_gpus(),
+        use_gpu=has_model and as_ray(backend).connection.has_gpus(),
         name_prefix=name,
         cpus_per_process=config.controller.cpus_per_worker,
         gpus_per_process=config.controller.gpus_per_worker,

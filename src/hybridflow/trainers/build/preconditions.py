@@ -95,7 +95,7 @@ def _gpus_have_bfloat16(config: Config) -> bool | None:
     if config.controller.backend == "local":
         return gpu_has_bfloat16()
     with as_ray(build_backend(config)) as backend:
-        return backend.gpus_have_bfloat16()
+        return backend.connection.gpus_have_bfloat16()
 
 
 logger = get_logger(__name__)

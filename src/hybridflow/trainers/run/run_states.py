@@ -67,10 +67,10 @@ def go_back(trainer: PPOTrainer, checkpoint: Checkpoint) -> None:
 class RunStates:
     """A trainer that goes from state to state of a run; `differs` are metrics unlike the run's, by step.
 
-    `rows` are those of the completed steps, `newest` is the last one, `validations` are the rows with `val/...`. `base`
-    is the checkpoint from which `at` came, None for the begin of the run. `changes` are overrides for all starts.
-    `scratch`: a new or empty directory for what is written. Raises ConfigError if the directory is not that of a run of
-    `hybridflow train`; with `require_equal`, DataError at the first step that differs.
+    `starts` are those in run.json, `rows` those of the completed steps, `newest` is the last one, `validations` are the
+    rows with `val/...`. `base` is the checkpoint from which `at` came, None for the begin of the run. `changes` are
+    overrides for all starts. `scratch`: a new or empty directory for what is written. Raises ConfigError unless it is
+    a run of `hybridflow train`; with `require_equal`, DataError at the first step that differs.
     """
 
     def __init__(
