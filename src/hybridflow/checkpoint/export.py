@@ -196,7 +196,9 @@ class _Model:
         names = set(weights)
         missing = sorted(self.shapes.keys() - names)
         unknown = sorted(names - self.shapes.keys() - self.tied - self.buffers.keys())
-        found = {name: _shape(weights, name) for name in sorted(self.shapes.keys() & names)}
+        is_stored = isinstance(weights, StoredTensors)  # whose shapes are known without reading
+        both = sorted(self.shapes.keys() & names)
+        found = {name: weights.shape(name) if is_stored else tuple(weights[name].shape) for name in both}
         wrong = [f"{n} {shape} instead of {self.shapes[n]}" for n, shape in found.items() if shape != self.shapes[n]]
         if missing or unknown or wrong:
             parts = {"missing": missing, "unknown": unknown, "of another shape": wrong}
@@ -308,10 +310,6 @@ def _write_adapter(
         **({"revision": revision} if is_on_hub else {}),
     }
     _write_json(out_dir / "adapter_config.json", document)
-
-
-def _shape(weights: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
-    return weights.shape(name) if isinstance(weights, StoredTensors) else tuple(weights[name].shape)
 
 
 def _copy_tokenizer(model_dir: Path, out_dir: Path, chat_template: str) -> None:

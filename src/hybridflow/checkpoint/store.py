@@ -104,7 +104,9 @@ class CheckpointStore:
                     write_manifest(partial, step, info or {}, saved)
                     fault_point("publish")
                 except OSError as error:
-                    raise CheckpointError(f"{error} ({_describe_space(partial)})") from error
+                    written = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
+                    space = f"{describe_bytes(written)} were written, {describe_free_space(partial)}"
+                    raise CheckpointError(f"{error} ({space})") from error
         except (OSError, CheckpointError) as error:
             raise CheckpointError(
                 f"the checkpoint of step {step} was not saved: {str(error).rstrip('.')}. {self._describe_earlier()}"
@@ -206,11 +208,6 @@ class CheckpointStore:
     def _remove_leftovers(self) -> None:
         for path in remove_leftovers(self.directory, _STEP_NAME):
             logger.info("removed '%s', which an unfinished save left.", path)
-
-
-def _describe_space(partial: Path) -> str:
-    written = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
-    return f"{describe_bytes(written)} were written, {describe_free_space(partial)}"
 
 
 @contextmanager

@@ -53,8 +53,7 @@ def _lines(replayed: "Replay", changes: list[str], num_samples: int) -> list[str
         lines.append("all metrics are those of the run, bit for bit")
     if replayed.changed:
         lines += ["", f"with {' '.join(changes)}:", *_metrics(replayed.learned, replayed.changed)]
-    lines += ["", *_samples(replayed, num_samples)]
-    return lines
+    return [*lines, "", *(_samples(replayed, num_samples) if num_samples else [])]
 
 
 def _metrics(learned: "LearnedStep", changed: "LearnedStep") -> list[str]:
@@ -87,8 +86,4 @@ def _samples(replayed: "Replay", count: int) -> list[str]:
         text = text if len(text) <= MAX_RESPONSE_CHARS else f"{text[:MAX_RESPONSE_CHARS]}..."
         rows.append([str(one.row), f"{one.score:g}", *(f"{number:.4f}" for number in numbers), text])
     what = "the change" if replayed.changed else "the step"
-    return (
-        [f"samples that {what} moved most (log-prob: mean of the tokens):", *aligned(rows, ends_with_text=True)]
-        if count
-        else []
-    )
+    return [f"samples that {what} moved most (log-prob: mean of the tokens):", *aligned(rows, ends_with_text=True)]

@@ -106,7 +106,10 @@ class LocalHandle(Handle):
 
     def read(self, columns: tuple[str, ...] | None, rows: RowIndex, *, shared: bool = False) -> DataProto:
         """Return the selected columns and rows; with `shared`, tensors and arrays of numbers are not copied."""
-        selected = take(self._batch(), columns, rows)
+        value = self._held_value()
+        if not isinstance(value, DataProto):
+            raise BatchError(f"the call returned a {type(value).__name__}, which has no columns; use get().")
+        selected = take(value, columns, rows)
         # Concatenation copies numbers; objects would be shared.
         return self._recorded(copy_of_objects(selected) if shared else private_copy(selected, "a result"))
 
@@ -120,12 +123,6 @@ class LocalHandle(Handle):
             event = TraceEvent("read", self.where, self._worker, "", now, now, bytes_in=size, sources=sources)
             self._trace.record(event)
         return contents
-
-    def _batch(self) -> DataProto:
-        value = self._held_value()
-        if not isinstance(value, DataProto):
-            raise BatchError(f"the call returned a {type(value).__name__}, which has no columns; use get().")
-        return value
 
     def _held_value(self) -> Any:
         if not self._value:

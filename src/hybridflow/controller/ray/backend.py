@@ -28,9 +28,7 @@ from hybridflow.controller.ray.store import delete_stores
 from hybridflow.controller.ray.waiting import DIED, POLL_INTERVAL_S, Waiting
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.errors import ConfigError, LostClusterError, LostWorkerError
-from hybridflow.runtime.observe import Trace, get_logger
-
-logger = get_logger(__name__)
+from hybridflow.runtime.observe import Trace
 
 
 class RayBackend(RayCalls):

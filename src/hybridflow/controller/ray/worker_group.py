@@ -7,10 +7,9 @@ from typing import Any
 
 from hybridflow.controller.backend import WorkerRef
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs, require_init_args
-from hybridflow.controller.colocate import check_names
 from hybridflow.controller.ray.backend import RayBackend
 from hybridflow.controller.ray.resource_pool import RayResourcePool
-from hybridflow.controller.worker_group import WorkerGroup
+from hybridflow.controller.worker_group import WorkerGroup, check_names
 from hybridflow.errors import DispatchError
 
 Meshes = Mapping[str, Mapping[str, int]]
