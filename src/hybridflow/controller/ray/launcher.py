@@ -44,11 +44,15 @@ class Launcher:
         `standby`: a process on the node of the place, without its resources, which the process at the place has.
         """
         threads = threads_of(launch.classes)
+        groups = {SECOND_THREAD: 1} if threads.of_second else None
+        actors: Any = ray.remote(concurrency_groups=groups)(WorkerProcess)  # pyright: ignore
+        importable = [os.path.abspath(path) for path in sys.path if path != ""] + [os.getcwd()]
         processes: list[RayProcess] = []
         for rank, place in enumerate(launch.pool.places()):
             label = f"{launch.label}/{rank}"
-            options = _options(place, launch, standby=standby)
-            actor = self._new_actor(label, launch, options)
+            of_place = _options(place, launch, standby=standby)
+            options = {"max_restarts": 0, "max_concurrency": threads.concurrent_calls, **of_place}
+            actor = actors.options(**options).remote(label, importable, os.getcwd())
             process = RayProcess(actor, label, rank, set(launch.classes), launch)
             process.peers, process.on_last_stop = processes, launch.pool.give_up_tenancy
             process.threads = threads
@@ -111,14 +115,6 @@ class Launcher:
             self._waiting.track(calls[-1])
         self._waiting.wait(calls)
         return [ray.get(call.done) for call in calls]
-
-    def _new_actor(self, label: str, launch: Launch, options: dict[str, Any]) -> Any:
-        threads = threads_of(launch.classes)
-        groups = {SECOND_THREAD: 1} if threads.of_second else None
-        actor: Any = ray.remote(concurrency_groups=groups)(WorkerProcess)  # pyright: ignore
-        options = {"max_restarts": 0, "max_concurrency": threads.concurrent_calls, **options}
-        importable = [os.path.abspath(path) for path in sys.path if path != ""] + [os.getcwd()]
-        return actor.options(**options).remote(label, importable, os.getcwd())
 
 
 def _options(place: ReservedPlace, launch: Launch, *, standby: bool) -> dict[str, Any]:

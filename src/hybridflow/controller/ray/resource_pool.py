@@ -126,16 +126,11 @@ class RayResourcePool(ResourcePool):
         return [(self, rank) for rank in range(self.world_size)]
 
     def _choose_nodes(self) -> list[Node]:
-        deadline = time.monotonic() + SETTLING_S
-        while True:
-            nodes = nodes_of_cluster()
-            chosen = choose_nodes(self.process_on_nodes, self.share, nodes)
-            if chosen is not None:
-                return chosen
-            never_fits = choose_nodes(self.process_on_nodes, self.share, nodes, empty=True) is None
-            if never_fits or time.monotonic() > deadline:
-                raise does_not_fit(repr(self), self.process_on_nodes, self.share, nodes)
-            time.sleep(0.1)
+        require_fit([self])
+        chosen = choose_nodes(self.process_on_nodes, self.share, nodes := nodes_of_cluster())
+        if chosen is None:  # the resources were taken just now
+            raise does_not_fit(repr(self), self.process_on_nodes, self.share, nodes)
+        return chosen
 
     def _reserve(self, nodes: Sequence[Node]) -> list[ReservedPlace]:
         group = placement_group(

@@ -118,7 +118,10 @@ def build_groups(
     backend.check_fit(list(pools.values()))
     groups = spawn_groups(config, backend, classes, pools)
     if config.controller.backend == "ray":
-        _log_workers(backend, groups)
+        place_of = as_ray(backend).place_of
+        workers = list(dict.fromkeys(place_of(worker) for group in groups.values() for worker in group.workers))
+        more = f"; and {len(workers) - MOST_NAMED} more" if len(workers) > MOST_NAMED else ""
+        logger.info("workers: %s%s", "; ".join(workers[:MOST_NAMED]), more)
     return groups
 
 
@@ -140,13 +143,6 @@ def spawn_groups(
         on_pool = spawn_colocated(pools[name], by_name, backend, meshes_of(config, by_name))
         groups |= {role: on_pool[role.value] for role in roles}
     return groups
-
-
-def _log_workers(backend: Backend, groups: Mapping[Role, WorkerGroup]) -> None:
-    place_of = as_ray(backend).place_of
-    workers = list(dict.fromkeys(place_of(worker) for group in groups.values() for worker in group.workers))
-    more = f"; and {len(workers) - MOST_NAMED} more" if len(workers) > MOST_NAMED else ""
-    logger.info("workers: %s%s", "; ".join(workers[:MOST_NAMED]), more)
 
 
 def meshes_of(config: Config, names: Iterable[str]) -> dict[str, dict[str, dict[str, int]]]:
