@@ -48,7 +48,7 @@ def build_backend(config: Config) -> Backend:
     )
 
 
-def as_ray(backend: Backend) -> "RayBackend":
+def as_ray(backend: Backend | None) -> "RayBackend":
     """Return the backend of a run on Ray as what it is."""
     return cast("RayBackend", backend)
 

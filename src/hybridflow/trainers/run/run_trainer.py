@@ -56,7 +56,7 @@ class RunTrainer(Trainer):
         if self.run.checkpoint:
             self.restore(self.run.checkpoint)
         if parts.token_budgets:
-            self.recovery = build_recovery(self, parts.groups, parts.backend, parts.token_budgets, parts.pool_sizes)
+            self.recovery = build_recovery(self, parts.token_budgets, parts.pool_sizes)
 
     def fit(self, stop_after: int | None = None) -> None:
         """Train to the last step, or to step `stop_after`; see `training_loop.fit`."""

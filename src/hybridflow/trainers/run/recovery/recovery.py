@@ -6,13 +6,12 @@ A step depends only on the state at its begin, the data and the seed, so the rep
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from hybridflow.checkpoint import Checkpoint
-from hybridflow.controller import Backend, Role, WorkerGroup
 from hybridflow.errors import CheckpointError, DataError, HybridFlowError, LostWorkerError
 from hybridflow.runtime.observe import JsonlWriter, TraceEvent, get_logger
 from hybridflow.runtime.observe.run_files import RECOVERIES
@@ -198,34 +197,23 @@ def recovering(recovery: Recovery | None, rewind: Any) -> Iterator[None]:
         rewind()
 
 
-def build_recovery(
-    trainer: Trainer,
-    groups: Mapping[Role, WorkerGroup],
-    backend: Backend,
-    budgets: TokenBudgets,
-    sizes: PoolSizes | None = None,
-) -> Recovery | None:
+def build_recovery(trainer: Trainer, budgets: TokenBudgets, sizes: PoolSizes | None = None) -> Recovery | None:
     """Return the recovery of a run on Ray; None in one process, and with recovery.max_restarts = 0."""
     config = trainer.config
     if config.controller.backend != "ray" or not config.recovery.max_restarts:
         return None
+    backend, groups = as_ray(trainer.backend), trainer.groups
     runs_on = config.updates_in_flight  # a snapshot would wait for batches that have begun
     connected = runs_on or config.rollout.weight_sync in ("broadcast", "ipc")
     every = 0 if runs_on else config.recovery.snapshot_every
-    hostnames = as_ray(backend).hostnames([worker for group in groups.values() for worker in group.workers])
+    hostnames = backend.hostnames([worker for group in groups.values() for worker in group.workers])
     directory = snapshot_directory(config, hostnames)
     if every and (problem := memory_problem(config, directory)):
         logger.warning("%s", problem)
         every = 0
-    new_saver = partial(trainer.new_saver, in_background=True)
-    snapshots = Snapshots(directory, every, config.trainer.lag, new_saver)
+    snapshots = Snapshots(directory, every, config.trainer.lag, partial(trainer.new_saver, in_background=True))
     by_name = {role.value: group for role, group in groups.items()}
-    restarted = RestartedGroups(
-        as_ray(backend),
-        by_name,
-        connected=connected,
-        standby=config.recovery.standby,
-        move=(lambda names: sizes.refit(groups, names)) if sizes else None,
-    )
+    move, standby = sizes and partial(sizes.refit, groups), config.recovery.standby
+    restarted = RestartedGroups(backend, by_name, connected=connected, standby=standby, move=move)
     restarted.keep_standbys()
     return Recovery(trainer, restarted, budgets, snapshots, sizes)
