@@ -12,7 +12,7 @@ With --ranks the copy is also sharded over that many processes: over data, or as
 import argparse
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hybridflow.cli.arguments import number
 from hybridflow.cli.output import aligned, json_text
@@ -55,7 +55,11 @@ def run(args: argparse.Namespace) -> int:
     report = report_of(config, anew=True)
     if args.ranks > 1:
         report = replace(report, findings=(*report.findings, check_layout(config, args.ranks, parallel)))
-    print(json_text(_facts(report)) if args.json else "\n".join(_lines(report)))
+    if args.json:
+        findings = [{**asdict(each), "title": each.title, "is_ok": each.is_ok} for each in report.findings]
+        print(json_text({**asdict(report), "findings": findings}))
+    else:
+        print("\n".join(_lines(report)))
     return int(any(not finding.is_ok for finding in report.findings))
 
 
@@ -76,9 +80,3 @@ def _lines(report: "Report") -> Iterator[str]:
     if idle := report.without_gradient:
         yield f"{len(idle)} parameters get no gradient: {', '.join(idle[:3])}{', ...' if len(idle) > 3 else ''}"
     yield from report.causes()
-
-
-def _facts(report: "Report") -> dict[str, Any]:
-    """Return the report with titles and results of its lines."""
-    findings = [{**asdict(each), "title": each.title, "is_ok": each.is_ok} for each in report.findings]
-    return {**asdict(report), "findings": findings}

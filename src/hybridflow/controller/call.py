@@ -332,14 +332,12 @@ def _split_of_rows(method: BoundMethod, batches: Sequence[DataProto | DataProtoF
     shares = method.group.shares.of(method.__name__, num_parts)
     if shares is not None and num_units >= num_parts:
         return RowSplit(lengths[0], 0, tuple(size * unit for size in sizes_of_shares(shares.values, num_units)))
-    if num_units < num_parts or mode.part_of_rank is None or any(map(_is_padding_enabled, batches)):
+    of_futures = DataProtoConfig.auto_padding
+    pads = any(of_futures if isinstance(b, DataProtoFuture) else b.is_padding_enabled() for b in batches)
+    if num_units < num_parts or mode.part_of_rank is None or pads:
         pad_size = -lengths[0] % (num_parts * unit)
         return RowSplit(lengths[0], pad_size, ((lengths[0] + pad_size) // num_parts,) * num_parts)
     return RowSplit(lengths[0], 0, tuple(size * unit for size in even_sizes(num_units, num_parts)))
-
-
-def _is_padding_enabled(batch: DataProto | DataProtoFuture) -> bool:
-    return DataProtoConfig.auto_padding if isinstance(batch, DataProtoFuture) else batch.is_padding_enabled()
 
 
 def _uneven_parts(value: Any, rows: RowSplit) -> Any:
