@@ -131,7 +131,7 @@ def export_model(
                     if certificate is not None:
                         certificate.write(partial)
             except (OSError, SafetensorError) as error:
-                needed = describe_bytes(model.num_bytes(written))
+                needed = describe_bytes(sum(map(math.prod, model.shapes.values())) * written.itemsize)
                 raise CheckpointError(f"'{out_dir}' was not written ({needed} of weights): {error}") from error
     return str(written).removeprefix("torch.")
 
@@ -186,10 +186,6 @@ class _Model:
         is_part = not is_reward_model and bool(other_parts(config))
         whole = config.architectures if is_part else None  # a reader of the whole directory finds all of it
         return cls(directory, model, shapes, buffers, tied, whole or [type(model).__name__], is_part)
-
-    def num_bytes(self, dtype: torch.dtype) -> int:
-        """Return the size of the parameters in bytes."""
-        return sum(math.prod(shape) for shape in self.shapes.values()) * dtype.itemsize
 
     def require_fit(self, weights: Mapping[str, Tensor]) -> None:
         """Raise CheckpointError unless the weights have the model's names and shapes."""

@@ -69,21 +69,19 @@ def _metrics(learned: "LearnedStep", changed: "LearnedStep") -> list[str]:
 
 def _samples(replayed: "Replay", count: int) -> list[str]:
     """Return the samples whose log-prob the step moved most, or the change moved most."""
+    is_changed = replayed.changed is not None
     pairs = list(zip(replayed.learned.samples, (replayed.changed or replayed.learned).samples, strict=True))
 
     def moved(pair: tuple) -> float:
-        return -abs(pair[1].moved - pair[0].moved if replayed.changed else pair[0].moved)
+        return -abs(pair[1].moved - pair[0].moved if is_changed else pair[0].moved)
 
-    heads = ["row", "score", "advantage", "weight", "log-prob before", "after"]
-    if replayed.changed:
-        heads.append("after, changed")
+    heads = ["row", "score", "advantage", "weight", "log-prob before", "after", *["after, changed"] * is_changed]
     rows = [[*heads, "response"]]
     for one, other in sorted(pairs, key=moved)[:count]:
-        numbers = [one.advantage, one.weight, one.log_prob_before, one.log_prob_after]
-        if replayed.changed:
-            numbers.append(other.log_prob_after)
+        after = [one.log_prob_after, *[other.log_prob_after] * is_changed]
+        numbers = [one.advantage, one.weight, one.log_prob_before, *after]
         text = repr(one.response)[1:-1]
         text = text if len(text) <= MAX_RESPONSE_CHARS else f"{text[:MAX_RESPONSE_CHARS]}..."
         rows.append([str(one.row), f"{one.score:g}", *(f"{number:.4f}" for number in numbers), text])
-    what = "the change" if replayed.changed else "the step"
+    what = "the change" if is_changed else "the step"
     return [f"samples that {what} moved most (log-prob: mean of the tokens):", *aligned(rows, ends_with_text=True)]

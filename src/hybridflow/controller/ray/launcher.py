@@ -121,11 +121,6 @@ def _options(place: ReservedPlace, launch: Launch, *, standby: bool) -> dict[str
     if standby:
         strategy = NodeAffinitySchedulingStrategy(place.node.node_id, soft=False)
         return {"num_cpus": 0, "scheduling_strategy": strategy}
-    share = launch.pool.share_of_one_group
-    return {
-        "num_cpus": share["CPU"],
-        "num_gpus": share.get("GPU", 0),
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(
-            place.group, placement_group_bundle_index=place.bundle, placement_group_capture_child_tasks=False
-        ),
-    }
+    share, bundle = launch.pool.share_of_one_group, place.bundle
+    strategy = PlacementGroupSchedulingStrategy(place.group, bundle, placement_group_capture_child_tasks=False)
+    return {"num_cpus": share["CPU"], "num_gpus": share.get("GPU", 0), "scheduling_strategy": strategy}
