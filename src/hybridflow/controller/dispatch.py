@@ -9,7 +9,7 @@ The built-in modes are attributes of `Dispatch`; `DISPATCH_MODES` also holds tho
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridflow.controller.dispatch_functions import (
@@ -165,11 +165,7 @@ class Dispatch(metaclass=_LookUp):
         "As `DP_COMPUTE_PROTO` over the data axis of the group's mesh.",
         *(split, require_batch, collect_dp_compute_data_proto, "default"),
     )
-    TP_FORWARD = _split_mode(
-        "TP_FORWARD",
-        "The same as `MEGATRON_COMPUTE_PROTO`.",
-        *(split, require_batch, collect_dp_compute_data_proto, "default"),
-    )
+    TP_FORWARD = replace(MEGATRON_COMPUTE_PROTO, name="TP_FORWARD", description="The same as `MEGATRON_COMPUTE_PROTO`.")
 
 
 DISPATCH_MODES: dict[str, DispatchMode] = {
