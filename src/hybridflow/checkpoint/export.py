@@ -192,9 +192,8 @@ class _Model:
         names = set(weights)
         missing = sorted(self.shapes.keys() - names)
         unknown = sorted(names - self.shapes.keys() - self.tied - self.buffers.keys())
-        is_stored = isinstance(weights, StoredTensors)  # whose shapes are known without reading
-        both = sorted(self.shapes.keys() & names)
-        found = {name: weights.shape(name) if is_stored else tuple(weights[name].shape) for name in both}
+        shape_of = weights.shape if isinstance(weights, StoredTensors) else lambda name: tuple(weights[name].shape)
+        found = {name: shape_of(name) for name in sorted(self.shapes.keys() & names)}
         wrong = [f"{n} {shape} instead of {self.shapes[n]}" for n, shape in found.items() if shape != self.shapes[n]]
         if missing or unknown or wrong:
             parts = {"missing": missing, "unknown": unknown, "of another shape": wrong}

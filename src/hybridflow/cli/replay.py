@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridflow.cli.output import aligned
-from hybridflow.runtime.observe.run_files import RunFiles
+from hybridflow.errors import ConfigError
 
 if TYPE_CHECKING:
     from hybridflow.trainers import LearnedStep, Replay
@@ -32,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Replay and print the comparison."""
-    RunFiles(args.run)
+    if not (file := args.run / "config.toml").is_file():
+        raise ConfigError(f"'{args.run}' is not the directory of a run: '{file}' does not exist.")
     from hybridflow.trainers import replay_step
 
     with tempfile.TemporaryDirectory(prefix="replay-", dir=args.run) as scratch:
