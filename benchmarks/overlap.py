@@ -37,8 +37,7 @@ from support.step_model import CONCURRENCY, GROUP_SIZE, PROMPTS_PER_ENGINE, REWA
 from support.waiting_workers import WaitingActor, WaitingGenerator, WaitingInFlightGenerator
 
 from hybridflow.config import Config, TrainerConfig, load_config
-from hybridflow.controller import Backend, ClassWithInitArgs, Role, Worker, WorkerGroup
-from hybridflow.controller.colocate import spawn_colocated
+from hybridflow.controller import Backend, ClassWithInitArgs, Role, Worker, WorkerGroup, spawn_colocated
 from hybridflow.controller.ray import RayResourcePool
 from hybridflow.controller.ray.local_cluster import LocalCluster
 from hybridflow.data import BatchLoader

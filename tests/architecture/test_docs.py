@@ -7,17 +7,20 @@ import shlex
 import subprocess
 import sys
 import textwrap
+from importlib.metadata import metadata, requires
 from pathlib import Path
 from types import MethodType
 
 import pytest
+from packaging.requirements import Requirement
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from fixtures.gpu_settings import sizes_of_models, step_table, tables
 from fixtures.published_models import DENSE
+from hybridflow import errors
 from hybridflow.checkpoint import CheckpointStore
-from hybridflow.cli.compatibility import compatibility_markdown
-from hybridflow.cli.exit_codes import exit_codes_markdown
+from hybridflow.cli.compatibility import TESTED
+from hybridflow.cli.exit_codes import MEANINGS, code_of
 from hybridflow.cli.main import COMMANDS, main
 from hybridflow.config import load_config, reference_markdown, refusals_markdown
 from hybridflow.data import prompt_row, write_prompt_file
@@ -158,6 +161,24 @@ def test_every_command_is_documented(capsys):
     assert re.findall(r"^\| `hybridflow ([a-z-]+)", shown, re.MULTILINE) == list(COMMANDS)
     targets = re.findall(r"^([a-z_-]+):.*## ", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
     assert [target for target in targets if f"`make {target}`" not in shown] == []
+
+
+def exit_codes_markdown():
+    """Return the codes with their meanings and classes as a Markdown table."""
+    rows, known = [], [*filter(inspect.isclass, vars(errors).values()), KeyboardInterrupt, Exception]
+    for code, meaning in MEANINGS.items():
+        classes = [f"`{cls.__name__}`" for cls in known if code_of(cls) is code]
+        rows.append(f"| {code:d} | {meaning} | {', '.join(classes)} |")
+    return "\n".join(["| status | meaning | errors |", "|---|---|---|", *rows]) + "\n"
+
+
+def compatibility_markdown():
+    """Return required and tested versions as a Markdown table."""
+    needs = map(Requirement, requires("hybridflow") or ())
+    required = {need.name: ",".join(sorted(map(str, need.specifier), reverse=True)) for need in needs}
+    required["Python"] = metadata("hybridflow")["Requires-Python"]
+    rows = [f"| {entry.name} | `{required[entry.name]}` | {entry.text()} | {entry.how} |" for entry in TESTED]
+    return "\n".join(["| package | required | tested | with |", "|---|---|---|---|", *rows]) + "\n"
 
 
 @pytest.mark.parametrize(

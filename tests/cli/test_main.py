@@ -217,7 +217,7 @@ def test_options_of_checkpoints_and_steps_are_checked(capsys):
     for text in ("0", "-1", "two", "1.5"):
         with pytest.raises(SystemExit):
             parse(f"--stop-after={text}")
-        assert f"N must be a positive integer, got {text!r}" in capsys.readouterr().err
+        assert f"{text!r} is invalid: expected a positive integer" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         parse("--run", "a", "--checkpoint", "b")
     assert config_and_checkpoint(parse()) == (load_config(None), None)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fixtures.values import held_values
 from hybridflow.controller import ClassWithInitArgs, LocalBackend, ResourcePool, Worker
 from hybridflow.controller.backend import NO_TERMS
 from hybridflow.errors import DispatchError, FieldError, HybridFlowError, WorkerError
@@ -268,15 +269,15 @@ def test_values_without_handles_are_released():
     backend = LocalBackend()
     (worker,) = spawn(backend, 1)
     handles = [start(backend, worker, "echo", (torch.zeros(10),)), backend.put(1)]
-    assert backend.num_objects == 2
+    assert held_values(backend) == 2
     backend.release(handles[:1])
-    assert backend.num_objects == 1
+    assert held_values(backend) == 1
     del handles
-    assert backend.num_objects == 0
+    assert held_values(backend) == 0
     with pytest.raises(HybridFlowError):
         start(backend, worker, "divide_by_zero", (backend.put(1),))
     gc.collect()
-    assert backend.num_objects == 0
+    assert held_values(backend) == 0
 
 
 def test_memory_is_logged_around_each_call_at_debug_level(caplog, monkeypatch):

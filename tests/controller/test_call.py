@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from fixtures.model_worker import Model
+from fixtures.values import held_values
 from hybridflow.controller import (
     DISPATCH_MODES,
     ClassWithInitArgs,
@@ -317,7 +318,7 @@ def test_blocking_calls_release_all_values():
             group.fail_on_rank_one(batch_of(1, 2))
         with pytest.raises(DispatchError):
             group.total(batch_of(1, 2))
-    assert backend.num_objects == 0
+    assert held_values(backend) == 0
 
 
 # The path of a call, as docs/architecture.md shows it
@@ -424,7 +425,7 @@ def test_all_ranks_start_before_the_first_wait_unless_in_turn():
     backend, group = deferred_group({"data": 2})
     assert group.double(batch_of(1, 2, 3)).batch["doubled"].tolist() == [2, 4, 6]
     assert backend.log == ["call model/0", "call model/1", "wait for 2", "release 2"]
-    assert backend.num_objects == 0
+    assert held_values(backend) == 0
     backend.log.clear()
     group.in_turn()
     assert backend.log[:4] == ["call model/0", "wait for 1", "call model/1", "wait for 1"]
@@ -452,7 +453,7 @@ def test_a_failed_call_raises_when_it_is_read_or_releases_its_results():
     with pytest.raises(WorkerError, match="rank 1 is unlucky"):
         group.fail_on_rank_one(batch_of(1, 2))
     assert backend.log[-1] == "release 2"
-    assert backend.num_objects == 0
+    assert held_values(backend) == 0
 
 
 def test_errors_of_uncollected_ranks_are_raised():

@@ -11,10 +11,10 @@ from hybridflow.controller import (
     LocalBackend,
     ResourcePool,
     Worker,
+    move_colocated,
     register,
     spawn_colocated,
 )
-from hybridflow.controller.colocate import move_colocated
 from hybridflow.errors import ConfigError, WorkerError
 
 RESERVED = ("RANK", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")

@@ -1,5 +1,3 @@
-from types import SimpleNamespace
-
 import pytest
 import torch
 import transformers
@@ -67,9 +65,9 @@ def test_tokens_beyond_which_angles_depend_on_other_rows_are_an_error(tmp_path, 
     with pytest.raises(RolloutError, match="5 prompt tokens and 60 new ones exceed the model's 64 positions"):
         EmbeddedRollout(engine.rollout_model()).submit(Request(0, [3] * 5, SamplingParams(60)))
     config = Config(model=ModelConfig(path=path), data=DataConfig(max_response_length=60))
-    message = f"prompt has 5 tokens and data.max_response_length=60, but the model has {why}; lower one of the limits"
+    message = f"a row has 65 tokens, but the model has {why}; lower data.max_prompt_length=.* or .*_response_length=60"
     with pytest.raises(DataConfigError, match=message):
-        require_positions(config, SimpleNamespace(longest_prompt=5))
+        require_positions(config, 65, "a row has 65 tokens")
 
 
 def test_each_kind_of_layer_may_limit_the_positions():

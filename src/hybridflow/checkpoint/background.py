@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextvars import copy_context
 from typing import Any, Generic, TypeVar
 
@@ -25,34 +26,25 @@ class BackgroundSave(Generic[Result]):
     """
 
     def __init__(self, write: Callable[[], Result]) -> None:
-        self._write = write
-        self._results: list[Result] = []
-        self._error: BaseException | None = None
+        self._write, self._written = write, Future[Result]()
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        run = copy_context().run
-        self._thread: threading.Thread | None = threading.Thread(None, run, "checkpoint", (self._run,), daemon=True)
         try:
-            self._thread.start()
+            threading.Thread(None, copy_context().run, "checkpoint", (self._run,), daemon=True).start()
         except RuntimeError as error:
             logger.warning("the checkpoint is written before the run goes on: %s", error)
-            self._thread = None
             self._run()
 
     def _run(self) -> None:
         try:
             if self._device is not None:
                 torch.cuda.set_device(self._device)  # a new thread has the first device, whose memory CUDA would use
-            self._results.append(self._write())
+            self._written.set_result(self._write())
         except BaseException as error:  # raised by `finish`
-            self._error = error
+            self._written.set_exception(error)
 
     def finish(self) -> Result:
         """Wait until the state is written and return the result. Raise the error of the write, if it failed."""
-        if self._thread:
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._results[0]
+        return self._written.result()
 
 
 class StateCopy:
@@ -70,15 +62,10 @@ class StateCopy:
         Raises ModelError if the host has too little memory.
         """
         tensors: list[Tensor] = []
-        map_tensors(state, tensors.append)
-        copies = self._copies_of(tensors)
-        return map_tensors(state, lambda tensor: copies[id(tensor)])
-
-    def _copies_of(self, tensors: list[Tensor]) -> dict[int, Tensor]:
-        """Return the copies of tensors by the tensors' ids; all are copied at the same time."""
+        without_tensors = map_tensors(state, tensors.append)
+        if not tensors:
+            return without_tensors
         shards = [local(tensor).detach() for tensor in tensors]
-        if not shards:
-            return {}
         sizes = [shard.nbytes for shard in shards]
         device = next((shard.device for shard in shards if shard.device.type != "cpu"), shards[0].device)
         if self._memory is None or self._memory.sizes != sizes:
@@ -90,7 +77,7 @@ class StateCopy:
                 copy = part.view(shard.dtype).view(shard.shape)
                 copies[id(tensor)] = with_local(tensor, copy.copy_(shard, non_blocking=True))
         stream.synchronize()
-        return copies
+        return map_tensors(state, lambda tensor: copies[id(tensor)])
 
 
 def copy_state(state: Any) -> Any:

@@ -5,7 +5,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,7 @@ from hybridflow.models.hub.names import name_of
 from hybridflow.runtime.files import describe_bytes
 from hybridflow.runtime.progress import note_progress
 
-EXPORT_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
+EXPORT_DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 """The precisions of an exported model, by name (`hybridflow export --dtype`)."""
 
 MAX_FILE_BYTES = 5 * 10**9
@@ -95,13 +90,16 @@ def export_model(
         )
     if not isinstance(source, Mapping | Checkpoint):
         source = open_checkpoint(source)
-    if certificate is not None and isinstance(source, Checkpoint):
-        certificate.require_same_run(source)
-    component = (
-        REWARD_MODEL if isinstance(source, Checkpoint) and source.info.get("kind") == "reward-model" else "actor"
-    )
-    model = _Model.of(model_dir, is_reward_model=component == REWARD_MODEL)
-    with _weights_of(source, component) as (weights, lora, checkpoint):
+    checkpoint = source if isinstance(source, Checkpoint) else None
+    if certificate is not None and checkpoint is not None:
+        certificate.require_same_run(checkpoint)
+    is_reward_model = checkpoint is not None and checkpoint.info.get("kind") == "reward-model"
+    model = _Model.of(model_dir, is_reward_model=is_reward_model)
+    component = REWARD_MODEL if is_reward_model else "actor"
+    opened: Any = stored_weights(checkpoint, component) if checkpoint else nullcontext((source, None))
+    with opened as (weights, lora):
+        if is_reward_model:
+            weights = {name: weights[name] for name in weights if name != OFFSET}
         if adapter and lora is None:
             raise CheckpointConfigError(
                 "the checkpoint has no adapters to export: it was trained without lora.rank; leave --adapter out."
@@ -115,8 +113,8 @@ def export_model(
                 written = EXPORT_DTYPES[dtype]
             elif adapter:  # peft computes with float32 adapters beside a bfloat16 model, too
                 written = next(iter(weights.values())).dtype
-            else:
-                written = model.stated_dtype or weight_of(next(iter(model.shapes))).dtype
+            elif (written := model.empty.config.dtype) not in EXPORT_DTYPES.values():  # config.json names none
+                written = weight_of(next(iter(model.shapes))).dtype
             try:
                 remove_leftovers(out_dir.parent, re.compile(re.escape(out_dir.name)))
                 with partial_directory(out_dir) as partial:
@@ -126,29 +124,16 @@ def export_model(
                         model.write(partial, weight_of, written)
                         _write_config(partial, model, written)
                     _copy_tokenizer(model_dir, partial, chat_template)
-                    if component == REWARD_MODEL:
+                    if is_reward_model:
                         _make_classifier(partial)
                     card = model_card(model_dir, checkpoint, lora if adapter else None)
                     (partial / "README.md").write_text(card, encoding="utf-8")
                     if certificate is not None:
                         certificate.write(partial)
             except (OSError, SafetensorError) as error:
-                needed = describe_bytes(model.num_bytes(written))
+                needed = describe_bytes(sum(map(math.prod, model.shapes.values())) * written.itemsize)
                 raise CheckpointError(f"'{out_dir}' was not written ({needed} of weights): {error}") from error
     return str(written).removeprefix("torch.")
-
-
-@contextmanager
-def _weights_of(
-    source: Checkpoint | Mapping[str, Tensor], component: str
-) -> Iterator[tuple[Mapping[str, Tensor], Any, Checkpoint | None]]:
-    if isinstance(source, Mapping):
-        yield source, None, None
-        return
-    with stored_weights(source, component) as (weights, lora):
-        if component == REWARD_MODEL:
-            weights = {name: weights[name] for name in weights if name != OFFSET}
-        yield weights, lora, source
 
 
 @dataclass(frozen=True)
@@ -202,21 +187,13 @@ class _Model:
         whole = config.architectures if is_part else None  # a reader of the whole directory finds all of it
         return cls(directory, model, shapes, buffers, tied, whole or [type(model).__name__], is_part)
 
-    @property
-    def stated_dtype(self) -> torch.dtype | None:
-        """The dtype in config.json; None if it is missing or not in EXPORT_DTYPES."""
-        return self.empty.config.dtype if self.empty.config.dtype in EXPORT_DTYPES.values() else None
-
-    def num_bytes(self, dtype: torch.dtype) -> int:
-        """Return the size of the parameters in bytes."""
-        return sum(math.prod(shape) for shape in self.shapes.values()) * dtype.itemsize
-
     def require_fit(self, weights: Mapping[str, Tensor]) -> None:
         """Raise CheckpointError unless the weights have the model's names and shapes."""
         names = set(weights)
         missing = sorted(self.shapes.keys() - names)
         unknown = sorted(names - self.shapes.keys() - self.tied - self.buffers.keys())
-        found = {name: _shape(weights, name) for name in sorted(self.shapes.keys() & names)}
+        shape_of = weights.shape if isinstance(weights, StoredTensors) else lambda name: tuple(weights[name].shape)
+        found = {name: shape_of(name) for name in sorted(self.shapes.keys() & names)}
         wrong = [f"{n} {shape} instead of {self.shapes[n]}" for n, shape in found.items() if shape != self.shapes[n]]
         if missing or unknown or wrong:
             parts = {"missing": missing, "unknown": unknown, "of another shape": wrong}
@@ -314,6 +291,8 @@ def _write_adapter(
     names = {name: f"base_model.model.{name.replace('.default', '')}" for name in weights}
     tensors = {names[name]: _cast(name, weight, dtype) for name, weight in weights.items()}
     save_file(tensors, out_dir / "adapter_model.safetensors", metadata={"format": "pt"})
+    repository, _, revision = (name := name_of(model_dir)).partition("@")
+    is_on_hub = name != str(model_dir)
     document = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -322,22 +301,10 @@ def _write_adapter(
         "target_modules": lora["targets"],
         "lora_dropout": 0.0,
         "bias": "none",
-        **_base_of(model_dir),
+        "base_model_name_or_path": repository if is_on_hub else str(model_dir.resolve()),
+        **({"revision": revision} if is_on_hub else {}),
     }
     _write_json(out_dir / "adapter_config.json", document)
-
-
-def _base_of(model_dir: Path) -> dict[str, str]:
-    """Return the entries of an adapter's configuration that name its base model."""
-    name = name_of(model_dir)
-    if name == str(model_dir):
-        return {"base_model_name_or_path": str(model_dir.resolve())}
-    repository, _, revision = name.partition("@")
-    return {"base_model_name_or_path": repository, "revision": revision}
-
-
-def _shape(weights: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
-    return weights.shape(name) if isinstance(weights, StoredTensors) else tuple(weights[name].shape)
 
 
 def _copy_tokenizer(model_dir: Path, out_dir: Path, chat_template: str) -> None:

@@ -50,7 +50,8 @@ def write_manifest(directory: Path, step: int, info: dict[str, Any], saved: Sequ
     for file in saved:
         _require_visible(directory / file.path, file.num_bytes)
     written_elsewhere = {directory / file.path for file in saved}
-    own = [path for path in _walk(directory) if path not in written_elsewhere]
+    found = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
+    own = sorted(path for path in found if path not in written_elsewhere)
     for path in (*written_elsewhere, *own):
         if path.suffix not in _ALLOWED_SUFFIXES or path.is_symlink() or not path.is_file():
             raise CheckpointError(
@@ -144,8 +145,3 @@ def _require_visible(path: Path, num_bytes: int) -> None:
 
 def _digest_of(document: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
-
-
-def _walk(directory: Path) -> list[Path]:
-    """List everything below `directory` that is not a plain directory, in a fixed order."""
-    return sorted(path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())

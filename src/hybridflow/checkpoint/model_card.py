@@ -47,12 +47,10 @@ def model_card(model_dir: Path, checkpoint: Checkpoint | None, lora: Any = None)
     info = checkpoint.info
     kind = KINDS.get(str(info.get("kind")), "training")
     lines.append(f"{what}, after step {checkpoint.step} of {kind}.")
-    config = info.get("config")
-    if isinstance(config, dict):
+    if config := info.get("config"):
         shown = SHOWN.get(str(info.get("kind")), SHOWN["train"])
         rows = [f"| `{key}` | `{config[key]}` |" for key in shown if key in config]
         lines += ["", "| key | value |", "|---|---|", *rows]
-    models = info.get("models")
-    if isinstance(models, dict) and "model.path" in models:
-        lines += ["", f"Fingerprint of the weights that training started from: `{models['model.path']}`."]
+    if fingerprint := info.get("models", {}).get("model.path"):
+        lines += ["", f"Fingerprint of the weights that training started from: `{fingerprint}`."]
     return "\n".join([*lines, ""])

@@ -30,11 +30,10 @@ def require_same_base(checkpoint: Checkpoint, model_dir: str | Path) -> None:
 
     Adapters load into any model of the same shapes, but are meaningless on a different base.
     """
-    models = checkpoint.info.get("models")
-    recorded = models.get("model.path") if isinstance(models, dict) else None
+    recorded = checkpoint.info.get("models", {}).get("model.path")
     if recorded is not None and recorded != model_fingerprint(model_dir):
-        config = checkpoint.info.get("config")
-        named = f", '{config['model.path']}'" if isinstance(config, dict) and "model.path" in config else ""
+        path = checkpoint.info.get("config", {}).get("model.path")
+        named = f", '{path}'" if path else ""
         raise CheckpointConfigError(
             f"the adapters of '{checkpoint.directory}' were trained on a different base model than '{model_dir}'; "
             f"give the directory that training started from{named}."

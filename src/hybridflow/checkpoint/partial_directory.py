@@ -61,7 +61,7 @@ def remove_leftovers(parent: Path, name: re.Pattern[str]) -> list[Path]:
             continue
         if path.name.startswith(".old-") and not (parent / match["name"]).exists():
             _restore(path, parent / match["name"])
-        elif _remove_unless_in_use(path):
+        elif remove_unless_in_use(path):
             removed.append(path)
     return removed
 
@@ -83,7 +83,8 @@ def _create_locked(target: Path) -> tuple[Path, int]:
         os.close(lock)
 
 
-def _remove_unless_in_use(directory: Path) -> bool:
+def remove_unless_in_use(directory: Path) -> bool:
+    """Delete a directory that no living process has locked; return whether it was deleted."""
     try:
         lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:  # removed by another process at the same time

@@ -108,7 +108,8 @@ def read_state_into(state: Any, path: str | Path) -> None:
         try:
             load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(path)))
         except (OSError, CheckpointException, json.JSONDecodeError) as error:
-            raise CheckpointError(f"'{path}' cannot be read: {_last_line(error)}") from error
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+            raise CheckpointError(f"'{path}' cannot be read: {lines[-1]}") from error  # DCP puts tracebacks before it
         return
     with StoredTensors(path) as stored:
         for name, tensor in tensors.items():
@@ -117,9 +118,3 @@ def read_state_into(state: Any, path: str | Path) -> None:
                 whole = whole.to(tensor.device_mesh.device_type)
                 whole = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
             tensor.copy_(whole)
-
-
-def _last_line(error: BaseException) -> str:
-    """Return the message of a rank's error, without the tracebacks that DCP puts before it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__

@@ -104,7 +104,9 @@ class CheckpointStore:
                     write_manifest(partial, step, info or {}, saved)
                     fault_point("publish")
                 except OSError as error:
-                    raise CheckpointError(f"{error} ({_describe_space(partial)})") from error
+                    written = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
+                    space = f"{describe_bytes(written)} were written, {describe_free_space(partial)}"
+                    raise CheckpointError(f"{error} ({space})") from error
         except (OSError, CheckpointError) as error:
             raise CheckpointError(
                 f"the checkpoint of step {step} was not saved: {str(error).rstrip('.')}. {self._describe_earlier()}"
@@ -126,14 +128,12 @@ class CheckpointStore:
         Raises CheckpointError, with the damaged file and the newest valid checkpoint before this one.
         """
         if step not in self.list():
-            raise CheckpointConfigError(
-                f"there is no checkpoint of step {step} in '{self.directory}'; {self._describe_steps()}."
-            )
+            found = f"there are {', '.join(map(str, self.list()))}" if self.list() else "there are none"
+            raise CheckpointConfigError(f"there is no checkpoint of step {step} in '{self.directory}'; {found}.")
         try:
-            checkpoint = self.verify(step)
+            return self.verify(step)
         except CheckpointError as error:
             raise CheckpointError(f"{str(error).rstrip('.')}. {self._offer_before(step)}") from error
-        return checkpoint
 
     def verify(self, step: int) -> Checkpoint:
         """Verify and open the checkpoint of a step, as `open` does. The CheckpointError names only what is damaged."""
@@ -200,25 +200,14 @@ class CheckpointStore:
             f"'{self.path(step)}' out of '{self.directory}' and run again with trainer.resume=auto."
         )
 
-    def _describe_steps(self) -> str:
-        return f"there are {', '.join(map(str, self.list()))}" if self.list() else "there are none"
-
     def _describe_earlier(self) -> str:
-        steps = self.list()
-        return (
-            f"Earlier checkpoints are untouched, the newest is '{self.path(steps[-1])}'."
-            if steps
-            else "There is no earlier one."
-        )
+        if steps := self.list():
+            return f"Earlier checkpoints are untouched, the newest is '{self.path(steps[-1])}'."
+        return "There is no earlier one."
 
     def _remove_leftovers(self) -> None:
         for path in remove_leftovers(self.directory, _STEP_NAME):
             logger.info("removed '%s', which an unfinished save left.", path)
-
-
-def _describe_space(partial: Path) -> str:
-    written = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
-    return f"{describe_bytes(written)} were written, {describe_free_space(partial)}"
 
 
 @contextmanager

@@ -1,10 +1,29 @@
 """Arguments that several commands have: `RECIPE ... [section.key=value ...]`, `--stop-after`, `--steps`, `--port`."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from hybridflow.config import Config, load_config
+
+N = TypeVar("N", int, float)
+
+
+def number(kind: type[N], is_valid: Callable[[N], bool], expected: str) -> Callable[[str], N]:
+    """Return the type of an argument that is such a number; for others the error says what was expected."""
+
+    def read(text: str) -> N:
+        with suppress(ValueError):
+            if (kind is float or text.isdecimal()) and is_valid(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"'{text}' is invalid: expected {expected}")
+
+    return read
+
+
+port_number = number(int, lambda port: port <= 65535, "a port from 0 to 65535; 0 takes a free one")
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,31 +55,14 @@ def config_of(
     return load_config(recipes or default_recipe, [*more, *arguments, *after])
 
 
-def port_number(text: str) -> int:
-    """Return a port from the command line."""
-    if text.isdecimal() and int(text) <= 65535:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"'{text}' is invalid: expected a port from 0 to 65535; 0 takes a free one")
-
-
 def add_stop_after(parser: argparse.ArgumentParser) -> None:
     """Add `--stop-after N` to a command that trains."""
     parser.add_argument(
         "--stop-after",
-        type=_step,
+        type=number(int, lambda step: step > 0, "a positive integer"),
         metavar="N",
         help="save and exit after step N; learning-rate schedules still end at the last step of the run",
     )
-
-
-def _step(text: str) -> int:
-    try:
-        step = int(text)
-    except ValueError:
-        step = 0
-    if step < 1:
-        raise argparse.ArgumentTypeError(f"N must be a positive integer, got {text!r}")
-    return step
 
 
 def add_steps(parser: argparse.ArgumentParser, default: str) -> None:

@@ -10,13 +10,12 @@ import argparse
 import math
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hybridflow.cli.arguments import number
 from hybridflow.cli.output import aligned, json_text
-from hybridflow.config.run_paths import absolute_paths
 from hybridflow.errors import ConfigError
 from hybridflow.runtime.observe.run_files import RunFiles, printable
 
@@ -28,21 +27,24 @@ MOST_CHARS = 70
 
 MOST_SAMPLES = 12
 
+COUNT = number(int, lambda count: count >= 0, "a number, such as 32")
+VALUE = number(float, math.isfinite, "a finite number, such as 0.5")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the run, the metric and its rule, and the changes."""
     parser.add_argument("run", type=Path, metavar="RUN", help="directory of a run of `hybridflow train`")
     parser.add_argument("--metric", required=True, metavar="NAME", help="a name in metrics.jsonl, as val/score/mean")
     rule = parser.add_mutually_exclusive_group(required=True)
-    rule.add_argument("--below", type=_number, metavar="X", help="lost where the metric is below X")
-    rule.add_argument("--above", type=_number, metavar="X", help="lost where the metric is above X")
+    rule.add_argument("--below", type=VALUE, metavar="X", help="lost where the metric is below X")
+    rule.add_argument("--above", type=VALUE, metavar="X", help="lost where the metric is above X")
     rule.add_argument(
         "--rule", metavar="FILE:FUNCTION", help="lost where the function returns True for the metrics, a dictionary"
     )
     parser.add_argument(
         "--from",
         dest="first_kept",
-        type=_count,
+        type=COUNT,
         default=0,
         metavar="STEP",
         help="search after this step, where the metric is not lost (default: 0, the initial model)",
@@ -58,25 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--removals",
-        type=_count,
+        type=COUNT,
         default=32,
         metavar="N",
         help="evaluations that look for groups within the step, at most (default: 32); 0: find the step only",
     )
     parser.add_argument("--json", action="store_true", help="print JSON: all of it")
-
-
-def _count(text: str) -> int:
-    if text.isdecimal():
-        return int(text)
-    raise argparse.ArgumentTypeError(f"'{text}' is invalid: expected a number, such as 32")
-
-
-def _number(text: str) -> float:
-    with suppress(ValueError):
-        if math.isfinite(number := float(text)):
-            return number
-    raise argparse.ArgumentTypeError(f"'{text}' is invalid: expected a finite number, such as 0.5")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -94,7 +83,6 @@ def run(args: argparse.Namespace) -> int:
         found = bisect_run(
             *(args.run, rule),
             scratch=Path(scratch),
-            paths=absolute_paths(args.run / "config.toml"),
             tries=args.tries,
             first_kept=args.first_kept,
             most_removals=args.removals,

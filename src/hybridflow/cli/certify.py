@@ -11,12 +11,11 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridflow.cli.arguments import add_recipe_arguments, config_of
+from hybridflow.cli.arguments import add_recipe_arguments, config_of, number
 from hybridflow.cli.output import aligned
 from hybridflow.errors import ConfigError
 
@@ -30,7 +29,8 @@ STEPS, QUICK_STEPS = 4, 2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the recipe, the number of steps and the directory."""
     add_recipe_arguments(parser)
-    parser.add_argument("--steps", type=_steps, metavar="N", help=f"steps of each run (default: {STEPS}; at least 2)")
+    steps = number(int, lambda count: 2 <= count <= 10**6, "a number of steps from 2 to 1,000,000")
+    parser.add_argument("--steps", type=steps, metavar="N", help=f"steps of each run (default: {STEPS}; at least 2)")
     parser.add_argument(
         "--quick", action="store_true", help=f"{QUICK_STEPS} steps, and no kill of a worker: minutes, not many"
     )
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     before, short = leaf_keys(config), leaf_keys(config_of(args, after=changes))
     arguments = [argument for argument in (args.recipe, *args.overrides) if argument is not None]
     scratch = (output / "runs").absolute()
-    start = time.monotonic()
+    start, made_at = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
     try:
         scratch.mkdir(parents=True)
     except OSError as error:
@@ -74,18 +74,20 @@ def run(args: argparse.Namespace) -> int:
         runs = ShortRuns([*arguments, *changes], scratch, num_steps, middle_of(num_steps), _say)
         comparisons = Comparisons(config, runs, quick=args.quick)
         checkpoint = CheckpointStore(comparisons.first / "checkpoints").open(num_steps)
+        lines = []
+        for line in comparisons.lines():
+            _say(f"{line.name}: {line.result}")
+            lines.append(line)
         certificate = Certificate(
             command=shlex.join(["hybridflow", "certify", *arguments]),
-            made_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            made_at=made_at,
             num_steps=num_steps,
             changes=[f"{key}={toml_value(value)}" for key, value in short.items() if before[key] != value],
             identity=identity_of(checkpoint, [change.partition("=")[0] for change in (*changes, "trainer.run_dir")]),
             environment={name: collect_run_info()[name] for name in ("versions", "hardware")},
+            lines=lines,
+            seconds=round(time.monotonic() - start, 1),
         )
-        for line in comparisons.lines():
-            _say(f"{line.name}: {line.result}")
-            certificate = replace(certificate, lines=[*certificate.lines, line])
-        certificate = replace(certificate, seconds=round(time.monotonic() - start, 1))
         certificate.write(output)
     except BaseException:
         with suppress(OSError):
@@ -108,9 +110,3 @@ def _shown(certificate: "Certificate") -> Iterable[str]:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _steps(text: str) -> int:
-    if text.isdecimal() and 2 <= int(text) <= 10**6:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"'{text}' is invalid: expected a number of steps from 2 to 1,000,000")

@@ -12,8 +12,9 @@ With --ranks the copy is also sharded over that many processes: over data, or as
 import argparse
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from hybridflow.cli.arguments import number
 from hybridflow.cli.output import aligned, json_text
 from hybridflow.config import ParallelConfig
 from hybridflow.errors import ConfigError
@@ -23,21 +24,16 @@ if TYPE_CHECKING:
 
 AXES = tuple(ParallelConfig.model_fields)
 MOST_RANKS = 64
+COUNT = number(int, lambda count: count > 0, "a positive number")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the model, the layout of ranks, and the format."""
     parser.add_argument("model", metavar="MODEL", help="a model directory, or OWNER/NAME on the Hugging Face hub")
-    parser.add_argument("--ranks", type=_count, default=1, metavar="N", help="also compare N processes with one")
+    parser.add_argument("--ranks", type=COUNT, default=1, metavar="N", help="also compare N processes with one")
     for axis in AXES:
-        parser.add_argument(f"--{axis}", type=_count, default=1, metavar="N", help=f"parallel.{axis} of these ranks")
+        parser.add_argument(f"--{axis}", type=COUNT, default=1, metavar="N", help=f"parallel.{axis} of these ranks")
     parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _count(text: str) -> int:
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"'{text}' is invalid: expected a positive number")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,7 +55,11 @@ def run(args: argparse.Namespace) -> int:
     report = report_of(config, anew=True)
     if args.ranks > 1:
         report = replace(report, findings=(*report.findings, check_layout(config, args.ranks, parallel)))
-    print(json_text(_facts(report)) if args.json else "\n".join(_lines(report)))
+    if args.json:
+        findings = [{**asdict(each), "title": each.title, "is_ok": each.is_ok} for each in report.findings]
+        print(json_text({**asdict(report), "findings": findings}))
+    else:
+        print("\n".join(_lines(report)))
     return int(any(not finding.is_ok for finding in report.findings))
 
 
@@ -80,9 +80,3 @@ def _lines(report: "Report") -> Iterator[str]:
     if idle := report.without_gradient:
         yield f"{len(idle)} parameters get no gradient: {', '.join(idle[:3])}{', ...' if len(idle) > 3 else ''}"
     yield from report.causes()
-
-
-def _facts(report: "Report") -> dict[str, Any]:
-    """Return the report with titles and results of its lines."""
-    findings = [{**asdict(each), "title": each.title, "is_ok": each.is_ok} for each in report.findings]
-    return {**asdict(report), "findings": findings}

@@ -1,10 +1,9 @@
 """The versions that hybridflow is tested with. Those that it requires are in the metadata of the package."""
 
 import platform
-from importlib.metadata import PackageNotFoundError, metadata, requires, version
+from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
-from packaging.requirements import Requirement
 from packaging.version import Version
 
 
@@ -49,12 +48,3 @@ def installed(name: str) -> str | None:
         except PackageNotFoundError:
             continue
     return None
-
-
-def compatibility_markdown() -> str:
-    """Return required and tested versions as a Markdown table."""
-    needs = map(Requirement, requires("hybridflow") or ())
-    required = {need.name: ",".join(sorted(map(str, need.specifier), reverse=True)) for need in needs}
-    required["Python"] = metadata("hybridflow")["Requires-Python"]
-    rows = [f"| {entry.name} | `{required[entry.name]}` | {entry.text()} | {entry.how} |" for entry in TESTED]
-    return "\n".join(["| package | required | tested | with |", "|---|---|---|---|", *rows]) + "\n"

@@ -1,7 +1,6 @@
 """The exit status of every command: a table from error classes to codes."""
 
 import errno
-import inspect
 import sys
 from collections.abc import Iterator
 from enum import IntEnum
@@ -47,25 +46,17 @@ def exit_code(error: BaseException) -> ExitCode:
         return ExitCode.AGAIN
     if isinstance(error, OSError) and error.errno in _NO_PATH:
         return ExitCode.USAGE
-    return _code_of(type(error))
+    return code_of(type(error))
 
 
-def _code_of(kind: type[BaseException]) -> ExitCode:
+def code_of(kind: type[BaseException]) -> ExitCode:
+    """Return the exit status for errors of a class."""
     return next(CODES[cls] for cls in kind.__mro__ if cls in CODES)
 
 
 def exit_codes_text() -> str:
     """Return the codes with their meanings, a line each, for `hybridflow --help`."""
     return "\n".join(f"  {code:<3}  {meaning}" for code, meaning in MEANINGS.items())
-
-
-def exit_codes_markdown() -> str:
-    """Return the codes with their meanings and classes as a Markdown table."""
-    rows, known = [], [*filter(inspect.isclass, vars(errors).values()), KeyboardInterrupt, Exception]
-    for code, meaning in MEANINGS.items():
-        classes = [f"`{cls.__name__}`" for cls in known if _code_of(cls) is code]
-        rows.append(f"| {code:d} | {meaning} | {', '.join(classes)} |")
-    return "\n".join(["| status | meaning | errors |", "|---|---|---|", *rows]) + "\n"
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from hybridflow.cli.checkpoint_arguments import find_checkpoint
+from hybridflow.config import load_config
 from hybridflow.config.run_paths import absolute_paths
 from hybridflow.errors import ConfigError
 
@@ -80,15 +81,11 @@ def run(args: argparse.Namespace) -> int:
 
 def trained_chat_template(run_dir: Path) -> str:
     """Return the text of model.chat_template with which a run has trained; "" without one."""
-    from hybridflow.config import load_config
-
     file = run_dir / "config.toml"
     return load_config(file, absolute_paths(file)).model.chat_template if file.is_file() else ""
 
 
 def _model_path(run_dir: Path) -> Path:
-    from hybridflow.config import load_config
-
     config_file = run_dir / "config.toml"
     if not config_file.is_file():
         raise ConfigError(

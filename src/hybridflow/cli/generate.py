@@ -7,7 +7,6 @@ length, it is capped, unless data.max_response_length=N is given on the command 
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from hybridflow.cli.arguments import add_recipe_arguments
 from hybridflow.cli.checkpoint_arguments import add_checkpoint_arguments, config_and_checkpoint
@@ -57,14 +56,10 @@ def run(args: argparse.Namespace) -> int:
     with build_generator(config, checkpoint, prompts, cap_response_length=cap) as generator:
         rows = generator.run(prompts)
     for row in rows:
-        _show(row)
+        print(f"prompt: {row['prompt']}")
+        for response, reason in zip(row["responses"], row["finish_reasons"], strict=True):
+            print(f"response{' (cut)' if reason == 'length' else ''}: {response}")
+        print()
     if args.output:
         write_rows(args.output, rows)
     return 0
-
-
-def _show(row: dict[str, Any]) -> None:
-    print(f"prompt: {row['prompt']}")
-    for response, reason in zip(row["responses"], row["finish_reasons"], strict=True):
-        print(f"response{' (cut)' if reason == 'length' else ''}: {response}")
-    print()

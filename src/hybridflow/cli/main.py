@@ -133,8 +133,8 @@ def _status(arguments: list[str]) -> int:
         if not isinstance(error, HybridFlowError | PermissionError) and code is ExitCode.FAILED:
             raise
         _print_error(error)
-        if code is ExitCode.AGAIN and arguments:
-            _print_how_to_go_on(arguments)
+        if code is ExitCode.AGAIN and arguments and hasattr(module := module_of(arguments[0]), "how_to_go_on"):
+            print(module.how_to_go_on(_arguments_of(module, arguments)), file=sys.stderr)
         return code
 
 
@@ -191,12 +191,6 @@ def _shortened(line: str) -> str:
     """Return a line without its middle if it is too long, for example by the name of a file."""
     half = MAX_LINE_CHARS // 2
     return line if len(line) <= MAX_LINE_CHARS else f"{line[:half]} ... {line[-half:]}"
-
-
-def _print_how_to_go_on(arguments: list[str]) -> None:
-    module = module_of(arguments[0])
-    if hasattr(module, "how_to_go_on"):
-        print(module.how_to_go_on(_arguments_of(module, arguments)), file=sys.stderr)
 
 
 def _run(arguments: list[str]) -> int:

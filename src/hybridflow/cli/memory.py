@@ -10,7 +10,7 @@ describes the formulas.
 import argparse
 from dataclasses import asdict
 
-from hybridflow.cli.arguments import add_recipe_arguments, config_of
+from hybridflow.cli.arguments import add_recipe_arguments, config_of, number
 from hybridflow.cli.output import aligned
 
 GIB = 2**30
@@ -28,20 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="device of the ranks (default: gpu)")
     parser.add_argument(
         "--gpu-memory",
-        type=_gib,
+        type=number(float, lambda gib: 0 < gib < 2**20, "GiB of one GPU, such as 80"),
         default=0,
         metavar="GIB",
         help="memory of each GPU: a larger one holds more logits at once (default: that of this machine's GPU)",
     )
-
-
-def _gib(text: str) -> float:
-    try:
-        if 0 < (value := float(text)) < 2**20:
-            return value
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"'{text}' is invalid: expected GiB of one GPU, such as 80")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridflow.cli.output import aligned
-from hybridflow.config.run_paths import absolute_paths
 from hybridflow.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     from hybridflow.trainers import replay_step
 
     with tempfile.TemporaryDirectory(prefix="replay-", dir=args.run) as scratch:
-        replayed = replay_step(args.run, args.step, args.overrides, scratch=Path(scratch), paths=absolute_paths(file))
+        replayed = replay_step(args.run, args.step, args.overrides, scratch=Path(scratch))
     print("\n".join(_lines(replayed, args.overrides, max(args.samples, 0))))
     return 1 if replayed.differs else 0
 
@@ -55,8 +54,7 @@ def _lines(replayed: "Replay", changes: list[str], num_samples: int) -> list[str
         lines.append("all metrics are those of the run, bit for bit")
     if replayed.changed:
         lines += ["", f"with {' '.join(changes)}:", *_metrics(replayed.learned, replayed.changed)]
-    lines += ["", *_samples(replayed, num_samples)]
-    return lines
+    return [*lines, "", *(_samples(replayed, num_samples) if num_samples else [])]
 
 
 def _metrics(learned: "LearnedStep", changed: "LearnedStep") -> list[str]:
@@ -72,25 +70,19 @@ def _metrics(learned: "LearnedStep", changed: "LearnedStep") -> list[str]:
 
 def _samples(replayed: "Replay", count: int) -> list[str]:
     """Return the samples whose log-prob the step moved most, or the change moved most."""
+    is_changed = replayed.changed is not None
     pairs = list(zip(replayed.learned.samples, (replayed.changed or replayed.learned).samples, strict=True))
 
     def moved(pair: tuple) -> float:
-        return -abs(pair[1].moved - pair[0].moved if replayed.changed else pair[0].moved)
+        return -abs(pair[1].moved - pair[0].moved if is_changed else pair[0].moved)
 
-    heads = ["row", "score", "advantage", "weight", "log-prob before", "after"]
-    if replayed.changed:
-        heads.append("after, changed")
+    heads = ["row", "score", "advantage", "weight", "log-prob before", "after", *["after, changed"] * is_changed]
     rows = [[*heads, "response"]]
     for one, other in sorted(pairs, key=moved)[:count]:
-        numbers = [one.advantage, one.weight, one.log_prob_before, one.log_prob_after]
-        if replayed.changed:
-            numbers.append(other.log_prob_after)
+        after = [one.log_prob_after, *[other.log_prob_after] * is_changed]
+        numbers = [one.advantage, one.weight, one.log_prob_before, *after]
         text = repr(one.response)[1:-1]
         text = text if len(text) <= MAX_RESPONSE_CHARS else f"{text[:MAX_RESPONSE_CHARS]}..."
         rows.append([str(one.row), f"{one.score:g}", *(f"{number:.4f}" for number in numbers), text])
-    what = "the change" if replayed.changed else "the step"
-    return (
-        [f"samples that {what} moved most (log-prob: mean of the tokens):", *aligned(rows, ends_with_text=True)]
-        if count
-        else []
-    )
+    what = "the change" if is_changed else "the step"
+    return [f"samples that {what} moved most (log-prob: mean of the tokens):", *aligned(rows, ends_with_text=True)]

@@ -8,7 +8,7 @@ newest checkpoint there. Ctrl-C or SIGTERM finishes the step, saves and exits wi
 with status 130. `hybridflow export` writes the result as a model directory.
 """
 
-import argparse
+from functools import partial
 
 from hybridflow.cli.training import add_arguments as add_arguments
 from hybridflow.cli.training import how_to_go_on as how_to_go_on
@@ -20,7 +20,4 @@ KEYS = (
     *("trainer.epochs", "trainer.val_every", "trainer.save_every", "trainer.trackers", "trainer.run_dir"),
 )
 
-
-def run(args: argparse.Namespace) -> int:
-    """Train and return the exit status."""
-    return run_trainer(args, "build_sft_trainer")
+run = partial(run_trainer, build="build_sft_trainer")

@@ -41,11 +41,8 @@ def run(args: argparse.Namespace) -> int:
     from hybridflow.runtime.observe.run_files import RunFiles
 
     files = RunFiles(args.run)
-    steps = (
-        sorted(files.events)[-NUM_STEPS:]
-        if args.steps is None
-        else [s for s in sorted(files.events) if s in args.steps]
-    )
+    steps = sorted(files.events)
+    steps = steps[-NUM_STEPS:] if args.steps is None else [step for step in steps if step in args.steps]
     if not steps:
         raise DataConfigError(f"the trace of '{args.run}' has no event of these steps; metrics.jsonl shows its steps.")
     report = _report(files, steps)

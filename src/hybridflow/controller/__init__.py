@@ -7,7 +7,6 @@ backend decides where the ranks run.
 from hybridflow.controller.backend import Backend, CallTerms, WorkerRef
 from hybridflow.controller.call import BoundMethod
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs
-from hybridflow.controller.colocate import move_colocated, spawn_colocated
 from hybridflow.controller.columns import MethodColumns
 from hybridflow.controller.dispatch import (
     DISPATCH_MODES,
@@ -21,7 +20,7 @@ from hybridflow.controller.mesh import Mesh
 from hybridflow.controller.register import Execute, register
 from hybridflow.controller.resource_pool import ResourcePool, ResourcePoolManager, Role
 from hybridflow.controller.worker import Worker
-from hybridflow.controller.worker_group import WorkerGroup, columns_of_methods
+from hybridflow.controller.worker_group import WorkerGroup, columns_of_methods, move_colocated, spawn_colocated
 
 __all__ = [
     "DISPATCH_MODES",

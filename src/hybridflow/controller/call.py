@@ -64,20 +64,10 @@ class RowSplit:
     part_sizes: tuple[int, ...]
 
     @property
-    def is_even(self) -> bool:
-        """Whether all parts have the same number of rows."""
-        return len(set(self.part_sizes)) == 1
-
-    @property
     def own_sizes(self) -> list[int]:
         """The rows of each part that are not copies; copies are last."""
         ends = accumulate(self.part_sizes)
         return [max(0, size - max(0, end - self.num_rows)) for size, end in zip(self.part_sizes, ends, strict=True)]
-
-    @property
-    def mixes_copies(self) -> bool:
-        """Whether a part has both rows and copies."""
-        return any(0 < own < size for own, size in zip(self.own_sizes, self.part_sizes, strict=True))
 
 
 class CalledGroup(Group, Protocol):
@@ -186,7 +176,7 @@ def split(
 ) -> tuple[list[Arguments], list[CallTerms]]:
     """Return the arguments of each rank, made by the dispatch mode, and the terms of each rank's call."""
     where, world_size = method.columns.where, method.group.world_size
-    uneven = rows if rows is not None and not rows.is_even else None
+    uneven = rows if rows is not None and len(set(rows.part_sizes)) > 1 else None
     if uneven is not None:
         args, kwargs = _map(partial(_uneven_parts, rows=uneven), args, kwargs)
     try:
@@ -245,7 +235,8 @@ def collect(method: BoundMethod, rows: RowSplit | None, handles: list[Handle]) -
         )
         return future.slice(0, num_rows) if sum(part_rows) > num_rows else future
     collected = partial(_collected, method, rows)
-    has_whole_shards = is_concat and (rows is None or not rows.mixes_copies)
+    shards = zip(rows.own_sizes, rows.part_sizes, strict=True) if rows is not None else ()
+    has_whole_shards = is_concat and not any(0 < own < size for own, size in shards)  # none has both rows and copies
     return DataProtoFuture(collected, read, columns=columns.writes, has_whole_shards=has_whole_shards)
 
 
@@ -317,8 +308,8 @@ def _open_without_table(value: Any) -> Any:
 
 def _split_of_rows(method: BoundMethod, batches: Sequence[DataProto | DataProtoFuture]) -> RowSplit | None:
     mode, registration, where = method.mode, method.registration, method.columns.where
-    if mode.num_parts is None or not batches or _are_whole_shards(batches):
-        return None
+    if mode.num_parts is None or all(isinstance(each, DataProtoFuture) and each.num_rows is None for each in batches):
+        return None  # futures without a table are split by whole shards
     lengths = [len(batch) for batch in batches]
     if len(set(lengths)) > 1:
         raise DispatchError(
@@ -341,19 +332,12 @@ def _split_of_rows(method: BoundMethod, batches: Sequence[DataProto | DataProtoF
     shares = method.group.shares.of(method.__name__, num_parts)
     if shares is not None and num_units >= num_parts:
         return RowSplit(lengths[0], 0, tuple(size * unit for size in sizes_of_shares(shares.values, num_units)))
-    if num_units < num_parts or mode.part_of_rank is None or any(map(_is_padding_enabled, batches)):
+    of_futures = DataProtoConfig.auto_padding
+    pads = any(of_futures if isinstance(b, DataProtoFuture) else b.is_padding_enabled() for b in batches)
+    if num_units < num_parts or mode.part_of_rank is None or pads:
         pad_size = -lengths[0] % (num_parts * unit)
         return RowSplit(lengths[0], pad_size, ((lengths[0] + pad_size) // num_parts,) * num_parts)
     return RowSplit(lengths[0], 0, tuple(size * unit for size in even_sizes(num_units, num_parts)))
-
-
-def _is_padding_enabled(batch: DataProto | DataProtoFuture) -> bool:
-    return DataProtoConfig.auto_padding if isinstance(batch, DataProtoFuture) else batch.is_padding_enabled()
-
-
-def _are_whole_shards(batches: Sequence[DataProto | DataProtoFuture]) -> bool:
-    """Return whether all batches are futures without a table, which are split by whole shards."""
-    return all(isinstance(batch, DataProtoFuture) and batch.num_rows is None for batch in batches)
 
 
 def _uneven_parts(value: Any, rows: RowSplit) -> Any:

@@ -91,23 +91,24 @@ class MethodColumns:
 
 def resolve_columns(where: str, reads: ColumnsOf, writes: ColumnsOf, rows: RowsOf, config: Any) -> MethodColumns:
     """Resolve a declaration: call functions with `config`. Raises DispatchError if the declaration is invalid."""
-
-    def resolve(name: str, declared: Any) -> Any:
-        if not callable(declared):
-            return declared
-        if config is None:
-            raise DispatchError(
-                f"{where} declares {name} as a function of the configuration, but its worker is built without config; "
-                f"pass config=... to ClassWithInitArgs."
-            )
-        return declared(config)
-
     return MethodColumns(
         where,
-        check_columns(f"{where}: reads", resolve("reads", reads)),
-        check_columns(f"{where}: writes", resolve("writes", writes)),
-        check_rows(f"{where}: rows", resolve("rows", rows)),
+        check_columns(f"{where}: reads", resolved(where, "reads", reads, config)),
+        check_columns(f"{where}: writes", resolved(where, "writes", writes, config)),
+        check_rows(f"{where}: rows", resolved(where, "rows", rows, config)),
     )
+
+
+def resolved(where: str, name: str, declared: Any, config: Any) -> Any:
+    """Return what a method declares; of a function, what it returns for `config`."""
+    if not callable(declared):
+        return declared
+    if config is None:
+        raise DispatchError(
+            f"{where} declares {name} as a function of the configuration, but its worker is built without config; "
+            f"pass config=... to ClassWithInitArgs."
+        )
+    return declared(config)
 
 
 def check_columns(what: str, columns: Any) -> tuple[str, ...] | None:

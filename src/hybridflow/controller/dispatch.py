@@ -9,7 +9,7 @@ The built-in modes are attributes of `Dispatch`; `DISPATCH_MODES` also holds tho
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridflow.controller.dispatch_functions import (
@@ -19,12 +19,11 @@ from hybridflow.controller.dispatch_functions import (
     collect_all_to_all,
     collect_dp_compute_data_proto,
     dispatch_all_to_all,
-    dispatch_dp_compute,
-    dispatch_dp_compute_data_proto,
-    dispatch_dp_compute_data_proto_with_func,
     dispatch_one_to_all,
     each_argument,
     require_batch,
+    require_function_and_batch,
+    require_nothing,
     split,
     split_or_one_for_each,
 )
@@ -64,55 +63,46 @@ def make_nd_compute_dataproto_dispatch_fn(
     rank of each replica is collected, and these are concatenated. `mesh_name` is one of the group's `meshes`. Pass the
     result to `@register(dispatch_mode=...)`.
     """
-    return _mesh_mode(
-        name or f"ND_COMPUTE_PROTO[{mesh_name}]", split, collect_dp_compute_data_proto, mesh_name, split_axes
+    return _split_mode(
+        name or f"ND_COMPUTE_PROTO[{mesh_name}]",
+        "",
+        split,
+        require_batch,
+        collect_dp_compute_data_proto,
+        mesh_name,
+        split_axes,
     )
 
 
-def _mesh_mode(
+def _split_mode(
     name: str,
+    description: str,
     split_value: Callable[[Any, int], list[Any]],
+    require: Callable[[Sequence[Any], Mapping[str, Any]], None],
     collect_fn: Callable[[Any, list[Any]], Any],
-    mesh_name: str = "default",
+    mesh_name: str = "",
     split_axes: Sequence[str] = ("data",),
-    description: str = "",
 ) -> DispatchMode:
+    """Return a mode with a part for each rank, or with `mesh_name` one for each place along `split_axes`."""
+
+    def num_parts(group: Group) -> int:
+        return group.mesh(mesh_name).num_parts(split_axes) if mesh_name else group.world_size
+
     def part_of_rank(group: Group) -> list[int]:
-        return group.mesh(mesh_name).part_of_rank(split_axes)
+        return group.mesh(mesh_name).part_of_rank(split_axes) if mesh_name else list(range(group.world_size))
 
     def dispatch_fn(group: Group, *args: Any, **kwargs: Any) -> Dispatched:
-        if split_value is split:
-            require_batch(args, kwargs)
-        num_parts, part_of = group.mesh(mesh_name).num_parts(split_axes), part_of_rank(group)
+        require(args, kwargs)
+        count, part_of = num_parts(group), part_of_rank(group)
 
         def to_ranks(value: Any) -> PerRank:
-            parts = split_value(value, num_parts)
+            parts = split_value(value, count)
             return [parts[part] for part in part_of]
 
         return each_argument(to_ranks, args, kwargs)
 
-    return DispatchMode(
-        name,
-        dispatch_fn,
-        collect_fn,
-        num_parts=lambda group: group.mesh(mesh_name).num_parts(split_axes),
-        collected_ranks=lambda group: group.mesh(mesh_name).collected_ranks(split_axes),
-        part_of_rank=part_of_rank,
-        description=description,
-    )
-
-
-def _data_parallel(
-    name: str, description: str, dispatch_fn: Callable[..., Dispatched], collect_fn: Callable[[Any, list[Any]], Any]
-) -> DispatchMode:
-    return DispatchMode(
-        name,
-        dispatch_fn,
-        collect_fn,
-        num_parts=lambda group: group.world_size,
-        part_of_rank=lambda group: list(range(group.world_size)),
-        description=description,
-    )
+    collected_ranks = (lambda group: group.mesh(mesh_name).collected_ranks(split_axes)) if mesh_name else None
+    return DispatchMode(name, dispatch_fn, collect_fn, num_parts, collected_ranks, part_of_rank, description)
 
 
 class _LookUp(type):
@@ -145,48 +135,37 @@ class Dispatch(metaclass=_LookUp):
         collect_all_to_all,
         description="A list or tuple holds one element for each rank, other arguments go to all; the result is a list.",
     )
-    DP_COMPUTE = _data_parallel(
+    DP_COMPUTE = _split_mode(
         "DP_COMPUTE",
         "As `ALL_TO_ALL`, and batches are split over the ranks.",
-        dispatch_dp_compute,
-        collect_all_to_all,
+        *(split_or_one_for_each, require_nothing, collect_all_to_all),
     )
-    DP_COMPUTE_PROTO = _data_parallel(
+    DP_COMPUTE_PROTO = _split_mode(
         "DP_COMPUTE_PROTO",
         "Batches are split over the ranks, other arguments go to all; the resulting batches are concatenated.",
-        dispatch_dp_compute_data_proto,
-        collect_dp_compute_data_proto,
+        *(split, require_batch, collect_dp_compute_data_proto),
     )
-    DP_COMPUTE_PROTO_WITH_FUNC = _data_parallel(
+    DP_COMPUTE_PROTO_WITH_FUNC = _split_mode(
         "DP_COMPUTE_PROTO_WITH_FUNC",
         "As `DP_COMPUTE_PROTO`, with a function as first argument.",
-        dispatch_dp_compute_data_proto_with_func,
-        collect_dp_compute_data_proto,
+        *(split, require_function_and_batch, collect_dp_compute_data_proto),
     )
-    DP_COMPUTE_METRIC = _data_parallel(
+    DP_COMPUTE_METRIC = _split_mode(
         "DP_COMPUTE_METRIC",
         "Batches are split over the ranks, other arguments go to all; the result is a list.",
-        dispatch_dp_compute_data_proto,
-        collect_all_to_all,
+        *(split, require_batch, collect_all_to_all),
     )
-    MEGATRON_COMPUTE = _mesh_mode(
+    MEGATRON_COMPUTE = _split_mode(
         "MEGATRON_COMPUTE",
-        split_or_one_for_each,
-        collect_all_to_all,
-        description="As `DP_COMPUTE` over the data axis of the group's mesh; ranks along other axes get the same.",
+        "As `DP_COMPUTE` over the data axis of the group's mesh; ranks along other axes get the same.",
+        *(split_or_one_for_each, require_nothing, collect_all_to_all, "default"),
     )
-    MEGATRON_COMPUTE_PROTO = _mesh_mode(
+    MEGATRON_COMPUTE_PROTO = _split_mode(
         "MEGATRON_COMPUTE_PROTO",
-        split,
-        collect_dp_compute_data_proto,
-        description="As `DP_COMPUTE_PROTO` over the data axis of the group's mesh.",
+        "As `DP_COMPUTE_PROTO` over the data axis of the group's mesh.",
+        *(split, require_batch, collect_dp_compute_data_proto, "default"),
     )
-    TP_FORWARD = _mesh_mode(
-        "TP_FORWARD",
-        split,
-        collect_dp_compute_data_proto,
-        description="The same as `MEGATRON_COMPUTE_PROTO`.",
-    )
+    TP_FORWARD = replace(MEGATRON_COMPUTE_PROTO, name="TP_FORWARD", description="The same as `MEGATRON_COMPUTE_PROTO`.")
 
 
 DISPATCH_MODES: dict[str, DispatchMode] = {

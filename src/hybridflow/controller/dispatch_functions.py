@@ -42,27 +42,6 @@ def dispatch_all_to_all(group: Group, *args: Any, **kwargs: Any) -> Dispatched:
     return each_argument(lambda value: _one_for_each(value, group.world_size, "ranks"), args, kwargs)
 
 
-def dispatch_dp_compute(group: Group, *args: Any, **kwargs: Any) -> Dispatched:
-    """Split batches over the ranks, give each rank one element of a list or tuple; send other values to all ranks."""
-    return each_argument(lambda value: split_or_one_for_each(value, group.world_size), args, kwargs)
-
-
-def dispatch_dp_compute_data_proto(group: Group, *args: Any, **kwargs: Any) -> Dispatched:
-    """Split batches over the ranks; send other values to all ranks. Raises DispatchError if there is no batch."""
-    require_batch(args, kwargs)
-    return each_argument(lambda value: split(value, group.world_size), args, kwargs)
-
-
-def dispatch_dp_compute_data_proto_with_func(group: Group, *args: Any, **kwargs: Any) -> Dispatched:
-    """Dispatch as `dispatch_dp_compute_data_proto`; the first argument must be a function, sent to all ranks."""
-    func = args[0] if args else next(iter(kwargs.values()), None)
-    if not callable(func):
-        raise DispatchError(
-            f"the first argument of DP_COMPUTE_PROTO_WITH_FUNC must be a function, got {type(func).__name__}."
-        )
-    return dispatch_dp_compute_data_proto(group, *args, **kwargs)
-
-
 def split(value: Any, num_parts: int) -> list[Any]:
     """Return the equal parts of a batch, or any other value repeated `num_parts` times."""
     if isinstance(value, DataProtoFuture) or (isinstance(value, DataProto) and len(value) > 0):
@@ -91,6 +70,20 @@ def require_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             f"this mode splits a DataProto over the ranks, but the arguments are {types}; use "
             f"DataProto.from_dict to make a batch, or Dispatch.ONE_TO_ALL to send all ranks the same arguments."
         )
+
+
+def require_function_and_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise DispatchError unless the first argument is a function, and another one a batch."""
+    func = args[0] if args else next(iter(kwargs.values()), None)
+    if not callable(func):
+        raise DispatchError(
+            f"the first argument of DP_COMPUTE_PROTO_WITH_FUNC must be a function, got {type(func).__name__}."
+        )
+    require_batch(args, kwargs)
+
+
+def require_nothing(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Accept all arguments."""
 
 
 def split_or_one_for_each(value: Any, num_parts: int) -> list[Any]:

@@ -6,7 +6,6 @@ code. A call runs at once and raises its error itself.
 
 import copy
 import dataclasses
-import os
 import socket
 import threading
 import time
@@ -23,11 +22,11 @@ from hybridflow.controller.backend import CallTerms, PerRank, WorkerRef
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs, threads_of
 from hybridflow.controller.columns import produced_columns, sources_of
 from hybridflow.controller.resource_pool import ResourcePool
-from hybridflow.controller.worker import RANKS_TAKE_TURNS, Worker, set_colocated
+from hybridflow.controller.worker import RANKS_TAKE_TURNS, Worker, set_colocated, variables
 from hybridflow.controller.worker_side import NamingErrors, checked_output
 from hybridflow.errors import BatchError, DispatchError, HybridFlowError, WorkerError
 from hybridflow.protocol import DataProto, DataProtoFuture, Handle
-from hybridflow.protocol.future import change_futures
+from hybridflow.protocol.future import change_each
 from hybridflow.protocol.handle import Duration, HeldBatch, take
 from hybridflow.protocol.packed_batch import batch_bytes
 from hybridflow.protocol.rows import RowIndex
@@ -55,7 +54,9 @@ def private_copy(value: Any, what: str) -> Any:
             copied[index] = private_copy(element, what)
         return copied
     if isinstance(value, DataProtoFuture):
-        own = value.with_handles(lambda handle: _own_held(handle, what))
+        own = value.with_handles(  # handles other than HeldBatch copy when they are read
+            lambda handle: HeldBatch(private_copy(handle.batch, what)) if isinstance(handle, HeldBatch) else handle
+        )
         own.meta_info = private_copy(value.meta_info, what)
         return own
     if type(value) is dict:
@@ -82,11 +83,6 @@ def copy_of_objects(batch: DataProto) -> DataProto:
     return batch._unchecked(batch.batch, arrays, private_copy(batch.meta_info, "meta_info"), batch.auto_padding)
 
 
-def _own_held(handle: Any, what: str) -> Any:
-    """Return a handle whose contents belong to the reader; handles other than HeldBatch copy when they are read."""
-    return HeldBatch(private_copy(handle.batch, what)) if isinstance(handle, HeldBatch) else handle
-
-
 # Environment variables belong to the process, so ranks called from different threads also run one after another.
 _rank_lock = threading.RLock()
 
@@ -110,7 +106,10 @@ class LocalHandle(Handle):
 
     def read(self, columns: tuple[str, ...] | None, rows: RowIndex, *, shared: bool = False) -> DataProto:
         """Return the selected columns and rows; with `shared`, tensors and arrays of numbers are not copied."""
-        selected = take(self._batch(), columns, rows)
+        value = self._held_value()
+        if not isinstance(value, DataProto):
+            raise BatchError(f"the call returned a {type(value).__name__}, which has no columns; use get().")
+        selected = take(value, columns, rows)
         # Concatenation copies numbers; objects would be shared.
         return self._recorded(copy_of_objects(selected) if shared else private_copy(selected, "a result"))
 
@@ -124,12 +123,6 @@ class LocalHandle(Handle):
             event = TraceEvent("read", self.where, self._worker, "", now, now, bytes_in=size, sources=sources)
             self._trace.record(event)
         return contents
-
-    def _batch(self) -> DataProto:
-        value = self._held_value()
-        if not isinstance(value, DataProto):
-            raise BatchError(f"the call returned a {type(value).__name__}, which has no columns; use get().")
-        return value
 
     def _held_value(self) -> Any:
         if not self._value:
@@ -154,14 +147,8 @@ class LocalBackend:
 
     def __init__(self) -> None:
         self.trace = Trace()
-        self._handles: WeakSet[LocalHandle] = WeakSet()
         self._workers: WeakSet[LocalWorker] = WeakSet()
         self._node, self._waits = socket.gethostname(), Waits()
-
-    @property
-    def num_objects(self) -> int:
-        """The number of values kept alive by a handle."""
-        return sum(1 for handle in self._handles if handle._value)
 
     def check_fit(self, resource_pools: Sequence[ResourcePool]) -> None:
         """Accept all pools: one process holds any number of ranks."""
@@ -215,7 +202,8 @@ class LocalBackend:
                     result = getattr(worker.instance, method_name)(*own_args, **own_kwargs)
                     result = checked_output(result, own_terms, worker.rank)
                 computed = time.time()
-                handles.append(self._keep(private_copy(result, f"the result of {where}"), where, worker.name))
+                own_result = private_copy(result, f"the result of {where}")
+                handles.append(LocalHandle(own_result, where, self.trace, worker.name))
                 start, end = time_of_call.start, time_of_call.end()
             event = TraceEvent("call", where, worker.name, self._node, start, end, sources=sources, process=DRIVER)
             bytes_in = sum(map(batch_bytes, [*own_args, *own_kwargs.values()]))
@@ -226,7 +214,7 @@ class LocalBackend:
 
     def put(self, value: Any) -> LocalHandle:
         """Store a private copy of a value."""
-        return self._keep(private_copy(value, "a value to put"))
+        return LocalHandle(private_copy(value, "a value to put"), trace=self.trace)
 
     def get(self, handles: Sequence[Handle]) -> list[Any]:
         """Return a private copy of each value, in order."""
@@ -265,11 +253,6 @@ class LocalBackend:
         """Stop every worker."""
         self.shutdown(list(self._workers))
 
-    def _keep(self, value: Any, where: str = "", worker: str = "") -> LocalHandle:
-        handle = LocalHandle(value, where, self.trace, worker)
-        self._handles.add(handle)
-        return handle
-
 
 def _receive(
     args: Sequence[Any], kwargs: Mapping[str, Any], where: str, opens_futures: bool = True
@@ -278,43 +261,25 @@ def _receive(
 
     Handles and futures are opened, everything else is copied.
     """
-    narrow = {key: change_futures(value, DataProtoFuture.narrow) for key, value in [*enumerate(args), *kwargs.items()]}
+    given = [*enumerate(args), *kwargs.items()]
+    narrow = {key: change_each(value, DataProtoFuture, DataProtoFuture.narrow) for key, value in given}
 
     def receive(key: int | str) -> Any:
-        value = _without_handles(narrow[key])
+        value = change_each(narrow[key], LocalHandle, LocalHandle.open_in_worker)
         if opens_futures:
-            value = change_futures(value, DataProtoFuture.get)
+            value = change_each(value, DataProtoFuture, DataProtoFuture.get)
         return private_copy(value, f"argument {key} of {where}")
 
     own_kwargs = {key: receive(key) for key in kwargs}
     return tuple(receive(index) for index in range(len(args))), own_kwargs, sources_of(narrow.values())
 
 
-def _without_handles(value: Any) -> Any:
-    """Return the value with every handle, also inside lists and dicts, replaced by its value."""
-    if isinstance(value, LocalHandle):
-        return value.open_in_worker()
-    if type(value) in (list, tuple):
-        return type(value)(_without_handles(element) for element in value)
-    if type(value) is dict:
-        return {key: _without_handles(element) for key, element in value.items()}
-    return value
-
-
 @contextmanager
 def _active_rank(worker: LocalWorker, where: str) -> Iterator[None]:
     """Make the process this rank: set its environment variables, name it in errors, log its memory at debug level."""
-    with _rank_lock:
-        before = {key: os.environ.get(key) for key in (*worker.environment, RANKS_TAKE_TURNS)}
-        os.environ.pop(RANKS_TAKE_TURNS, None)
-        os.environ.update(worker.environment)
-        try:
-            with NamingErrors(where, worker.name, worker.role, worker.rank):
-                yield
-        finally:
-            for key in before:
-                os.environ.pop(key, None)
-            os.environ.update({key: value for key, value in before.items() if value is not None})
+    environment = {RANKS_TAKE_TURNS: None, **worker.environment}
+    with _rank_lock, variables(environment), NamingErrors(where, worker.name, worker.role, worker.rank):
+        yield
 
 
 def _free_port() -> int:

@@ -4,7 +4,10 @@ It defines which part of a batch each rank gets and which ranks are collected. I
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import product
+
+from numpy import ravel_multi_index
 
 from hybridflow.errors import DispatchError
 
@@ -34,13 +37,6 @@ class Mesh:
         """The number of ranks in the mesh."""
         return math.prod(self.axes.values())
 
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the index of a rank along each axis."""
-        index_of = {}
-        for axis, size in reversed(self.axes.items()):
-            rank, index_of[axis] = divmod(rank, size)
-        return index_of
-
     def num_parts(self, split_axes: Sequence[str]) -> int:
         """Return the number of parts into which a batch is split."""
         missing = [axis for axis in split_axes if axis not in self.axes]
@@ -51,15 +47,8 @@ class Mesh:
             )
         return math.prod(self.axes[axis] for axis in split_axes)
 
-    def part_of(self, rank: int, split_axes: Sequence[str]) -> int:
-        """Return the part that a rank gets; ranks that differ only along other axes get the same part."""
-        index_of, part = self.coordinates(rank), 0
-        for axis in split_axes:
-            part = part * self.axes[axis] + index_of[axis]
-        return part
-
     def part_of_rank(self, split_axes: Sequence[str]) -> list[int]:
-        """Return the part that each rank gets."""
+        """Return the part that each rank gets; ranks that differ only along other axes get the same part."""
         return list(self._parts(tuple(split_axes))[0])
 
     def collected_ranks(self, split_axes: Sequence[str]) -> list[int]:
@@ -69,17 +58,13 @@ class Mesh:
     def _parts(self, split_axes: tuple[str, ...]) -> tuple[list[int], list[int]]:
         """Return `part_of_rank` and `collected_ranks`, cached because every call needs them."""
         if split_axes not in self._cache:
-            part_of = [self.part_of(rank, split_axes) for rank in range(self.size)]
-            collected = [rank for rank in range(self.size) if self._is_collected(self.coordinates(rank), split_axes)]
+            places = [dict(zip(self.axes, place, strict=True)) for place in product(*map(range, self.axes.values()))]
+            sizes, others = [self.axes[axis] for axis in split_axes], self.axes.keys() - set(split_axes)
+            part_of = [int(ravel_multi_index([place[axis] for axis in split_axes], sizes)) for place in places]
+            read = {axis: self.axes[axis] - 1 if axis in LAST_RANK_IS_COLLECTED else 0 for axis in others}
+            collected = [rank for rank, place in enumerate(places) if read.items() <= place.items()]
             self._cache[split_axes] = part_of, sorted(collected, key=part_of.__getitem__)
         return self._cache[split_axes]
-
-    def _is_collected(self, index_of: Mapping[str, int], split_axes: Iterable[str]) -> bool:
-        return all(
-            index == (self.axes[axis] - 1 if axis in LAST_RANK_IS_COLLECTED else 0)
-            for axis, index in index_of.items()
-            if axis not in split_axes
-        )
 
     def __repr__(self) -> str:
         return f"Mesh({self.axes}, name={self.name!r})"

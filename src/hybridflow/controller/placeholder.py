@@ -19,7 +19,7 @@ from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.controller.worker_side import checked_output
 from hybridflow.errors import FieldError
 from hybridflow.protocol import FIELDS, DataProto, DataProtoFuture
-from hybridflow.protocol.future import change_futures
+from hybridflow.protocol.future import change_each
 from hybridflow.runtime.observe import TraceEvent
 
 PROMPT_LEN, RESPONSE_LEN = 2, 3
@@ -61,7 +61,8 @@ class PlaceholderBackend(LocalBackend):
         for worker, (args, kwargs), own_terms in zip(workers, per_rank, terms, strict=True):
             assert isinstance(worker, LocalWorker)
             where = f"{worker.instance.__name__}.{method_name}"
-            values = [change_futures(value, DataProtoFuture.narrow) for value in (*args, *kwargs.values())]
+            given = (*args, *kwargs.values())
+            values = [change_each(value, DataProtoFuture, DataProtoFuture.narrow) for value in given]
             output = self._output(where, own_terms, values, worker.rank)
             self.trace.record(TraceEvent("call", where, worker.name, "", 0.0, 0.0, sources=sources_of(values)))
             handles.append(LocalHandle(output, where, self.trace))

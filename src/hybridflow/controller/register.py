@@ -130,12 +130,8 @@ def check_parts(what: str, parts: Any) -> PartsOf:
     return parts
 
 
-def registration_of(method: Any) -> Registration | None:
-    """Return the registration of a method; None if it is not registered."""
-    return getattr(method, _ATTRIBUTE, None) if inspect.isfunction(method) else None
-
-
 def registered_methods(cls: type) -> dict[str, Registration]:
     """Return the registrations of all registered methods of a worker class, including inherited ones, by name."""
-    found = {name: registration_of(inspect.getattr_static(cls, name)) for name in dir(cls)}
-    return {name: registration for name, registration in found.items() if registration is not None}
+    methods = {name: inspect.getattr_static(cls, name) for name in dir(cls)}
+    registrations = {n: getattr(each, _ATTRIBUTE, None) for n, each in methods.items() if inspect.isfunction(each)}
+    return {name: registration for name, registration in registrations.items() if registration is not None}

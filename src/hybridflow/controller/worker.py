@@ -4,7 +4,8 @@ It reads its rank from the standard environment variables. It does not know grou
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar, Self
 from weakref import WeakValueDictionary
 
@@ -12,6 +13,25 @@ from hybridflow.errors import WorkerError
 
 # A backend sets it if it runs several ranks of a group in one process, one after another.
 RANKS_TAKE_TURNS = "HYBRIDFLOW_RANKS_TAKE_TURNS"
+
+
+@contextmanager
+def variables(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Set environment variables, or unset those of None; restore the previous values on exit."""
+    previous = {name: os.environ.get(name) for name in values}
+    try:
+        _set(values)
+        yield
+    finally:
+        _set(previous)
+
+
+def _set(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 class Worker:

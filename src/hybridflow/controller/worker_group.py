@@ -13,7 +13,7 @@ from typing import Any, Self
 from hybridflow.controller.backend import NO_TERMS, Backend, WorkerRef
 from hybridflow.controller.call import Arguments, BoundMethod, arguments_by_rank, send
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs, require_init_args
-from hybridflow.controller.columns import MethodColumns, resolve_columns
+from hybridflow.controller.columns import MethodColumns, resolve_columns, resolved
 from hybridflow.controller.dispatch_functions import dispatch_all_to_all
 from hybridflow.controller.local import LocalBackend
 from hybridflow.controller.mesh import Mesh
@@ -124,10 +124,6 @@ class WorkerGroup:
 
     # ------------------------------------------------------------------------------------------ calls by name
 
-    def execute_all(self, method_name: str, *args: Any, **kwargs: Any) -> list[Handle]:
-        """Call `execute_all_async`."""
-        return self.execute_all_async(method_name, *args, **kwargs)
-
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Handle]:
         """Call a registered method on all ranks, without its dispatch mode; return a handle with `get()` for each.
 
@@ -138,18 +134,18 @@ class WorkerGroup:
         per_rank = arguments_by_rank(split_args, split_kwargs, self._world_size)
         return self._call(method_name, per_rank, Execute.ALL)
 
+    execute_all = execute_all_async
+
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call `execute_all_async` and return the results."""
         return self._read(self.execute_all_async(method_name, *args, **kwargs))
-
-    def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Handle:
-        """Call `execute_rank_zero_async`."""
-        return self.execute_rank_zero_async(method_name, *args, **kwargs)
 
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Handle:
         """Call a registered method on rank 0 with unchanged arguments; return a handle with `get()`."""
         self._check_callable(method_name)
         return self._call(method_name, [(args, kwargs)], Execute.RANK_ZERO)[0]
+
+    execute_rank_zero = execute_rank_zero_async
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Call `execute_rank_zero_async` and return the result."""
@@ -242,14 +238,7 @@ class WorkerGroup:
 
 def _with_parts(where: str, registered: Registration, config: Any) -> Registration:
     """Return the registration with `parts` resolved with the configuration of the worker, as `reads` is."""
-    if not callable(registered.parts):
-        return registered
-    if config is None:
-        raise DispatchError(
-            f"{where} declares parts as a function of the configuration, but its worker is built without config; pass "
-            f"config=... to ClassWithInitArgs."
-        )
-    return replace(registered, parts=check_parts(f"{where}: parts", registered.parts(config)))
+    return replace(registered, parts=check_parts(f"{where}: parts", resolved(where, "parts", registered.parts, config)))
 
 
 def columns_of_methods(cls_with_init: ClassWithInitArgs) -> dict[str, MethodColumns]:
@@ -261,3 +250,47 @@ def columns_of_methods(cls_with_init: ClassWithInitArgs) -> dict[str, MethodColu
         )
         for name, registered in registered_methods(cls).items()
     }
+
+
+def spawn_colocated(
+    resource_pool: ResourcePool,
+    classes: Mapping[str, ClassWithInitArgs],
+    backend: Backend,
+    meshes: Mapping[str, Mapping[str, Mapping[str, int]]] | None = None,
+) -> dict[str, WorkerGroup]:
+    """Start one worker group per class; workers of the same rank share a process. Returns the groups by name.
+
+    `meshes` maps the name of a group to its meshes. Calls on groups that share processes run one after another.
+    """
+    check_names(classes)
+    workers = backend.spawn(classes, resource_pool)
+    return {
+        name: WorkerGroup(resource_pool, cls, backend, name, (meshes or {}).get(name), workers=workers[name])
+        for name, cls in classes.items()
+    }
+
+
+def move_colocated(
+    groups: Mapping[str, WorkerGroup],
+    resource_pool: ResourcePool,
+    backend: Backend,
+    meshes: Mapping[str, Mapping[str, Mapping[str, int]]] | None = None,
+) -> None:
+    """Replace the processes that all these groups share by new ones on another pool, also of another size.
+
+    If the new ones do not start, the groups are as before.
+    """
+    workers = backend.spawn({name: group.cls_with_init for name, group in groups.items()}, resource_pool)
+    for name, group in groups.items():
+        backend.shutdown(group.workers)
+        group.move(resource_pool, workers[name], (meshes or {}).get(name))
+
+
+def check_names(classes: Mapping[str, ClassWithInitArgs]) -> None:
+    """Raise DispatchError if the mapping is empty or holds a value that is not a ClassWithInitArgs."""
+    wrong = {name: type(cls).__name__ for name, cls in classes.items() if not isinstance(cls, ClassWithInitArgs)}
+    if wrong or not classes:
+        raise DispatchError(
+            f"colocated roles must map names to ClassWithInitArgs, e.g. {{'actor': ClassWithInitArgs(Actor)}}; "
+            f"got {wrong or 'an empty mapping'}."
+        )

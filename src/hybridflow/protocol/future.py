@@ -267,14 +267,14 @@ def concat_results(results: Sequence[Any]) -> DataProto | None:
     return DataProto.concat(results)
 
 
-def change_futures(value: Any, change: Callable[[DataProtoFuture], Any]) -> Any:
-    """Return the value with every future, also in lists, tuples and dicts, replaced by `change(future)`."""
-    if isinstance(value, DataProtoFuture):
+def change_each(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """Return the value with every object of a kind, also in lists, tuples and dicts, replaced by `change(object)`."""
+    if isinstance(value, kind):
         return change(value)
     if type(value) in (list, tuple):
-        return type(value)(change_futures(element, change) for element in value)
+        return type(value)(change_each(element, kind, change) for element in value)
     if type(value) is dict:
-        return {key: change_futures(element, change) for key, element in value.items()}
+        return {key: change_each(element, kind, change) for key, element in value.items()}
     return value
 
 

@@ -454,7 +454,7 @@ def test_an_unreferenced_pool_without_groups_is_released(ray_backend, wait_until
 
     pool = ResourcePool([1]) if is_plain else RayResourcePool([1])
     group = WorkerGroup(pool, ClassWithInitArgs(Unlucky), ray_backend, "actor")
-    (reserved,) = (ray_backend._own_pools[id(pool)] if is_plain else pool)._groups
+    (reserved,) = (ray_backend._own_pools[pool] if is_plain else pool)._groups
     group.shutdown()
     del pool, group
     gc.collect()

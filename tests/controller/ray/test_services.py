@@ -67,7 +67,7 @@ group = WorkerGroup(pool, ClassWithInitArgs(Echo), backend)
 future, read, unread = group.echo.remote(1), group.execute_all("echo", 1), group.execute_all("echo", 2)
 assert backend.get(read) == [1]
 print(group.echo(2))
-session = backend._connection._local.session
+session = backend.connection._local.session
 backend.close()
 backend.close()
 print("left", cluster_processes(session), group.is_alive())
@@ -226,7 +226,7 @@ ray.shutdown()
 time.sleep(15)
 init()
 print(WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Echo), backend).echo("again"))
-print(backend._connection._watch.is_current)
+print(backend.connection._watch.is_current)
 backend.close()
 ray.shutdown()
 """

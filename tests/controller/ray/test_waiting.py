@@ -148,8 +148,8 @@ def test_a_silent_process_is_lost_by_what_is_seen_of_it(monkeypatch, caplog, sta
     first = min(found)
     assert first == (3.0 if lost_after_s == 3 else 33.0)
     assert len(looks) == (4 if lost_after_s == 30 else len(looks))  # at 3, 6.5, 29 and 33 s
-    error = found[first].error
-    assert found[first].process is call.worker.process
+    process, error = found[first]
+    assert process is call.worker.process
     assert str(error).startswith(f"worker actor/0 on node 10.0.0.1, pid 7 {says}: it has not sent a heartbeat for ")
     assert f"while Model.update runs on it (limit: {lost_after_s} s, controller.heartbeat_timeout_s=3)" in str(error)
     assert str(error).endswith("the report")
@@ -163,7 +163,7 @@ def test_a_process_that_goes_on_is_not_lost():
     assert Silence(Beats(50.0), None).find([call]) is None
     lost = Silence(Beats(50.0), 3.0).find([call])
     assert lost
-    assert "its process has not started" in str(lost.error)
+    assert "its process has not started" in str(lost[1])
 
 
 # Deadlines

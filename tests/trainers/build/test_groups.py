@@ -13,8 +13,9 @@ from hybridflow.trainers.build.preconditions import require_model_directory
 @pytest.mark.ray
 def test_a_pool_reserves_the_configured_share_of_a_gpu(monkeypatch):
     from hybridflow.controller.ray import RayBackend
+    from hybridflow.controller.ray.cluster import Connection
 
-    monkeypatch.setattr(RayBackend, "has_gpus", lambda self: True)
+    monkeypatch.setattr(Connection, "has_gpus", lambda self: True)
     config = load_config(None, ["controller.backend=ray", "controller.gpus_per_worker=0.5"])
     pool = build_pool(config, RayBackend(), "main", (1,), [Role.ActorRollout])
     assert pool.share == {"CPU": 1.0, "GPU": 0.5}

@@ -33,7 +33,7 @@ class Cluster:
 
     def __init__(self, room):
         self.room = room
-        self.has_gpus = lambda: False
+        self.connection = SimpleNamespace(has_gpus=lambda: False)
 
     def choose_fitting(self, options, instead_of=()):
         smallest = [pools[-1] for pools in options]

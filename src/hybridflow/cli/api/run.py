@@ -195,8 +195,7 @@ class Run:
         self._files()
         self._config()  # lets workers find what Python holds
         with tempfile.TemporaryDirectory(prefix="replay-", dir=self.path) as scratch:
-            paths = absolute_paths(self.path / "config.toml")
-            return replay_step(self.path, step, overrides(changes), scratch=Path(scratch), paths=paths)
+            return replay_step(self.path, step, overrides(changes), scratch=Path(scratch))
 
     @in_own_words
     def export(

@@ -10,7 +10,7 @@ from hybridflow.cli.api.rows import Data, file_of, files_of, records_of, require
 from hybridflow.cli.api.run import Run
 from hybridflow.cli.api.settings import Recipe, overrides, recipe_files
 from hybridflow.cli.api.words import DATA_KINDS, Words
-from hybridflow.config import Config, load_config
+from hybridflow.config import load_config
 from hybridflow.data.row_forms import RowForm, rows_of
 from hybridflow.environments.processes.closure import ENVIRONMENT, Closure
 from hybridflow.environments.processes.environment_kind import require_rewards
@@ -130,8 +130,9 @@ def _start(
         recipes, changes = recipe_files(recipe), overrides({**given, **settings})
         first = load_config(recipes, changes)
         name = DATA_KINDS[kind]
+        batch_size = first.data.train_batch_size if kind == "train" else first.offline.batch_size
         limits = {
-            "train": (first.trainer.total_steps * _batch_size(first, kind), "trainer.total_steps"),
+            "train": (first.trainer.total_steps * batch_size, "trainer.total_steps"),
             "val": (first.validation.max_samples, "validation.max_samples"),
         }
         written: list[tuple[list[Any], Path]] = []
@@ -168,7 +169,3 @@ def _sample_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
     if not (isinstance(source, str) and isinstance(truth, Mapping) and isinstance(info, Mapping | None)):
         return None
     return {"data_source": source, "ground_truth": truth.get("ground_truth"), "extra_info": info}
-
-
-def _batch_size(config: Config, kind: RunKind) -> int:
-    return config.data.train_batch_size if kind == "train" else config.offline.batch_size

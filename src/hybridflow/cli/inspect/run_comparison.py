@@ -87,7 +87,11 @@ def compare_runs(a: RunFiles, b: RunFiles, pattern: str = "*") -> Comparison:
     return Comparison(
         config=_differing(a.shown_config, b.shown_config),
         environment=_differing(*(_recorded(run, ENVIRONMENT) for run in (a, b))),
-        data=_differing_data(a, b),
+        data={  # a model of a role that only one run has does not count
+            key: pair
+            for key, pair in _differing(*(_recorded(run, DATA) for run in (a, b))).items()
+            if not (key.startswith("models.") and None in pair)
+        },
         has_data=all("data" in run.starts[-1] for run in (a, b)),
         steps=steps,
         last_steps=(max(rows_a, default=0), max(rows_b, default=0)),
@@ -102,12 +106,6 @@ def compare_runs(a: RunFiles, b: RunFiles, pattern: str = "*") -> Comparison:
 
 def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     return {key: (a.get(key), b.get(key)) for key in sorted({*a, *b}) if a.get(key) != b.get(key)}
-
-
-def _differing_data(a: RunFiles, b: RunFiles) -> dict[str, tuple[Any, Any]]:
-    """Return what differs in the recorded data; a model of a role that only one run has does not count."""
-    differing = _differing(*(_recorded(run, DATA) for run in (a, b)))
-    return {key: pair for key, pair in differing.items() if not (key.startswith("models.") and None in pair)}
 
 
 def _recorded(run: RunFiles, names: tuple[str, ...]) -> dict[str, Any]:
@@ -130,7 +128,7 @@ def _difference(
         for step in steps
         if name in rows_a[step] and name in rows_b[step]
     ]
-    others = [(step, x, y) for step, x, y in pairs if not _is_same(x, y)]
+    others = [(step, x, y) for step, x, y in pairs if x != y and (x == x or y == y)]  # NaN is the same as NaN
     if not others:
         return None
     _, last_a, last_b = pairs[-1]
@@ -143,10 +141,6 @@ def _difference(
         mean_a=_mean([x for _, x, _ in pairs[-LAST:]]),
         mean_b=_mean([y for _, _, y in pairs[-LAST:]]),
     )
-
-
-def _is_same(x: Any, y: Any) -> bool:
-    return x == y or (x != x and y != y)  # NaN
 
 
 def _distance(x: Any, y: Any) -> float:

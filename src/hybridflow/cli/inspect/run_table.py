@@ -1,6 +1,5 @@
 """The runs of a directory, a row each, from the ends of their files: long files are not read whole."""
 
-import fcntl
 import os
 import re
 import stat
@@ -14,7 +13,7 @@ from typing import Any, Literal
 from hybridflow.config.load import packaged_recipe
 from hybridflow.errors import DataError, HybridFlowError
 from hybridflow.runtime.observe.jsonl import read_last_rows
-from hybridflow.runtime.observe.run_files import METRICS, known_starts
+from hybridflow.runtime.observe.run_files import METRICS, is_running, known_starts
 
 MAX_DEPTH = 4
 """Levels of directories below the one that is searched."""
@@ -98,7 +97,7 @@ def run_row(path: Path) -> RunRow:
 
 
 def _row(path: Path) -> RunRow:
-    is_running = _is_locked(path)  # first: the last row of a run that ends meanwhile is read below
+    running = is_running(path)  # first: the last row of a run that ends meanwhile is read below
     starts = known_starts(path)
     start, metrics = starts[-1], path / METRICS
     rows = read_last_rows(metrics, LAST_ROWS) if os.path.lexists(metrics) else []
@@ -122,7 +121,7 @@ def _row(path: Path) -> RunRow:
         value=_last(rows, figure),
         val_figure=val_figure,
         val_value=_last(val_rows, val_figure),
-        state=_state(is_running, step, total_steps, checkpoint_step),
+        state=_state(running, step, total_steps, checkpoint_step),
         checkpoint_step=checkpoint_step,
         checkpoint_bytes=sum(checkpoints.values()),
         started=_seconds(starts[0].get("started_at")),
@@ -167,11 +166,11 @@ def _checkpoint_bytes(directory: Path) -> dict[int, int]:
     if not directory.is_dir():
         return {}
     steps = [match for match in map(re.compile(r"step_(\d{6,18})").fullmatch, os.listdir(directory)) if match]
-    return {int(m[1]): _bytes_below(directory / m[0]) for m in steps if not (directory / m[0]).is_symlink()}
-
-
-def _bytes_below(directory: Path) -> int:
-    return sum(_size(Path(path, name)) for path, _, names in os.walk(directory) for name in names)
+    return {
+        int(step[1]): sum(_size(Path(path, name)) for path, _, names in os.walk(directory / step[0]) for name in names)
+        for step in steps
+        if not (directory / step[0]).is_symlink()
+    }
 
 
 def _size(file: Path) -> int:
@@ -180,23 +179,6 @@ def _size(file: Path) -> int:
     except FileNotFoundError:  # an old checkpoint that the run removes now
         return 0
     return status.st_size if stat.S_ISREG(status.st_mode) else 0
-
-
-def _is_locked(path: Path) -> bool:
-    """Return whether a process holds the lock of the directory."""
-    try:
-        lock = os.open(path / ".lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:  # no lock was ever taken
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks
-        return False
-    finally:
-        os.close(lock)
-    return False
 
 
 def age(seconds: float, now: float | None = None) -> str:

@@ -82,9 +82,7 @@ _STEPS = {"where": (-1, None), "instead": 0}
 MOVES: dict[str, Move] = {
     "data.train_files": files("data.train_files"),
     "data.val_files": files("data.val_files"),
-    "data.train_batch_size": to("data.train_batch_size"),
-    "data.max_prompt_length": to("data.max_prompt_length"),
-    "data.max_response_length": to("data.max_response_length"),
+    **{key: to(key) for key in ("data.train_batch_size", "data.max_prompt_length", "data.max_response_length")},
     "data.shuffle": renamed("data.order", {True: "shuffled", False: "sequential"}),
     "data.filter_overlong_prompts": switch("data.overlong_prompts", "drop"),
     "data.truncation": renamed(
@@ -136,8 +134,7 @@ MOVES: dict[str, Move] = {
     "critic.ppo_epochs": to("critic.epochs"),
     "critic.cliprange_value": to("critic.value_clip"),
     "algorithm.adv_estimator": renamed("algorithm.advantage", ADVANTAGES),
-    "algorithm.gamma": to("algorithm.gamma"),
-    "algorithm.lam": to("algorithm.lam"),
+    **{key: to(key) for key in ("algorithm.gamma", "algorithm.lam", "trainer.val_before_train")},
     "algorithm.norm_adv_by_std_in_grpo": to("algorithm.norm_by_std"),
     "algorithm.use_kl_in_reward": to("algorithm.kl_in_reward"),
     "algorithm.kl_ctrl.type": to("algorithm.kl_controller"),
@@ -147,7 +144,6 @@ MOVES: dict[str, Move] = {
     "reward_model.model.path": to("reward.model_path"),
     "trainer.total_epochs": to("trainer.epochs"),
     "trainer.total_training_steps": without("trainer.total_steps", where=(None,), instead=0),
-    "trainer.val_before_train": to("trainer.val_before_train"),
     "trainer.test_freq": without("trainer.val_every", **_STEPS),
     "trainer.save_freq": without("trainer.save_every", **_STEPS),
     "trainer.default_local_dir": to("trainer.run_dir"),

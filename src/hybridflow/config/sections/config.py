@@ -1,5 +1,7 @@
 """The whole configuration of a run, with properties that depend on several sections."""
 
+from typing import Any
+
 from hybridflow.config.sections.advice import AdviceConfig
 from hybridflow.config.sections.base import Section
 from hybridflow.config.sections.data import DataConfig, RewardConfig
@@ -46,7 +48,11 @@ class Config(Section):
         """Return the configuration with `dtype` in place of model.dtype = "auto"; any other dtype stays."""
         if self.model.dtype != "auto":
             return self
-        return self.model_copy(update={"model": self.model.model_copy(update={"dtype": dtype})})
+        return self.with_values("model", dtype=dtype)
+
+    def with_values(self, section: str, **values: Any) -> "Config":
+        """Return the configuration with other values of keys of a section, which are not checked again."""
+        return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
 
     @property
     def extra_columns(self) -> frozenset[str]:

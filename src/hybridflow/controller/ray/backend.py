@@ -5,18 +5,18 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Self
 
 import ray
 
-from hybridflow.controller.backend import CallTerms, PerRank, WorkerRef
+from hybridflow.controller.backend import WorkerRef
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs, threads_of
 from hybridflow.controller.ray.calls import RayCalls
 from hybridflow.controller.ray.cluster import Connection
 from hybridflow.controller.ray.launcher import Launcher
 from hybridflow.controller.ray.liveness.heartbeat import delete_heartbeat
 from hybridflow.controller.ray.probe import probe_nodes
-from hybridflow.controller.ray.processes import Launch, RayHandle, RayProcess, RayWorker
+from hybridflow.controller.ray.processes import Launch, RayProcess, RayWorker
 from hybridflow.controller.ray.resource_pool import (
     RayResourcePool,
     choose_fitting,
@@ -28,13 +28,10 @@ from hybridflow.controller.ray.store import delete_stores
 from hybridflow.controller.ray.waiting import DIED, POLL_INTERVAL_S, Waiting
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.errors import ConfigError, LostClusterError, LostWorkerError
-from hybridflow.protocol import Handle
-from hybridflow.runtime.observe import Trace, get_logger
-
-logger = get_logger(__name__)
+from hybridflow.runtime.observe import Trace
 
 
-class RayBackend:
+class RayBackend(RayCalls):
     """A backend that runs workers on a Ray cluster.
 
     `address`: address of a running cluster; "" uses the cluster that this process is connected to, or otherwise starts
@@ -65,16 +62,16 @@ class RayBackend:
         for name, seconds in (of_name | {"report_after_s": report_after_s}).items():
             if seconds is not None and not seconds > 0:
                 raise ConfigError(f"{name}={seconds} is invalid: expected seconds above 0, or None.")
-        self.call_timeout_s, self.threads, self.compress = call_timeout_s, threads, compress
-        self._connection = Connection(address, num_cpus, num_gpus, object_store_bytes)
+        self.call_timeout_s, self.threads = call_timeout_s, threads
+        self.connection = Connection(address, num_cpus, num_gpus, object_store_bytes)
         self._processes: list[RayProcess] = []
         self._trace = Trace()
-        require_cluster = self._connection.require_cluster
-        self._waiting = Waiting(
+        require_cluster = self.connection.require_cluster
+        waiting = Waiting(
             self._processes, self._stop, self._trace, require_cluster, heartbeat_timeout_s, report_after_s
         )
-        self._calls = RayCalls(self._waiting, self._trace, lambda: self.call_timeout_s, compress)
-        self._own_pools: dict[int, RayResourcePool] = {}
+        RayCalls.__init__(self, waiting, self._trace, lambda: self.call_timeout_s, compress)
+        self._own_pools: dict[ResourcePool, RayResourcePool] = {}
         self._measured_nodes: set[str] = set()
         self._launcher = Launcher(self._waiting, lambda: self.call_timeout_s, threads, compress)
         self._standbys = Standbys(self._launcher, self._is_connected)
@@ -91,7 +88,7 @@ class RayBackend:
         """Connect to the cluster and raise ConfigError, within seconds, unless all pools together fit."""
         pools = [self._as_ray_pool(pool) for pool in resource_pools]
         if pools:
-            self._connection.open(pools)
+            self.connection.open(pools)
             require_fit(pools)
 
     def choose_fitting(
@@ -102,7 +99,7 @@ class RayBackend:
         `instead_of`: workers whose groups are stopped first; `restart` or `spawn` must follow. If not even the last
         pools fit, raises ConfigError without workers, otherwise as `restart`.
         """
-        self._connection.open([pools[0] for pools in options])
+        self.connection.open([pools[0] for pools in options])
         self._stop([peer for worker in instead_of for peer in worker.process.peers])
         try:
             return choose_fitting(options)
@@ -111,21 +108,13 @@ class RayBackend:
                 raise
             raise self._lost_places(error) from error
 
-    def has_gpus(self) -> bool:
-        """Return whether the cluster has GPUs, which this process need not see; connects to a running cluster."""
-        return self._connection.has_gpus()
-
-    def gpus_have_bfloat16(self) -> bool | None:
-        """Return whether all GPUs of the cluster compute in bfloat16, None without GPUs; connects as `has_gpus`."""
-        return self._connection.gpus_have_bfloat16()
-
     def spawn(
         self, classes: Mapping[str, ClassWithInitArgs], resource_pool: ResourcePool
     ) -> dict[str, list[RayWorker]]:
         """Start the processes of a group, as specified by `Backend.spawn`."""
         launch = Launch(classes, self._as_ray_pool(resource_pool))
         threads_of(launch.classes)  # before anything starts
-        self._connection.open([launch.pool])
+        self.connection.open([launch.pool])
         processes = self._start(launch)
         self._build(launch, processes)
         workers = {
@@ -143,7 +132,7 @@ class RayBackend:
         of sync, or in which a call takes longer than `timeout_s`: its processes are stopped. Errors of calls are
         dropped. Raises LostClusterError if the cluster has died.
         """
-        self._connection.wait_for_cluster()  # workers that die with a service are known before its death is
+        self.connection.wait_for_cluster()  # workers that die with a service are known before its death is
         processes = list(dict.fromkeys(worker.process for worker in workers))
         deadline = time.monotonic() + timeout_s
         while busy := [process for process in processes if process.unfinished and not process.is_stopped]:
@@ -169,7 +158,10 @@ class RayBackend:
         new: dict[RayProcess, list[RayProcess]] = {}
         try:
             for first, launch in old.items():
-                new[first] = self._start_again(launch, first.peers)
+                try:
+                    new[first] = self._start(launch, first.peers)
+                except ConfigError as error:  # the places did fit
+                    raise self._lost_places(error) from error
             for first, launch in old.items():
                 self._build(launch, new[first])
                 for process, before in zip(new[first], first.peers, strict=True):
@@ -188,17 +180,10 @@ class RayBackend:
         for launch in dict.fromkeys(worker.process.launch for worker in workers if not worker.process.is_stopped):
             self._standbys.provide(launch)
 
-    def _start_again(self, launch: Launch, lost: Sequence[RayProcess]) -> list[RayProcess]:
-        """Start the processes of a group whose places did fit. Raises as `restart` if they are gone."""
-        try:
-            return self._start(launch, lost)
-        except ConfigError as error:
-            raise self._lost_places(error) from error
-
     def _lost_places(self, error: ConfigError) -> LostWorkerError:
         """Return the error of lost workers whose places are gone. Raises LostClusterError if the cluster has died."""
-        self._connection.wait_for_cluster()
-        if self._connection.ends_with_us and not nodes_of_cluster():
+        self.connection.wait_for_cluster()
+        if self.connection.ends_with_us and not nodes_of_cluster():
             return LostClusterError(f"the cluster of the run has lost its only node: {error}")
         return LostWorkerError(f"the nodes of lost workers have not come back: {error}")
 
@@ -236,17 +221,12 @@ class RayBackend:
 
     def _as_ray_pool(self, pool: ResourcePool) -> RayResourcePool:
         """Return the pool, or the one RayResourcePool that stands for a plain pool."""
-        if not isinstance(pool, RayResourcePool):
-            own = self._own_pools.get(id(pool))
-            if own is None:
-                count, variables = pool.max_colocate_count, pool.environment
-                own = RayResourcePool(
-                    pool.process_on_nodes, pool.use_gpu, max_colocate_count=count, environment=variables
-                )
-                own.plan = pool  # pyright: ignore[reportAttributeAccessIssue]  (keeps its id from being used again)
-                self._own_pools[id(pool)] = own
-            pool = own
-        return pool
+        if isinstance(pool, RayResourcePool):
+            return pool
+        if pool not in self._own_pools:
+            more = {"max_colocate_count": pool.max_colocate_count, "environment": pool.environment}
+            self._own_pools[pool] = RayResourcePool(pool.process_on_nodes, pool.use_gpu, **more)
+        return self._own_pools[pool]
 
     def hostnames(self, workers: Sequence[WorkerRef]) -> set[str]:
         """Return the names of the hosts on which the workers run."""
@@ -304,13 +284,13 @@ class RayBackend:
 
     def close(self) -> None:
         """Stop every worker, release all reservations, and stop the cluster if this backend started it."""
-        self._connection.continue_services()
+        self.connection.continue_services()
         self._stop(list(self._processes))
         self._standbys.close()
         self._own_pools.clear()
-        if ray.is_initialized() and not self._connection.ends_with_us and not self._connection.is_lost:
+        if ray.is_initialized() and not self.connection.ends_with_us and not self.connection.is_lost:
             delete_stores(self._launcher.stores)
-        self._connection.close()
+        self.connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -318,32 +298,5 @@ class RayBackend:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    # ------------------------------------------------------------------------------------------ calls
-
-    def call_all(
-        self, workers: Sequence[WorkerRef], method_name: str, per_rank: PerRank, terms: Sequence[CallTerms]
-    ) -> list[RayHandle]:
-        """Call the workers, as specified by `Backend.call_all`."""
-        return self._calls.send(workers, method_name, per_rank, terms)
-
-    def put(self, value: Any) -> RayHandle:
-        """Store a value in the object store of this node."""
-        return self._calls.put(value)
-
-    def get(self, handles: Sequence[Handle]) -> list[Any]:
-        """Wait for all values and return them in order."""
-        self.wait(handles)
-        return [handle.get() for handle in handles]
-
-    def wait(self, handles: Sequence[Handle]) -> None:
-        """Wait for the calls. Raises the first error at once, and WorkerTimeoutError for a call over its deadline."""
-        self._calls.wait(handles)
-
-    def release(self, handles: Sequence[Handle]) -> None:
-        """Release the values."""
-        for handle in handles:
-            if isinstance(handle, RayHandle):
-                handle.release()
-
     def _is_connected(self) -> bool:
-        return ray.is_initialized() and not self._connection.is_lost
+        return ray.is_initialized() and not self.connection.is_lost

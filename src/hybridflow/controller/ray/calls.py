@@ -7,7 +7,7 @@ future, DataProto  <- status of each rank (small)  ..  batches stay in the store
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -36,7 +36,7 @@ class RayCalls:
         self._waiting, self._trace, self._call_timeout_s, self._compress = waiting, trace, call_timeout_s, compress
         self._node = socket.gethostname()
 
-    def send(
+    def call_all(
         self, workers: Sequence[WorkerRef], method_name: str, per_rank: PerRank, terms: Sequence[CallTerms]
     ) -> list[RayHandle]:
         """Call the workers, as `Backend.call_all` specifies; all arguments are packed before the first call."""
@@ -52,12 +52,11 @@ class RayCalls:
             try:
                 refs = remote.remote(frozen, *outgoing.refs)
             except STORE_FULL as error:
-                raise WorkerError(
+                raise worker.error(
+                    WorkerError,
                     f"the arguments of {where} for worker {worker.name}, {outgoing.num_bytes} bytes, fit neither into "
                     f"the shared memory of this node nor on its disk ({type(error).__name__}); use smaller batches, a "
                     f"larger controller.object_store_bytes, or free disk space.",
-                    role=worker.role,
-                    rank=worker.rank,
                 ) from error
             done, value = refs if is_read else (refs, None)
             sources = sources_of(outgoing.read)
@@ -73,29 +72,28 @@ class RayCalls:
 
     def _pack(
         self, worker: WorkerRef, method_name: str, args: Sequence[Any], kwargs: Mapping[str, Any], terms: CallTerms
-    ) -> "_Message":
+    ) -> tuple[RayWorker, str, bool, Any, Outgoing, list[RayCall]]:
+        """Return the worker, the name of the call, whether it is read, its message, and unfinished calls before it."""
         if not isinstance(worker, RayWorker) or worker.is_stopped or worker.process.is_stopped:
             raise self._stopped_error(worker, method_name)
-        where, calls_read, opens = f"{worker.class_name}.{method_name}", _CallsRead(), terms.opens_futures
-        outgoing = Outgoing(calls_read, self._compress)
+        where, opens = f"{worker.class_name}.{method_name}", terms.opens_futures
+        outgoing = Outgoing(_ref_of, self._compress)
         own_args = [outgoing.pack(value, f"argument {index} of {where}", opens) for index, value in enumerate(args)]
         own_kwargs = {key: outgoing.pack(value, f"argument {key} of {where}", opens) for key, value in kwargs.items()}
-        outgoing.also_wait_for(calls_read.unread)
+        own = [handle.call for handle in outgoing.handles]
+        others = [other.call for handle in outgoing.handles for other in handle.others if isinstance(other, RayHandle)]
+        outgoing.also_wait_for(call.done for call in others if call)  # they are not read, but must have succeeded
         frozen = _frozen((pack_header(worker.role, method_name, terms), own_args, own_kwargs), outgoing, where)
-        return _Message(worker, where, terms.is_read, frozen, outgoing, calls_read.unfinished())
+        unfinished = [call for call in (*others, *own) if call and not call.is_finished]
+        return worker, where, terms.is_read, frozen, outgoing, unfinished
 
     def _stopped_error(self, worker: WorkerRef, method_name: str) -> WorkerError:
         if not isinstance(worker, RayWorker):
             return WorkerError(f"worker {worker.name} belongs to another backend; call {method_name} on that one.")
         cause = worker.process.exit_error
         state = f"has exited ({str(cause).partition(chr(10))[0]})" if cause else "was shut down"
-        kind = LostWorkerError if cause else WorkerError
-        return kind(
-            f"worker {worker.name} {state}; {method_name} cannot be called on it.",
-            role=worker.role,
-            rank=worker.rank,
-            node=worker.process.node,
-        )
+        text = f"worker {worker.name} {state}; {method_name} cannot be called on it."
+        return worker.error(LostWorkerError if cause else WorkerError, text)
 
     def put(self, value: Any) -> RayHandle:
         """Store a value in the object store of this node."""
@@ -110,6 +108,17 @@ class RayCalls:
         if not all(call.is_finished for call in calls):
             self._require_connection()
         self._waiting.wait(calls)
+
+    def get(self, handles: Sequence[Handle]) -> list[Any]:
+        """Wait for all values and return them in order."""
+        self.wait(handles)
+        return [handle.get() for handle in handles]
+
+    def release(self, handles: Sequence[Handle]) -> None:
+        """Release the values."""
+        for handle in handles:
+            if isinstance(handle, RayHandle):
+                handle.release()
 
     def note_read(self, handle: RayHandle, start: float, contents: Any) -> None:
         """Record in the trace that the controller read `contents`, starting at time `start`."""
@@ -139,40 +148,13 @@ class RayCalls:
             raise WorkerError("this backend was closed, and its results are gone; read futures before closing it.")
 
 
-class _Message(NamedTuple):
-    """A packed call; `after` are the unfinished calls whose results it reads."""
-
-    worker: RayWorker
-    where: str
-    is_read: bool
-    frozen: Any
-    outgoing: Outgoing
-    after: list[RayCall]
-
-
-class _CallsRead:
-    """A function from a handle of this backend to its stored object, which collects the calls that a message needs."""
-
-    def __init__(self) -> None:
-        self._calls: list[RayCall] = []
-        self.unread: list[Any] = []
-        """Status objects of replicas whose results are not read but whose calls must have succeeded."""
-
-    def __call__(self, value: Any) -> Any:
-        if not isinstance(value, RayHandle):
-            return None
-        if value.ref is None:
-            raise WorkerError("this result was released; keep the future, not the handle.")
-        others = [other.call for other in value.others if isinstance(other, RayHandle) and other.call is not None]
-        self._calls += others
-        self.unread += [call.done for call in others]
-        if value.call is not None:
-            self._calls.append(value.call)
-        return value.ref
-
-    def unfinished(self) -> list[RayCall]:
-        """Return the calls that are not known to have finished."""
-        return [call for call in self._calls if not call.is_finished]
+def _ref_of(value: Any) -> Any:
+    """Return the stored object of a handle of this backend; None for other values."""
+    if not isinstance(value, RayHandle):
+        return None
+    if value.ref is None:
+        raise WorkerError("this result was released; keep the future, not the handle.")
+    return value.ref
 
 
 def _frozen(value: Any, outgoing: Outgoing, where: str) -> Any:

@@ -85,7 +85,7 @@ class Connection:
     def has_gpus(self) -> bool:
         """Return whether the cluster has GPUs; for a local cluster that is not started, whether this machine has.
 
-        Raises ConfigError if CUDA_VISIBLE_DEVICES names GPUs that this machine does not have.
+        Connects to a running cluster. Raises ConfigError if CUDA_VISIBLE_DEVICES names GPUs that are not there.
         """
         if not self._address and not ray.is_initialized():
             require_visible_devices()

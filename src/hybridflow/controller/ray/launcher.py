@@ -44,11 +44,15 @@ class Launcher:
         `standby`: a process on the node of the place, without its resources, which the process at the place has.
         """
         threads = threads_of(launch.classes)
+        groups = {SECOND_THREAD: 1} if threads.of_second else None
+        actors: Any = ray.remote(concurrency_groups=groups)(WorkerProcess)  # pyright: ignore
+        importable = [os.path.abspath(path) for path in sys.path if path != ""] + [os.getcwd()]
         processes: list[RayProcess] = []
         for rank, place in enumerate(launch.pool.places()):
             label = f"{launch.label}/{rank}"
-            options = _standby_options(place) if standby else _options(place, launch)
-            actor = self._new_actor(label, launch, options)
+            of_place = _options(place, launch, standby=standby)
+            options = {"max_restarts": 0, "max_concurrency": threads.concurrent_calls, **of_place}
+            actor = actors.options(**options).remote(label, importable, os.getcwd())
             process = RayProcess(actor, label, rank, set(launch.classes), launch)
             process.peers, process.on_last_stop = processes, launch.pool.give_up_tenancy
             process.threads = threads
@@ -60,7 +64,10 @@ class Launcher:
 
         Constructors may use collectives.
         """
-        self.find_homes(processes)
+        timeout_s = self._call_timeout_s()
+        timeout_s = timeout_s and max(timeout_s, START_TIMEOUT_S)
+        for process, home in zip(processes, self.ask(processes, "home", timeout_s=timeout_s), strict=True):
+            process.home = home
         packed = {}
         for name, cls_with_init in classes.items():
             outgoing, where = Outgoing(), f"{cls_with_init.cls.__name__}.__init__"
@@ -91,13 +98,6 @@ class Launcher:
         where = "+".join(f"{cls_with_init.cls.__name__}.__init__" for cls_with_init in classes.values())
         self.ask(processes, "build", arguments, where)
 
-    def find_homes(self, processes: Sequence[RayProcess]) -> None:
-        """Wait until the processes have started, and store their homes."""
-        timeout_s = self._call_timeout_s()
-        timeout_s = timeout_s and max(timeout_s, START_TIMEOUT_S)
-        for process, home in zip(processes, self.ask(processes, "home", timeout_s=timeout_s), strict=True):
-            process.home = home
-
     def ask(
         self,
         processes: Sequence[RayProcess],
@@ -116,28 +116,11 @@ class Launcher:
         self._waiting.wait(calls)
         return [ray.get(call.done) for call in calls]
 
-    def _new_actor(self, label: str, launch: Launch, options: dict[str, Any]) -> Any:
-        threads = threads_of(launch.classes)
-        groups = {SECOND_THREAD: 1} if threads.of_second else None
-        actor: Any = ray.remote(concurrency_groups=groups)(WorkerProcess)  # pyright: ignore
-        options = {"max_restarts": 0, "max_concurrency": threads.concurrent_calls, **options}
-        return actor.options(**options).remote(label, _importable_paths(), os.getcwd())
 
-
-def _options(place: ReservedPlace, launch: Launch) -> dict[str, Any]:
-    share = launch.pool.share_of_one_group
-    return {
-        "num_cpus": share["CPU"],
-        "num_gpus": share.get("GPU", 0),
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(
-            place.group, placement_group_bundle_index=place.bundle, placement_group_capture_child_tasks=False
-        ),
-    }
-
-
-def _standby_options(place: ReservedPlace) -> dict[str, Any]:
-    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(place.node.node_id, soft=False)}
-
-
-def _importable_paths() -> list[str]:
-    return [os.path.abspath(path) for path in sys.path if path != ""] + [os.getcwd()]
+def _options(place: ReservedPlace, launch: Launch, *, standby: bool) -> dict[str, Any]:
+    if standby:
+        strategy = NodeAffinitySchedulingStrategy(place.node.node_id, soft=False)
+        return {"num_cpus": 0, "scheduling_strategy": strategy}
+    share, bundle = launch.pool.share_of_one_group, place.bundle
+    strategy = PlacementGroupSchedulingStrategy(place.group, bundle, placement_group_capture_child_tasks=False)
+    return {"num_cpus": share["CPU"], "num_gpus": share.get("GPU", 0), "scheduling_strategy": strategy}

@@ -18,11 +18,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
 from hybridflow.controller.ray.reaper import SESSION_VARIABLE, cluster_processes
+from hybridflow.controller.worker import variables
 from hybridflow.errors import ConfigError, LostClusterError, WorkerError
 from hybridflow.runtime.stop_signals import signals_after
 
@@ -92,7 +93,7 @@ class LocalCluster:
         session = secrets.token_hex(16)
         with contextlib.ExitStack() as undo:
             undo.callback(_let_ray_read_variables)
-            undo.enter_context(_variables(_variables_of_run()))
+            undo.enter_context(variables(_variables_of_run()))
             with signals_after("the import of Ray"):
                 ray = _import_ray()
                 _let_ray_read_variables()
@@ -102,7 +103,7 @@ class LocalCluster:
             try:
                 # Processes that the driver starts later do not belong to the cluster and must not have its token.
                 own = {SESSION_VARIABLE: session, "PYTHONBREAKPOINT": os.environ.get("PYTHONBREAKPOINT", "")}
-                with _variables(own), while_ray_starts():
+                with variables(own), while_ray_starts():
                     ray.init(
                         address="local",  # ignores RAY_ADDRESS
                         num_cpus=self.num_cpus,
@@ -151,21 +152,6 @@ def _variables_of_run() -> dict[str, str]:
         _NICENESS: os.environ.get(_NICENESS, "0"),
         "SPT_NOENV": "1",  # Ray's processes rename themselves, which would overwrite the token in their environment
     }
-
-
-@contextlib.contextmanager
-def _variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables; restore the previous values on exit."""
-    previous = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in previous.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def _import_ray() -> Any:

@@ -20,10 +20,11 @@ class Node:
     free: Resources
     total: Resources
 
-    def holds(self, processes: int, share: Resources, *, empty: bool = False) -> bool:
-        """Return whether `processes` with this share each fit; `empty`: on an otherwise empty node."""
+    def capacity(self, share: Resources, *, empty: bool = False) -> int:
+        """Return how many processes with this share each fit; `empty`: on an otherwise empty node."""
         have = self.total if empty else self.free
-        return all(have.get(name, 0.0) + EPSILON >= processes * amount for name, amount in share.items())
+        places = (int((have.get(name, 0.0) + EPSILON) / amount) for name, amount in share.items() if amount)
+        return min(places, default=10**9)
 
     def without(self, processes: int, share: Resources) -> "Node":
         """Return the node with the resources of `processes`, each with this share, taken from `free`.
@@ -62,7 +63,7 @@ def choose_nodes(
         later = process_on_nodes[index + 1 :]
         for node in left:
             others = [other for other in left if other is not node]
-            if node.holds(processes, share, empty=empty) and _all_fit(later, share, others, empty):
+            if node.capacity(share, empty=empty) >= processes and _all_fit(later, share, others, empty):
                 chosen.append(node)
                 left = others
                 break
@@ -73,16 +74,9 @@ def choose_nodes(
 
 def _all_fit(process_on_nodes: Sequence[int], share: Resources, nodes: Sequence[Node], empty: bool) -> bool:
     """Return whether each entry fits a separate node: match the largest entry with the largest node, and so on."""
-    capacity = sorted((_capacity(node, share, empty) for node in nodes), reverse=True)
+    capacity = sorted((node.capacity(share, empty=empty) for node in nodes), reverse=True)
     requested = sorted(process_on_nodes, reverse=True)
     return len(requested) <= len(capacity) and all(c >= r for c, r in zip(capacity, requested, strict=False))
-
-
-def _capacity(node: Node, share: Resources, empty: bool) -> int:
-    have = node.total if empty else node.free
-    return min(
-        (int((have.get(name, 0.0) + EPSILON) / amount) for name, amount in share.items() if amount), default=10**9
-    )
 
 
 def does_not_fit(what: str, process_on_nodes: Sequence[int], share: Resources, nodes: Sequence[Node]) -> ConfigError:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs, ProcessThreads
 from hybridflow.controller.ray.resource_pool import RayResourcePool
@@ -15,6 +15,8 @@ from hybridflow.protocol.handle import Duration, Handle
 from hybridflow.protocol.rows import RowIndex
 from hybridflow.runtime.observe.trace import Sources
 from hybridflow.runtime.process_address import ProcessAddress
+
+E = TypeVar("E", bound=WorkerError)
 
 SECOND_THREAD = "second_thread"
 """Ray's concurrency group of the calls that run in the second thread of a process."""
@@ -63,7 +65,7 @@ class RayProcess:
         self.threads = ProcessThreads()
         self.exit_error: WorkerError | None = None
         self.peers: list[RayProcess] = [self]
-        self.on_last_stop: Callable[[], None] = _do_nothing
+        self.on_last_stop: Callable[[], None] = lambda: None
         self._remote_calls: dict[tuple[int, bool], Any] = {}
 
     def remote_call(self, num_returns: int, in_second_thread: bool) -> Any:
@@ -73,6 +75,10 @@ class RayProcess:
             options = {"concurrency_group": SECOND_THREAD} if in_second_thread else {}
             self._remote_calls[key] = self.actor.call.options(num_returns=num_returns, **options)
         return self._remote_calls[key]
+
+    def error(self, kind: type[E], message: str) -> E:
+        """Return an error that names this process."""
+        return kind(message, role=self.label.rpartition("/")[0], rank=self.rank, node=self.node)
 
     @property
     def node(self) -> str:
@@ -91,6 +97,10 @@ class RayWorker:
     def __init__(self, name: str, role: str, rank: int, class_name: str, process: RayProcess) -> None:
         self.name, self.role, self.rank, self.class_name, self.process = name, role, rank, class_name, process
         self.is_stopped = False
+
+    def error(self, kind: type[E], message: str) -> E:
+        """Return an error that names this worker."""
+        return kind(message, role=self.role, rank=self.rank, node=self.process.node)
 
     def __repr__(self) -> str:
         return f"RayWorker({self.name!r})"
@@ -210,7 +220,3 @@ class RayHandle:
     def ref(self) -> Any:
         """The stored object; None if it was released."""
         return self.value if self.value is not None or self.call is None else self.call.done
-
-
-def _do_nothing() -> None:
-    pass

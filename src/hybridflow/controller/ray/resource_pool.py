@@ -126,16 +126,11 @@ class RayResourcePool(ResourcePool):
         return [(self, rank) for rank in range(self.world_size)]
 
     def _choose_nodes(self) -> list[Node]:
-        deadline = time.monotonic() + SETTLING_S
-        while True:
-            nodes = nodes_of_cluster()
-            chosen = choose_nodes(self.process_on_nodes, self.share, nodes)
-            if chosen is not None:
-                return chosen
-            never_fits = choose_nodes(self.process_on_nodes, self.share, nodes, empty=True) is None
-            if never_fits or time.monotonic() > deadline:
-                raise does_not_fit(repr(self), self.process_on_nodes, self.share, nodes)
-            time.sleep(0.1)
+        require_fit([self])
+        chosen = choose_nodes(self.process_on_nodes, self.share, nodes := nodes_of_cluster())
+        if chosen is None:  # the resources were taken just now
+            raise does_not_fit(repr(self), self.process_on_nodes, self.share, nodes)
+        return chosen
 
     def _reserve(self, nodes: Sequence[Node]) -> list[ReservedPlace]:
         group = placement_group(
@@ -165,14 +160,8 @@ class _Part(RayResourcePool):
 
     def __init__(self, process_on_nodes: Sequence[int], parts: Sequence[tuple[RayResourcePool, range]]) -> None:
         first = parts[0][0]
-        super().__init__(
-            process_on_nodes,
-            use_gpu=first.use_gpu,
-            name_prefix=first.name_prefix,
-            max_colocate_count=first.max_colocate_count,
-            cpus_per_process=first.cpus_per_process,
-            gpus_per_process=first.gpus_per_process,
-        )
+        of_place = (first.max_colocate_count, first.cpus_per_process, first.gpus_per_process)
+        super().__init__(process_on_nodes, first.use_gpu, first.name_prefix, *of_place)
         self._parts = parts
 
     def places(self) -> list[ReservedPlace]:
@@ -223,15 +212,7 @@ def merge_resource_pool(first: RayResourcePool, second: RayResourcePool) -> RayR
 
 def require_fit(pools: Sequence[RayResourcePool]) -> None:
     """Raise ConfigError, within seconds, unless all pools together fit the cluster."""
-    deadline = time.monotonic() + SETTLING_S
-    while True:
-        nodes = nodes_of_cluster()
-        problems = [_first_problem(pools, nodes, empty) for empty in (False, True)]
-        if problems[0] is None:
-            return
-        if problems[1] is not None or time.monotonic() > deadline:
-            raise problems[0]
-        time.sleep(0.1)
+    choose_fitting([[pool] for pool in pools])
 
 
 def choose_fitting(options: Sequence[Sequence[RayResourcePool]], wait_s: float = SETTLING_S) -> list[RayResourcePool]:
@@ -246,7 +227,8 @@ def choose_fitting(options: Sequence[Sequence[RayResourcePool]], wait_s: float =
         first = [pools[0] for pools in options]
         if _first_problem(first, nodes, empty=False) is None:
             return first
-        if time.monotonic() > deadline:
+        never_fits = all(len(pools) == 1 for pools in options) and _first_problem(first, nodes, empty=True) is not None
+        if never_fits or time.monotonic() > deadline:
             break
         time.sleep(0.1)
     chosen = [pools[-1] for pools in options]

@@ -154,15 +154,16 @@ class Outgoing:
     """A packer for the values of one message; `refs` are the stored objects that must arrive with it.
 
     `ref_of_handle` returns the stored object of a handle, None for other values. `read`: the batches, futures and
-    handles that were packed. `is_plain`: see `freeze`.
+    handles that were packed, `handles`: those with a stored object. `is_plain`: see `freeze`.
     """
 
     def __init__(self, ref_of_handle: Any = None, compress: bool = False) -> None:
         self.refs: list[Any] = []
         self.read: list[Any] = []
+        self.handles: list[Any] = []
         self.num_bytes = self.num_bytes_beside = 0
         self.is_plain = True
-        self._ref_of_handle, self._compress = ref_of_handle or _no_ref, compress
+        self._ref_of_handle, self._compress = ref_of_handle or (lambda value: None), compress
         self._slots: dict[int, Slot] = {}
 
     def pack(self, value: Any, what: str, opens_futures: bool = True) -> Any:
@@ -185,8 +186,13 @@ class Outgoing:
             return self._pack_future(value.narrow(), opens_futures)
         if (ref := self._ref_of_handle(value)) is not None:
             self.read.append(value)
+            self.handles.append(value)
             return _SentHandle(self._slot(ref))
-        if isinstance(value, torch.Tensor) and _is_dense(value):
+        if (
+            isinstance(value, torch.Tensor)
+            and value.layout == torch.strided
+            and not (value.is_nested or value.is_quantized)
+        ):
             return self._counted(PackedColumn.of_tensor(value, self._compress))
         if type(value) is np.ndarray:
             return self._counted(PackedColumn.of_array(what, value, dumps, self._compress))
@@ -234,6 +240,7 @@ class Outgoing:
                 f"a future that holds {type(handle).__name__} cannot be sent to another process; read it "
                 f"(future.get()) and pass the batch."
             )
+        self.handles.append(handle)
         return self._slot(ref)
 
     def also_wait_for(self, refs: Iterable[Any]) -> None:
@@ -246,14 +253,6 @@ class Outgoing:
             self._slots[ref] = Slot(len(self.refs))
             self.refs.append(ref)
         return self._slots[ref]
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_quantized)
-
-
-def _no_ref(value: Any) -> None:
-    return None
 
 
 def unpack(value: Any, objects: Sequence[Any]) -> Any:
@@ -315,12 +314,8 @@ def _dumps(value: Any, what: str) -> bytes:
 class RemoteTraceback(Exception):
     """The traceback of an error in another process, attached as its cause."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
-
     def __str__(self) -> str:
-        return f"\n{self.text}"
+        return f"\n{self.args[0]}"
 
 
 class CallFailed(Exception):

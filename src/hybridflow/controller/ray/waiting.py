@@ -156,16 +156,16 @@ class Waiting:
             return self._death_of_a_peer(call) or cause.error()
         if isinstance(cause, STORE_FULL):
             made = [producer for producer, _ in call.sources if producer != CONTROLLER] or [call.where]
-            full = _worker_error(
+            full = call.worker.error(
+                WorkerError,
                 f"{call.where} on worker {call.worker.name}: a result of {' or '.join(made)} fits neither into the "
                 f"shared memory of its node nor on its disk ({type(cause).__name__}); use smaller batches, a larger "
                 f"controller.object_store_bytes, or free disk space.",
-                call.worker,
             )
             full.__cause__ = cause  # from which the command line detects missing space
             return full
         kind = LostWorkerError if isinstance(cause, LOST) else WorkerError
-        return _worker_error(f"{call.where} failed on worker {call.worker.name}: {error}", call.worker, kind)
+        return call.worker.error(kind, f"{call.where} failed on worker {call.worker.name}: {error}")
 
     def _death_of_a_peer(self, call: RayCall) -> WorkerError | None:
         """Return the error for the death of another rank if it made this call fail, e.g. in a collective."""
@@ -209,9 +209,9 @@ class Waiting:
                 or (call.worker.process in late and self._quiet_s(call) + SEEN_LATER_S > (call.timeout_s or math.inf))
             ]
             raise self._deadline_error(overdue, pending[0])
-        if (silent := self._silence.find([call for call in running if not call.is_finished])) is not None:
-            self._stop_peers(silent.process, silent.error)
-            raise silent.error
+        if silent := self._silence.find([call for call in running if not call.is_finished]):
+            self._stop_peers(*silent)
+            raise silent[1]
         reports.check(pending, lambda call: min(self._quiet_s(call), now - start))
 
     def _quiet_s(self, call: RayCall) -> float:
@@ -226,26 +226,23 @@ class Waiting:
         actor_id = error.actor_id if isinstance(error, RayActorError) else own_id
         if actor_id in self._exit_errors:
             return self._exit_errors[actor_id]
-        process = self._process_of(actor_id)
+        process = next((each for each in self._processes if each.actor._actor_id.hex() == actor_id), None)
         if process is None and actor_id not in (None, own_id):
-            return _worker_error(
+            return worker.error(
+                WorkerError,
                 f"{where} on worker {worker.name} reads a result of a group that was shut down before the result was "
                 f"sent; shut a group down after its results are used.",
-                worker,
             )
         process = process or worker.process
         if process.exit_error is not None:
             return process.exit_error
         if process.is_stopped:
-            return _worker_error(f"worker {process.label} was shut down before the result of {where} was read.", worker)
+            text = f"worker {process.label} was shut down before the result of {where} was read."
+            return worker.error(WorkerError, text)
         report = f"\nReport of the process:\n{observe(process.home)}" if process.home else ""
         kind = WorkerMemoryError if isinstance(error, OutOfMemoryError) else WorkerDiedError
-        died = kind(
-            f"worker {process.place} died before {where} finished: {_exit_reason(error)}{report}",
-            role=process.label.rpartition("/")[0],
-            rank=process.rank,
-            node=process.node,
-        )
+        text = f"worker {process.place} died before {where} finished: {_exit_reason(error)}{report}"
+        died = process.error(kind, text)
         self._stop_peers(process, died)
         return died
 
@@ -254,9 +251,6 @@ class Waiting:
         for peer in process.peers:
             peer.exit_error = self._exit_errors[peer.actor._actor_id.hex()] = error
         self._stop(process.peers)
-
-    def _process_of(self, actor_id: str | None) -> RayProcess | None:
-        return next((process for process in self._processes if process.actor._actor_id.hex() == actor_id), None)
 
     def _deadline_error(self, overdue: list[RayCall], awaited: RayCall) -> WorkerTimeoutError:
         """Return the error for calls over their deadline, with reports of their processes; stop these processes."""
@@ -271,12 +265,7 @@ class Waiting:
             lines.append(
                 f"The controller waits for {awaited.where} on {awaited.worker.name}, which waits for this call."
             )
-        timed_out = WorkerTimeoutError(
-            "\n".join([*lines, report_calls(overdue)]),
-            role=first.worker.role,
-            rank=first.worker.rank,
-            node=first.worker.process.node,
-        )
+        timed_out = first.worker.error(WorkerTimeoutError, "\n".join([*lines, report_calls(overdue)]))
         for call in overdue:
             self._stop_peers(call.worker.process, timed_out)
         return timed_out
@@ -291,7 +280,3 @@ def _exit_reason(error: RayActorError | OutOfMemoryError) -> str:
     if "connection error code 2" in text:  # Ray only knows that the connection was closed
         text += f" {SILENT_EXIT}"
     return text or type(error).__name__
-
-
-def _worker_error(message: str, worker: RayWorker, kind: type[WorkerError] = WorkerError) -> WorkerError:
-    return kind(message, role=worker.role, rank=worker.rank, node=worker.process.node)

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from hybridflow.controller.backend import WorkerRef
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs, require_init_args
-from hybridflow.controller.colocate import check_names
 from hybridflow.controller.ray.backend import RayBackend
 from hybridflow.controller.ray.resource_pool import RayResourcePool
-from hybridflow.controller.worker_group import WorkerGroup
+from hybridflow.controller.worker_group import WorkerGroup, check_names
 from hybridflow.errors import DispatchError
 
 Meshes = Mapping[str, Mapping[str, int]]
@@ -95,12 +95,7 @@ class RayWorkerGroup(WorkerGroup):
             self.backend.shutdown(workers)
 
 
-_default_backend: RayBackend | None = None
-
-
+@cache
 def default_backend() -> RayBackend:
     """Return the shared backend for groups without one: on the connected cluster, or on a local one."""
-    global _default_backend
-    if _default_backend is None:
-        _default_backend = RayBackend()
-    return _default_backend
+    return RayBackend()

@@ -198,7 +198,8 @@ class WorkerProcess:
             raise
         except BaseException as error:  # a method may raise any error; it is sent to the driver
             raise pack_error(error, where, role, self._rank, self._node) from None
-        resident = self._resident_bytes(time.time())
+        if (now := time.time()) - self._memory[0] > MEMORY_EVERY_S:
+            self._memory = now, memory_bytes().get("resident", 0)
         event = TraceEvent(
             kind="call",
             where=where,
@@ -209,17 +210,11 @@ class WorkerProcess:
             bytes_in=bytes_in,
             bytes_out=outgoing.num_bytes,
             transfer_s=unpacked - time_of_call.start + ended - computed,
-            memory_bytes=resident,
+            memory_bytes=self._memory[1],
             process=self.label,
             waited_s=time_of_call.waited_s,
         )
         return event, frozen, terms.is_read
-
-    def _resident_bytes(self, now: float) -> int:
-        """Return the resident memory in bytes, at most `MEMORY_EVERY_S` old."""
-        if now - self._memory[0] > MEMORY_EVERY_S:
-            self._memory = now, memory_bytes().get("resident", 0)
-        return self._memory[1]
 
     def __repr__(self) -> str:
         return self.label

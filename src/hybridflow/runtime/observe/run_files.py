@@ -1,6 +1,8 @@
 """The files of a run, read for people: pages, tables and advice. Nothing is written, and a running run may go on."""
 
+import fcntl
 import json
+import os
 from collections.abc import Callable, Container, Mapping
 from functools import cached_property
 from itertools import chain
@@ -42,6 +44,23 @@ def read_starts(directory: Path) -> list[dict[str, Any]]:
         raise DataError(f"'{file}' cannot be read: {str(error) or TOO_LARGE}.") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"'{file}' is damaged ({error}); move it out of the directory to continue.") from error
+
+
+def is_running(directory: Path) -> bool:
+    """Return whether a process holds the lock of a run's directory."""
+    try:
+        lock = os.open(directory / ".lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:  # no lock was ever taken
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(lock)
+    return False
 
 
 def known_starts(directory: Path) -> list[dict[str, Any]]:

@@ -40,7 +40,9 @@ def build_trainer(config: Config) -> PPOTrainer:
 
     def prompts(files: tuple[str, ...], max_samples: int, order_by: str) -> RLHFDataset:
         dataset = open_prompts(config, files, max_samples, order_by)
-        require_positions(config, dataset)
+        longest, response = dataset.longest_prompt, config.data.max_response_length
+        found = f"the longest prompt has {longest} tokens and data.max_response_length={response}"
+        require_positions(config, longest + response, found)
         require_reward_functions(config, dataset.samples(), files)
         if config.environment.weights:
             dataset.weigh_sources(config.environment.weights)

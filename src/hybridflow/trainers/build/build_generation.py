@@ -70,14 +70,13 @@ def built_server(
     """
     from hybridflow.workers.serving import ServingWorker  # with a web server
 
-    own = config.controller.model_copy(update={"backend": "local", "num_workers": 1})
-    alone = {"controller": own, "placement": PlacementConfig(), "parallel": ParallelConfig()}
-    config = _prepare(config.model_copy(update={**alone, "environment": EnvironmentConfig()}), checkpoint)
+    alone = {"placement": PlacementConfig(), "parallel": ParallelConfig(), "environment": EnvironmentConfig()}
+    config = config.model_copy(update=alone).with_values("controller", backend="local", num_workers=1)
+    config = _prepare(config, checkpoint)
     template_findings(config)
     data, rollout, positions = config.data, config.rollout, num_positions(model_config(config.model.path))
     longest = positions or data.max_prompt_length + data.max_response_length
-    changes = {"tensor": 1, "max_model_len": rollout.max_model_len or longest}
-    config = config.model_copy(update={"rollout": rollout.model_copy(update=changes)})
+    config = config.with_values("rollout", tensor=1, max_model_len=rollout.max_model_len or longest)
     address = {"host": host, "port": port, "key": key, "record": record}
     worker = ClassWithInitArgs(ServingWorker, config=config, **address)
     with _groups(config, checkpoint, {Role.ActorRollout: worker}) as (backend, groups):
@@ -131,8 +130,7 @@ def _without_learning(config: Config) -> Config:
     if not config.has_rollout_pool:
         return config
     roles = {**config.placement.roles, "actor_rollout": config.placement.roles["rollout"]}
-    placement = config.placement.model_copy(update={"roles": roles})
-    return config.model_copy(update={"placement": placement, "parallel": ParallelConfig()})
+    return config.model_copy(update={"parallel": ParallelConfig()}).with_values("placement", roles=roles)
 
 
 def _require_base(config: Config, checkpoint: Checkpoint | None) -> None:

@@ -1,7 +1,7 @@
 """Builds the trainers of offline training (SFT, DPO and IPO, reward models) from a configuration."""
 
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from hybridflow.config import Config
 from hybridflow.config.checks.models import REWARD_MODEL_ADAPTERS
@@ -12,7 +12,7 @@ from hybridflow.data.tokenizer import tokenizer_of
 from hybridflow.environments import EpisodeEncoder
 from hybridflow.models.model_sizes import decoder_shape
 from hybridflow.trainers.build.build_run import OpenDataset, TrainingKind, build_run
-from hybridflow.trainers.build.preconditions import require_room, settle_auto, with_required_files
+from hybridflow.trainers.build.preconditions import require_positions, settle_auto, with_required_files
 from hybridflow.trainers.offline.objectives import DPO, SFT, Objective, RewardModeling
 from hybridflow.trainers.offline.offline_trainer import OfflineTrainer
 from hybridflow.trainers.run.run_identity import Kind
@@ -24,31 +24,16 @@ Examples = SFTDataset | PreferenceDataset
 
 def build_sft_trainer(config: Config) -> OfflineTrainer:
     """Build the trainer of `hybridflow sft`; see `build_run`."""
-    config = with_required_files(config, "data.train_files", generates=False)
-    config = settle_auto(config)
-
-    def examples(files: tuple[str, ...], max_samples: int, order_by: str) -> SFTDataset:
-        data = config.data
-        tokenizer = tokenizer_of(config)
-        return SFTDataset(
-            files,
-            tokenizer,
-            data.max_prompt_length,
-            data.max_response_length,
-            chat_template=data.chat_template,
-            max_samples=max_samples,
-            order_by=order_by,
-            form=RowForm(data.columns, data.map),
-            encode_episode=EpisodeEncoder(tokenizer, stop_token_ids(tokenizer, config.model.path)),
-        )
-
+    config = settle_auto(with_required_files(config, "data.train_files", generates=False))
+    tokenizer = tokenizer_of(config)
+    episodes = EpisodeEncoder(tokenizer, stop_token_ids(tokenizer, config.model.path))
+    examples = _dataset(config, SFTDataset, chat_template=config.data.chat_template, encode_episode=episodes)
     return _build(config, "sft", examples, OfflinePolicyWorker, lambda groups: SFT(groups[Role.Actor]))
 
 
 def build_dpo_trainer(config: Config) -> OfflineTrainer:
     """Build the trainer of `hybridflow dpo`; the reference is reference.model_path, or the initial model."""
-    config = with_required_files(config, "data.train_files", reference=True, generates=False)
-    config = settle_auto(config)
+    config = settle_auto(with_required_files(config, "data.train_files", reference=True, generates=False))
     reference = None
     if not config.actor_is_reference:
         reference = ClassWithInitArgs(ReferenceWorker, config=config, temperature=1.0)
@@ -61,8 +46,7 @@ def build_dpo_trainer(config: Config) -> OfflineTrainer:
 
 def build_reward_model_trainer(config: Config) -> OfflineTrainer:
     """Build the trainer of `hybridflow reward-model`, which puts a scalar head on model.path."""
-    config = with_required_files(config, "data.train_files", generates=False)
-    config = settle_auto(config)
+    config = settle_auto(with_required_files(config, "data.train_files", generates=False))
     REWARD_MODEL_ADAPTERS.require(config)
     pairs = _pairs(config, "reward_model")
     return _build(
@@ -71,23 +55,21 @@ def build_reward_model_trainer(config: Config) -> OfflineTrainer:
 
 
 def _pairs(config: Config, layout: Literal["policy", "reward_model"]) -> OpenDataset[Examples]:
-    def pairs(files: tuple[str, ...], max_samples: int, order_by: str) -> PreferenceDataset:
-        data = config.data
-        tokenizer = tokenizer_of(config)
-        return PreferenceDataset(
-            files,
-            tokenizer,
-            data.max_prompt_length,
-            data.max_response_length,
-            layout=layout,
-            chat_template=data.chat_template or layout == "reward_model",  # as in RewardModelWorker
-            max_samples=max_samples,
-            order_by=order_by,
-            form=RowForm(data.columns, data.map),
-            stop_ids=stop_token_ids(tokenizer, config.model.path),
-        )
+    has_template = config.data.chat_template or layout == "reward_model"  # as in RewardModelWorker
+    stop_ids = stop_token_ids(tokenizer_of(config), config.model.path)
+    return _dataset(config, PreferenceDataset, layout=layout, chat_template=has_template, stop_ids=stop_ids)
 
-    return pairs
+
+def _dataset(config: Config, kind: type[Examples], **settings: Any) -> OpenDataset[Examples]:
+    """Return the function that opens files as examples of a kind, with the settings of the section `data`."""
+    data, tokenizer = config.data, tokenizer_of(config)
+    limits = (data.max_prompt_length, data.max_response_length)
+
+    def open_files(files: tuple[str, ...], max_samples: int, order_by: str) -> Examples:
+        form = RowForm(data.columns, data.map)
+        return kind(files, tokenizer, *limits, max_samples=max_samples, order_by=order_by, form=form, **settings)
+
+    return open_files
 
 
 def _build(
@@ -100,7 +82,7 @@ def _build(
 ) -> OfflineTrainer:
     def examples(files: tuple[str, ...], max_samples: int, order_by: str) -> Examples:
         dataset = open_examples(files, max_samples, order_by)
-        require_room(config, dataset.longest)
+        require_positions(config, dataset.longest, f"the longest example has {dataset.longest} tokens")
         return dataset
 
     def classes(total_steps: int) -> dict[Role, ClassWithInitArgs]:

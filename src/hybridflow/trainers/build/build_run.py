@@ -9,7 +9,6 @@ from typing import Any, Generic, TypeVar
 from hybridflow.config import Config
 from hybridflow.controller import ClassWithInitArgs, Role
 from hybridflow.data import BatchLoader
-from hybridflow.data.loader import Dataset
 from hybridflow.errors import ConfigError, LostWorkerError
 from hybridflow.models.kernels.library import use_kernels
 from hybridflow.runtime.allocator import bound_shape_caches, keep_freed_memory, relax_garbage_collector
@@ -27,17 +26,6 @@ from hybridflow.trainers.run.run_directory import RunDirectory, require_unused
 from hybridflow.trainers.run.run_identity import Kind
 from hybridflow.trainers.run.run_trainer import D, RunParts
 from hybridflow.trainers.run.speed import LearnerWork, measured_speedometer
-
-
-def data_facts(**datasets: Dataset | None) -> dict[str, Any]:
-    """Return the number of rows and the fingerprint of each data set by `NAME_rows` and `NAME_fingerprint`."""
-    return {
-        name: value
-        for of, dataset in datasets.items()
-        if dataset is not None
-        for name, value in ((f"{of}_rows", len(dataset)), (f"{of}_fingerprint", dataset.fingerprint))
-    }
-
 
 T = TypeVar("T")
 
@@ -92,7 +80,9 @@ def build_run(config: Config, program: TrainingKind[D, T]) -> T:
         classes = program.classes(total_steps)
     with named_if_slow("hashing the models"):
         run = RunDirectory(config, program.kind)
-    run.start_facts["data"] = data_facts(train=dataset, val=validation)
+    facts = run.start_facts["data"] = {"train_rows": len(dataset), "train_fingerprint": dataset.fingerprint}
+    if validation is not None:
+        facts |= {"val_rows": len(validation), "val_fingerprint": validation.fingerprint}
 
     def start() -> T:
         with closing_on_error(build_backend(config)) as backend:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Self
+from typing import TYPE_CHECKING, Self, cast
 
 from hybridflow.config import Config
 from hybridflow.config.roles import ROLES, RoleTraits, pool_of, pools_of, ranks_of
@@ -18,6 +18,9 @@ from hybridflow.controller import (
 from hybridflow.controller.mesh import ROLLOUT_MESH
 from hybridflow.runtime.observe import TraceEvent, get_logger, stage_seconds, transfer_metrics
 from hybridflow.runtime.observe.timing import STAGES
+
+if TYPE_CHECKING:
+    from hybridflow.controller.ray import RayBackend
 
 logger = get_logger(__name__)
 
@@ -43,6 +46,11 @@ def build_backend(config: Config) -> Backend:
         threads=controller.threads,
         compress=controller.compress_transfers,
     )
+
+
+def as_ray(backend: Backend | None) -> "RayBackend":
+    """Return the backend of a run on Ray as what it is."""
+    return cast("RayBackend", backend)
 
 
 class BackendOwner:
@@ -103,34 +111,38 @@ def build_groups(
 
     The backend checks that all pools fit before the first group starts.
     """
-    roles_of = {name: [role for role in classes if pool_of(config, role.value) == name] for name in pools_of(config)}
-    pools = {
-        name: build_pool(config, backend, name, processes, roles_of[name])
-        for name, processes in pools_of(config).items()
-    }
+    roles_of, processes = roles_of_pools(config, classes), pools_of(config)
+    pools = {name: build_pool(config, backend, name, processes[name], roles) for name, roles in roles_of.items()}
     if config.controller.backend == "ray":  # starting takes seconds
-        logger.info(
-            "starting %d worker processes on Ray", sum(pools[name].world_size for name in pools if roles_of[name])
-        )
-    backend.check_fit([pools[name] for name, roles in roles_of.items() if roles])
-    groups: dict[Role, WorkerGroup] = {}
-    for name, roles in roles_of.items():
-        if roles:
-            by_name = {role.value: classes[role] for role in roles}
-            on_pool = spawn_colocated(pools[name], by_name, backend, meshes_of(config, by_name))
-            groups |= {role: on_pool[role.value] for role in roles}
+        logger.info("starting %d worker processes on Ray", sum(pool.world_size for pool in pools.values()))
+    backend.check_fit(list(pools.values()))
+    groups = spawn_groups(config, backend, classes, pools)
     if config.controller.backend == "ray":
-        _log_workers(backend, groups)
+        place_of = as_ray(backend).place_of
+        workers = list(dict.fromkeys(place_of(worker) for group in groups.values() for worker in group.workers))
+        more = f"; and {len(workers) - MOST_NAMED} more" if len(workers) > MOST_NAMED else ""
+        logger.info("workers: %s%s", "; ".join(workers[:MOST_NAMED]), more)
     return groups
 
 
-def _log_workers(backend: Backend, groups: Mapping[Role, WorkerGroup]) -> None:
-    from hybridflow.controller.ray import RayBackend
+def roles_of_pools(config: Config, roles: Iterable[Role]) -> dict[str, list[Role]]:
+    """Return the roles of each pool that has one."""
+    of_pools: dict[str, list[Role]] = {name: [] for name in pools_of(config)}
+    for role in roles:
+        of_pools[pool_of(config, role.value)].append(role)
+    return {name: found for name, found in of_pools.items() if found}
 
-    assert isinstance(backend, RayBackend)
-    workers = list(dict.fromkeys(backend.place_of(worker) for group in groups.values() for worker in group.workers))
-    more = f"; and {len(workers) - MOST_NAMED} more" if len(workers) > MOST_NAMED else ""
-    logger.info("workers: %s%s", "; ".join(workers[:MOST_NAMED]), more)
+
+def spawn_groups(
+    config: Config, backend: Backend, classes: Mapping[Role, ClassWithInitArgs], pools: Mapping[str, ResourcePool]
+) -> dict[Role, WorkerGroup]:
+    """Start a worker group for each role on its pool."""
+    groups: dict[Role, WorkerGroup] = {}
+    for name, roles in roles_of_pools(config, classes).items():
+        by_name = {role.value: classes[role] for role in roles}
+        on_pool = spawn_colocated(pools[name], by_name, backend, meshes_of(config, by_name))
+        groups |= {role: on_pool[role.value] for role in roles}
+    return groups
 
 
 def meshes_of(config: Config, names: Iterable[str]) -> dict[str, dict[str, dict[str, int]]]:
@@ -155,14 +167,12 @@ def build_pool(
     """Build a pool for roles. On Ray each process with a model reserves a GPU, if the cluster has any."""
     if config.controller.backend == "local":
         return ResourcePool(processes, environment=config.controller.environment)
-    from hybridflow.controller.ray import RayBackend, RayResourcePool
+    from hybridflow.controller.ray import RayResourcePool
 
-    assert isinstance(backend, RayBackend)
     has_model = any(traits_of(role).model(config) != "none" for role in roles)
-    use_gpu = has_model and backend.has_gpus()
     return RayResourcePool(
         processes,
-        use_gpu=use_gpu,
+        use_gpu=has_model and as_ray(backend).connection.has_gpus(),
         name_prefix=name,
         cpus_per_process=config.controller.cpus_per_worker,
         gpus_per_process=config.controller.gpus_per_worker,

@@ -67,7 +67,7 @@ def estimate_memory(
             logger.warning("%s: '%s' has no estimate: its code cannot be followed without weights", role.value, path)
         else:
             require_tensor_parallel(model_config(path), config.parallel.tensor)
-            found, layout = _estimate_of(config, role, sizes, device, max_logits)
+            found, layout = _estimate_of(config, role, sizes, dtype, device, max_logits)
             estimates.append(found)
             if role is Role.ActorRollout:
                 has_weights = found.resident > 0 and found.ranks == 1
@@ -92,18 +92,12 @@ def need_of_pools(estimates: list[RoleEstimate]) -> dict[str, int]:
 
 def _model_of(config: Config, role: Role) -> tuple[str, str]:
     """Return the key and the directory of a role's model."""
-    paths = {
-        Role.Critic: ("critic.model_path", config.critic.model_path),
-        Role.RefPolicy: ("reference.model_path", config.reference.model_path),
-        Role.Teacher: ("teacher.model_path", config.teacher.model_path),
-        Role.Reward: ("reward.model_path", config.reward.model_path),
-    }
-    key, path = paths.get(role, ("", ""))
-    return (key, path) if path else ("model.path", config.model.path)
+    path = "" if role is Role.ActorRollout else getattr(config, role.value).model_path
+    return (f"{role.value}.model_path", path) if path else ("model.path", config.model.path)
 
 
 def _estimate_of(
-    config: Config, role: Role, sizes: ModelSizes, device: str, max_logits: int
+    config: Config, role: Role, sizes: ModelSizes, dtype: str, device: str, max_logits: int
 ) -> tuple[RoleEstimate, MemoryLayout]:
     longest = config.data.max_prompt_length + config.data.max_response_length
     pool, ranks = pool_of(config, role.value), ranks_of(config, role.value)
@@ -112,9 +106,8 @@ def _estimate_of(
         product = config.parallel.divisor[1]
         raise ConfigError(f"{product} does not divide the {ranks} ranks of pool '{pool}'; change one of them.")
     offload: Any = dict(config.memory.offload).get(role.value, "none")  # pyright: ignore
-    settled = config.with_dtype("float32" if device == "cpu" else "bfloat16")
     layout = MemoryLayout(
-        dtype="float32" if settled.model.dtype == "float32" else "bfloat16",
+        dtype="float32" if dtype == "float32" else "bfloat16",
         gradient_checkpointing=config.model.gradient_checkpointing,
         offload=offload,
         lora_rank=config.lora.rank if role is Role.ActorRollout else 0,

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from hybridflow.config import Config
 from hybridflow.config.checks import contradictions
-from hybridflow.config.roles import pool_of, pools_of
+from hybridflow.config.roles import pools_of
 from hybridflow.controller import Backend, Role, WorkerGroup, move_colocated
 from hybridflow.errors import ConfigError, LostWorkerError
 from hybridflow.runtime.observe import get_logger
-from hybridflow.trainers.build.groups import build_pool, meshes_of
+from hybridflow.trainers.build.groups import as_ray, build_pool, meshes_of, roles_of_pools
 from hybridflow.trainers.run.rank_speeds import measured_shares
 from hybridflow.trainers.run.speed import measured_speedometer
 from hybridflow.trainers.run.trainer import Trainer
@@ -34,11 +34,15 @@ class PoolSizes:
 
     def __init__(self, config: Config, backend: "RayBackend", roles: Sequence[Role]) -> None:
         self.config, self._backend = config, backend
-        self._roles_of = {name: [r for r in roles if pool_of(config, r.value) == name] for name in pools_of(config)}
-        self._wanted = {name: processes for name, processes in pools_of(config).items() if self._roles_of[name]}
+        self._roles_of = roles_of_pools(config, roles)
+        self._wanted = {name: pools_of(config)[name] for name in self._roles_of}
         fewest = config.placement.min_processes
         self._shapes = {
-            name: [shape for shape in shapes_of(processes, fewest[name]) if _is_valid(config, name, shape)]
+            name: [
+                shape
+                for shape in shapes_of(processes, fewest[name])
+                if not contradictions(with_pool(config, name, shape))
+            ]
             if name in fewest
             else [processes]
             for name, processes in self._wanted.items()
@@ -135,23 +139,10 @@ def shapes_of(processes: Processes, fewest: int) -> list[Processes]:
 def with_pool(config: Config, name: str, processes: Processes) -> Config:
     """Return the configuration with these processes of a pool."""
     if not config.placement.pools:
-        return config.model_copy(
-            update={"controller": config.controller.model_copy(update={"num_workers": sum(processes)})}
-        )
-    pools = {**config.placement.pools, name: processes}
-    return config.model_copy(update={"placement": config.placement.model_copy(update={"pools": pools})})
-
-
-def _is_valid(config: Config, name: str, processes: Processes) -> bool:
-    """Return whether the number of processes suits the other keys, such as parallel.tensor."""
-    return not contradictions(with_pool(config, name, processes))
+        return config.with_values("controller", num_workers=sum(processes))
+    return config.with_values("placement", pools={**config.placement.pools, name: processes})
 
 
 def pool_sizes_of(config: Config, backend: Backend, roles: Sequence[Role]) -> PoolSizes | None:
     """Return the pool sizes of a run, None if they are fixed."""
-    if not config.placement.min_processes:
-        return None
-    from hybridflow.controller.ray import RayBackend
-
-    assert isinstance(backend, RayBackend)
-    return PoolSizes(config, backend, roles)
+    return PoolSizes(config, as_ray(backend), roles) if config.placement.min_processes else None

@@ -9,7 +9,7 @@ from typing import Any, cast, get_args
 
 from hybridflow.checkpoint import CheckpointStore
 from hybridflow.config import Config, DTypeName, check
-from hybridflow.data import RLHFDataset, load_tokenizer
+from hybridflow.data import load_tokenizer
 from hybridflow.data.chat_templates import chat_template_of
 from hybridflow.data.tokenizer import CLOCK, reads_clock, require_tokenizer, stop_token_ids, tokenizer_of
 from hybridflow.environments import Finding, check_template
@@ -37,7 +37,7 @@ from hybridflow.runtime.device import cpu_has_bfloat16, gpu_has_bfloat16
 from hybridflow.runtime.observe import get_logger
 from hybridflow.runtime.observe.run_files import read_starts
 from hybridflow.runtime.plain_files import require_model_files
-from hybridflow.trainers.build.groups import build_backend, closing_on_error
+from hybridflow.trainers.build.groups import as_ray, build_backend
 from hybridflow.trainers.family_check.required import require_families
 from hybridflow.workers.algorithm_functions import reads_column
 
@@ -56,12 +56,11 @@ def settle_auto(config: Config, *, resumes: bool = True) -> Config:
     template = config.model.chat_template
     if template:
         template = chat_template_of(template)
-        config = config.model_copy(update={"model": config.model.model_copy(update={"chat_template": template})})
+        config = config.with_values("model", chat_template=template)
     paths = filter(None, ("" if template else config.model.path, config.reward.model_path))
     if config.data.date == "auto" and (CLOCK in template or any(map(reads_clock, paths))):
         day = recorded.get("data.date", "auto")
-        day = str(date.today()) if day == "auto" else day
-        config = config.model_copy(update={"data": config.data.model_copy(update={"date": day})})
+        config = config.with_values("data", date=str(date.today()) if day == "auto" else day)
     if config.model.dtype != "auto":
         return config
     if (dtype := recorded.get("model.dtype")) in get_args(DTypeName):
@@ -94,13 +93,8 @@ def _gpus_have_bfloat16(config: Config) -> bool | None:
     """Return whether the GPUs of the workers compute in bfloat16; None if the workers have none."""
     if config.controller.backend == "local":
         return gpu_has_bfloat16()
-    from hybridflow.controller.ray import RayBackend
-
-    with closing_on_error(build_backend(config)) as backend:
-        assert isinstance(backend, RayBackend)
-        answer = backend.gpus_have_bfloat16()
-        backend.close()
-    return answer
+    with as_ray(build_backend(config)) as backend:
+        return backend.connection.gpus_have_bfloat16()
 
 
 logger = get_logger(__name__)
@@ -121,8 +115,7 @@ def settle_routes(config: Config) -> Config:
         )
     if reason and not reason.startswith("is not"):
         logger.info("actor.router_replay='auto' is false: model.path='%s' %s", config.model.path, reason)
-    actor = config.actor.model_copy(update={"router_replay": bool(wanted) and reason is None})
-    return config.model_copy(update={"actor": actor})
+    return config.with_values("actor", router_replay=bool(wanted) and reason is None)
 
 
 def settle_rows(config: Config) -> Config:
@@ -142,7 +135,7 @@ def settle_rows(config: Config) -> Config:
     rows = environment.max_turns if reasons else 1
     if reasons:
         logger.info("an episode may have %d rows of tokens: %s", rows, ", ".join(reasons))
-    settled = config.model_copy(update={"environment": environment.model_copy(update={"max_rows": rows})})
+    settled = config.with_values("environment", max_rows=rows)
     check(settled)
     return settled
 
@@ -198,24 +191,18 @@ def with_required_files(config: Config, *file_keys: str, reference: bool = False
     if missing := [key for key, value in values.items() if not value]:
         raise ConfigError(f"{' and '.join(missing)} must be set, in the recipe or as KEY=VALUE on the command line.")
     config = with_local_files(config)
-    models = {"model.path": config.model.path}
-    if config.uses_critic:
-        models["critic.model_path"] = config.critic.model_path
-    if config.uses_reference or reference:
-        models["reference.model_path"] = config.reference.model_path
-    if config.reward.model_path:
-        models["reward.model_path"] = config.reward.model_path
-    if config.uses_teacher:
-        models["teacher.model_path"] = config.teacher.model_path
+    used = {"critic": config.uses_critic, "reference": config.uses_reference or reference, "reward": True}
+    used["teacher"] = config.uses_teacher
+    paths = {f"{name}.model_path": getattr(config, name).model_path for name, is_used in used.items() if is_used}
+    models = {key: path for key, path in {"model.path": config.model.path, **paths}.items() if path}
     for key, path in models.items():
-        if path:
-            require_model_directory(key, path)
-            if key not in WITHOUT_TOKENIZER:
-                require_tokenizer(path, key)
+        require_model_directory(key, path)
+        if key not in WITHOUT_TOKENIZER:
+            require_tokenizer(path, key)
     require_known_tokens(config)
-    for path in filter(None, models.values() if config.parallel.expert > 1 else ()):
+    for path in models.values() if config.parallel.expert > 1 else ():
         require_expert_parallel(model_config(path), config.parallel.expert)
-    require_families(config, {key: path for key, path in models.items() if path}, generates=generates)
+    require_families(config, models, generates=generates)
     return config
 
 
@@ -247,13 +234,13 @@ def require_known_tokens(config: Config) -> None:
         )
 
 
-def require_positions(config: Config, prompts: RLHFDataset) -> None:
-    """Raise DataConfigError if the longest prompt and response together exceed the positions of the policy."""
-    model, longest = model_config(config.model.path), prompts.longest_prompt
-    if longest + config.data.max_response_length > (num_positions(model) or math.inf):
+def require_positions(config: Config, longest: int, found: str) -> None:
+    """Raise DataConfigError, which says what was `found`, if `longest` tokens exceed the positions of the model."""
+    model, data = model_config(config.model.path), config.data
+    if longest > (num_positions(model) or math.inf):
         raise DataConfigError(
-            f"the longest prompt has {longest} tokens and data.max_response_length={config.data.max_response_length}, "
-            f"but the model has {describe_positions(model)}; lower one of the limits."
+            f"{found}, but the model has {describe_positions(model)}; lower data.max_prompt_length="
+            f"{data.max_prompt_length} or data.max_response_length={data.max_response_length}."
         )
 
 
@@ -280,17 +267,6 @@ def require_reward_functions(config: Config, samples: Iterable[Mapping[str, Any]
         check_names(function, label, config.reward.kwargs, scored)
     elif not (name or classes or config.reward.model_path):
         require_known(sources, files)
-
-
-def require_room(config: Config, longest: int) -> None:
-    """Raise DataConfigError if an example of `longest` tokens exceeds the positions of the model."""
-    model = model_config(config.model.path)
-    if longest > (num_positions(model) or math.inf):
-        raise DataConfigError(
-            f"the longest example has {longest} tokens, but the model has {describe_positions(model)}; lower "
-            f"data.max_prompt_length={config.data.max_prompt_length} or "
-            f"data.max_response_length={config.data.max_response_length}."
-        )
 
 
 def require_columns(config: Config) -> None:

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 
 from hybridflow.config import Config
 from hybridflow.config.roles import pool_of, pools_of, ranks_of
-from hybridflow.controller import ClassWithInitArgs, ResourcePool, Role, spawn_colocated
+from hybridflow.controller import ClassWithInitArgs, ResourcePool, Role
 from hybridflow.controller.placeholder import PlaceholderBackend, synthetic_batch
 from hybridflow.runtime.observe import TraceEvent
-from hybridflow.trainers.build.groups import meshes_of
+from hybridflow.trainers.build.groups import spawn_groups
 from hybridflow.trainers.build.role_classes import role_classes
 from hybridflow.trainers.ppo import PPO
 from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of
@@ -26,15 +26,9 @@ def run_on_placeholders(config: Config, classes: Mapping[Role, ClassWithInitArgs
     """
     require_in_flight(config)
     backend = PlaceholderBackend(_lengths(config))
-    groups, classes = {}, classes or role_classes(config)
-    for name, processes in pools_of(config).items():
-        roles = [role for role in classes if pool_of(config, role.value) == name]
-        if roles:
-            by_name = {role.value: classes[role] for role in roles}
-            on_pool = spawn_colocated(ResourcePool(processes), by_name, backend, meshes_of(config, by_name))
-            groups |= {role: on_pool[role.value] for role in roles}
-    one_round = config.algorithm.model_copy(update={"max_sampling_rounds": 1})
-    config = config.model_copy(update={"algorithm": one_round})
+    pools = {name: ResourcePool(processes) for name, processes in pools_of(config).items()}
+    groups = spawn_groups(config, backend, classes or role_classes(config), pools)
+    config = config.with_values("algorithm", max_sampling_rounds=1)
     sampling = Sampling(config, groups.get(Role.Rollout, groups[Role.ActorRollout]), groups[Role.Reward])
     algorithm = PPO(config, groups, sample=sampling, sync_weights=dict, costs_of=list)  # there are no weights to sync
     algorithm.global_step = config.critic.warmup_steps

@@ -99,9 +99,8 @@ class Comparisons:
         return (f"rollout.replay={self.first}",) if self._config.updates_in_flight else ()
 
     def _resumed(self) -> Equality:
-        resumed = self._runs.copy(self.first, "resumed run")
-        self._runs.train("resumed run", *self._as_first, run=resumed)
-        return self._equality(self.first, resumed)
+        copied = self._runs.copy(self.first, "resumed run")
+        return self._equality(self.first, self._runs.train("resumed run", *self._as_first, run=copied))
 
     def _replayed(self) -> Equality:
         if self._as_first:

@@ -12,9 +12,8 @@ from hybridflow.checkpoint import Checkpoint, CheckpointStore
 from hybridflow.checkpoint.state_files import read_tree
 from hybridflow.checkpoint.stored_tensors import StoredTensors
 from hybridflow.errors import CheckpointError
-from hybridflow.runtime.observe.metrics import is_reproducible
 from hybridflow.runtime.observe.run_files import RunFiles
-from hybridflow.trainers.run.run_states import SYNC
+from hybridflow.trainers.run.run_states import comparable
 from hybridflow.trainers.run.training_state import CONTROLLER
 
 _NOTHING = object()
@@ -38,9 +37,10 @@ def equality_of(first: Path, other: Path, *, after: int = 0, with_controller: bo
     """
     runs = RunFiles(first), RunFiles(other)
     step, num_rows, num_tensors, names, difference = 0, 0, 0, set[str](), ""
-    steps = sorted({row["step"] for run in runs for row in run.metrics if row["step"] > after})
+    of_steps = [{row["step"]: comparable(row) for row in run.metrics} for run in runs]
+    steps = sorted(step for step in {*of_steps[0], *of_steps[1]} if step > after)
     for step in steps:
-        metrics, rows = [_metrics(run, step) for run in runs], [_rows(run, step) for run in runs]
+        metrics, rows = [each.get(step, {}) for each in of_steps], [_rows(run, step) for run in runs]
         num_rows, names = num_rows + len(rows[0]), names | metrics[0].keys()
         if not all(metrics):
             difference = f"it is missing in the {'other' if metrics[0] else 'first'} run"
@@ -129,12 +129,6 @@ def _both(one: Any, other: Any) -> str:
     shown = ", not ".join(text if len(text) <= 60 else f"{text[:57]}..." for text in texts)
     numbers = all(isinstance(value, int | float) for value in (one, other))
     return f"{shown} (by {abs(other - one):.3g})" if numbers else shown
-
-
-def _metrics(run: RunFiles, step: int) -> dict[str, Any]:
-    row = next((row for row in run.metrics if row["step"] == step), {})
-    left_out = ("step", SYNC)
-    return {name: value for name, value in row.items() if is_reproducible(name) and not name.startswith(left_out)}
 
 
 def _rows(run: RunFiles, step: int) -> list[dict[str, Any]]:

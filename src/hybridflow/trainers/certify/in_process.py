@@ -18,14 +18,13 @@ from hybridflow.config import load_config
 from hybridflow.config.run_paths import absolute_paths
 from hybridflow.protocol import DataProto
 from hybridflow.runtime.observe import read_jsonl
-from hybridflow.runtime.observe.metrics import is_reproducible
 from hybridflow.trainers.balance import balanced
 from hybridflow.trainers.build.build import build_trainer
 from hybridflow.trainers.certify.equality import Equality, counted, difference_within
 from hybridflow.trainers.read_columns import read
 from hybridflow.trainers.run.ppo_trainer import PPOTrainer
-from hybridflow.trainers.run.replay import NOT_IN_REPLAYS, replay_step
-from hybridflow.trainers.run.run_states import SYNC
+from hybridflow.trainers.run.replay import replay_step
+from hybridflow.trainers.run.run_states import LEARNS_ONLY, comparable
 from hybridflow.trainers.sampling.sampled import joined
 from hybridflow.trainers.sampling.sampling import Sampling
 from hybridflow.trainers.stages import with_row_ids
@@ -33,10 +32,9 @@ from hybridflow.trainers.stages import with_row_ids
 
 def replay(run: Path, scratch: Path) -> dict[str, Equality]:
     """Compare the metrics of the last steps of a run with those of the same steps learned again."""
-    paths = absolute_paths(run / "config.toml")
     last = max(row["step"] for row in read_jsonl(run / "metrics.jsonl"))
-    replayed = replay_step(run, last, scratch=scratch, paths=paths)
-    num_metrics = sum(is_reproducible(n) and not n.startswith(SYNC) for n in replayed.learned.metrics)
+    replayed = replay_step(run, last, scratch=scratch)
+    num_metrics = len(comparable(replayed.learned.metrics))
     compared = f"{counted(last - replayed.first_step, 'step')}, {counted(num_metrics, 'metric')}"
     if not replayed.differs:
         return {"replayed": Equality(compared)}
@@ -48,7 +46,9 @@ def replay(run: Path, scratch: Path) -> dict[str, Equality]:
 def probe(run: Path, scratch: Path) -> dict[str, Equality]:
     """Compare log-probs at the oldest checkpoint of a run, and weights, but not those of vLLM, in its own layout."""
     file, store = run / "config.toml", CheckpointStore(run / "checkpoints")
-    config = load_config(file, [*absolute_paths(file), *NOT_IN_REPLAYS, f"trainer.run_dir={scratch / 'probe'}"])
+    config = load_config(
+        file, [*absolute_paths(file), *LEARNS_ONLY, "data.val_files=[]", f"trainer.run_dir={scratch / 'probe'}"]
+    )
     with build_trainer(config) as trainer:
         trainer.restore(store.open(store.list()[0]))
         trainer.weight_sync()
@@ -104,8 +104,9 @@ def compare_weights(trained: Weights, generating: Sequence[Weights], *, in_one_p
     for rank, weights in enumerate(generating):
         names = sorted({*trained, *weights})
         if wrong := [name for name in names if trained.get(name, ())[:1] != weights.get(name, ())[:1]]:
-            text = f"rank {rank}: {len(wrong)} of {len(names)} tensors differ, the first is {wrong[0]}"
-            return Equality(compared, text)
+            return Equality(
+                compared, f"rank {rank}: {len(wrong)} of {len(names)} tensors differ, the first is {wrong[0]}"
+            )
     return Equality(compared)
 
 

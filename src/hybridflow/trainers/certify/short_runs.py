@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +16,11 @@ from hybridflow.checkpoint import CheckpointStore
 from hybridflow.errors import HybridFlowError
 from hybridflow.trainers.certify.equality import Equality
 from hybridflow.trainers.certify.kill import Kill
+from hybridflow.trainers.run.run_states import copy_journals
 
 POLL_S = 0.05
 END_S = 30.0
 """Seconds in which an interrupted run may end by itself."""
-
-JOURNALS = ("rewards", "environments")
-"""What a run keeps of rewards and of answers of environments, which need not be the same at each call."""
-
 
 USAGE = 2
 """The exit status of a command whose configuration is not possible."""
@@ -63,7 +60,7 @@ class ShortRuns:
         run = run or self.scratch / name.replace(" ", "_")
         command = ["train", *self.arguments, *changes, f"trainer.run_dir={run}", "--stop-after", str(self.num_steps)]
         try:
-            self._run(name, ["hybridflow", *command], kill.environment() if kill else {}, run / "metrics.jsonl", kill)
+            self._run(name, ["hybridflow", *command], run, kill)
         except ShortRunError as error:
             raise (NotCheckedError(error.reason) if changes and error.status == USAGE else error) from None
         return run
@@ -79,32 +76,25 @@ class ShortRuns:
         """Copy a run as it was at its checkpoint in the middle; without that, only its journals."""
         copied = self.scratch / name.replace(" ", "_")
         copied.mkdir()
-        for path in run.iterdir():
-            if path.is_dir() and path.name in JOURNALS:
-                shutil.copytree(path, copied / path.name)
-            elif with_checkpoint and path.is_file() and path.name != ".lock":
-                shutil.copy2(path, copied)
+        copy_journals(run, copied)
         if with_checkpoint:
+            for path in run.iterdir():
+                if path.is_file() and path.name != ".lock":
+                    shutil.copy2(path, copied)
             ours, theirs = (CheckpointStore(each / "checkpoints").path(self.middle) for each in (run, copied))
             shutil.copytree(ours, theirs)
         return copied
 
-    def _run(
-        self,
-        name: str,
-        module: list[str],
-        environment: Mapping[str, str] | None = None,
-        rows: Path | None = None,
-        kill: Kill | None = None,
-    ) -> None:
-        start, shown = time.monotonic(), _num_lines(rows)
+    def _run(self, name: str, module: list[str], run: Path | None = None, kill: Kill | None = None) -> None:
+        """Run a module until it ends or is killed, and say the steps of the run that it makes. Raises ShortRunError."""
+        start, shown = time.monotonic(), _num_steps(run)
         log = self.scratch / f"{name.replace(' ', '_')}.log"
         killed = kill if kill and kill.whom == "driver" else None
         self.say(f"{name} ...")
         with open(log, "ab") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", *module],
-                env={**os.environ, **(environment or {})},
+                env=os.environ | (kill.environment() if kill else {}),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -115,7 +105,7 @@ class ShortRuns:
                     time.sleep(POLL_S)
                     if killed and killed.reached.exists():
                         process.kill()
-                    if (count := _num_lines(rows)) > shown:
+                    if (count := _num_steps(run)) > shown:
                         self.say(f"{name}: step {count} of {self.num_steps}, {time.monotonic() - start:.0f} s")
                     shown = count
             except BaseException:
@@ -125,7 +115,8 @@ class ShortRuns:
             raise ShortRunError(name, process.returncode, log)
 
 
-def _num_lines(file: Path | None) -> int:
+def _num_steps(run: Path | None) -> int:
+    file = run and run / "metrics.jsonl"
     return file.read_bytes().count(b"\n") if file and file.is_file() else 0
 
 

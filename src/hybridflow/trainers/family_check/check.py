@@ -107,12 +107,6 @@ class Report:
         return found
 
 
-def run_check(config: PretrainedConfig) -> Report:
-    """Check the family of a configuration. Raises ModelError if transformers or we cannot compute a small copy."""
-    with _one_thread():
-        return _run_check(config)
-
-
 @contextmanager
 def _one_thread() -> Iterator[None]:
     """Compute with one thread: on tensors this small, more only wait for each other."""
@@ -124,7 +118,10 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(count)
 
 
-def _run_check(config: PretrainedConfig) -> Report:
+@_one_thread()
+def run_check(config: PretrainedConfig) -> Report:
+    """Check the family of a configuration. Raises ModelError if transformers or we cannot compute a small copy."""
+
     def compute(small: SmallConfig, kinds: Sequence[Kind], chosen: PretrainedConfig) -> Report:
         found, idle = _differences(chosen)
         failed = [line for line, difference in found.items() if not difference.is_ok]
@@ -135,6 +132,7 @@ def _run_check(config: PretrainedConfig) -> Report:
     return on_small_copy(config, compute)
 
 
+@_one_thread()
 def check_layout(config: PretrainedConfig, world_size: int, parallel: ParallelConfig) -> Finding:
     """Compare a copy that several processes share with one process, see `layout_difference`."""
     line = layout_title(world_size, parallel)
@@ -148,9 +146,8 @@ def check_layout(config: PretrainedConfig, world_size: int, parallel: ParallelCo
             return Finding(line, found)
         return Finding(line, found, _culprits(small, kinds, differences)[line])
 
-    with _one_thread():
-        experts = parallel.expert * max(1, EXPERTS_OF_COPY // parallel.expert)
-        return on_small_copy(config, compute, kv_heads=max(KV_HEADS, parallel.tensor), experts=experts)
+    experts = parallel.expert * max(1, EXPERTS_OF_COPY // parallel.expert)
+    return on_small_copy(config, compute, kv_heads=max(KV_HEADS, parallel.tensor), experts=experts)
 
 
 CANDIDATES: tuple[dict[str, bool], ...] = ({}, {"widens": True}, {"keeps_widths": True})

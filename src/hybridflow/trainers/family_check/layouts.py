@@ -91,7 +91,8 @@ def compute(directory: Path, rank: int) -> None:
     for of_rank, found in enumerate(engine.gather(engine.forward(mine)["log_probs"])):
         log_probs[of_rank::count] = found
     engine.add_to_update(mine, _loss, number=0, is_last=True)
-    tensors = {name: whole(parameter.grad) for name, parameter in engine.parameters.items()}
+    gradients: dict[str, Any] = {name: parameter.grad for name, parameter in engine.parameters.items()}
+    tensors = {n: each.full_tensor() if isinstance(each, DTensor) else each for n, each in gradients.items()}  # by all
     if rank == 0:
         tensors = {name: tensor.float().contiguous() for name, tensor in tensors.items()}
         save_file({**tensors, LOG_PROBS: log_probs[rows.batch["response_mask"]]}, directory / RESULT)
@@ -100,11 +101,6 @@ def compute(directory: Path, rank: int) -> None:
 
 def _loss(outputs: Outputs, rows: DataProto) -> tuple[torch.Tensor, dict[str, float]]:
     return (outputs["log_probs"] * rows.batch["weights"] * rows.batch["response_mask"]).sum(), {}
-
-
-def whole(gradient: Any) -> torch.Tensor:
-    """Return the whole of a gradient that may be sharded; all ranks call it."""
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 def _leave(store: FileStore, world_size: int) -> NoReturn:

@@ -10,19 +10,27 @@ Each step is learned again and compared with the run's metrics. The run is only 
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config import load_config
-from hybridflow.errors import ConfigError, DataConfigError, DataError
+import torch
+
+from hybridflow.config import ActorConfig, CriticConfig, load_config
+from hybridflow.errors import ConfigError, DataConfigError, DataError, NonFiniteError
+from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.trainers.read_columns import read
 from hybridflow.trainers.run.bisection import first_lost, smallest_removal
-from hybridflow.trainers.run.changed_step import VALIDATION, ChangedStep, measured
 from hybridflow.trainers.run.ppo_trainer import PPOTrainer
-from hybridflow.trainers.run.replay import LearnedSample, require_changeable
+from hybridflow.trainers.run.replay import KeptSamples, LearnedSample, learn, require_changeable
 from hybridflow.trainers.run.run_directory import require_unused
-from hybridflow.trainers.run.run_states import RunStates
+from hybridflow.trainers.run.run_states import RunStates, go_back
+from hybridflow.trainers.stages import mini_batch_rows
+
+VALIDATION = "val/"
+"""Begin of the names of metrics that are measured after a step; others are those of the samples of the next step."""
 
 OF_SAMPLES = ("critic/score", "critic/zero_variance_groups", "response_length/", "reward/", "episode/")
 """Metrics, or prefixes of metrics, that tell what the weights at the begin of a step sample."""
@@ -81,7 +89,6 @@ def bisect_run(
     rule: Rule,
     *,
     scratch: Path,
-    paths: Sequence[str] = (),
     tries: Sequence[Sequence[str]] = (),
     first_kept: int = 0,
     most_removals: int = 32,
@@ -90,27 +97,29 @@ def bisect_run(
     """Find the first lost step of a run, and what loses it; `show` gets a line for each thing found.
 
     `tries`: lists of "key=value" under which the step is learned too. `first_kept`: a step after which the metric is
-    kept, for a metric that the initial model has not reached. `scratch`, `paths`: as in `replay_step`. Raises
+    kept, for a metric that the initial model has not reached. `scratch`: as in `replay_step`. Raises
     ConfigError or DataError if the metric is not there, or the run is never lost, or lost from its begin.
     """
     for changes in tries:
         require_changeable(changes)
     require_unused(run_dir)
     unused = () if rule.metric.startswith(VALIDATION) else ("data.val_files=[]",)
-    with RunStates(run_dir, scratch, paths=paths, changes=unused, require_equal=True) as states:
+    with closing(RunStates(run_dir, scratch, changes=unused, require_equal=True)) as states:
         for changes in tries:  # now, since the search takes time
             load_config(run_dir / "config.toml", changes)
         meter = _Meter(rule, show)
-        _show_reach(states, show)
+        steps = ", ".join(map(str, states.store.list()))
+        show(f"{states.newest} steps, learned again from the begin{steps and f' or checkpoint {steps}'}")
+        if (first := states.first_in_journals()) > 1:
+            show(f"rewards of steps 1 to {first - 1} are no longer kept, and are computed again")
         step = _first_lost_step(states, meter, first_kept)
-        place = states.starts.place_of(step)
-        is_first = step > 1 and states.starts.place_of(step - 1) < place
-        found = Bisection(rule.metric, rule.text, step, states.starts.changes(place, place - 1) if is_first else [])
+        place = states.place_of(step)
+        is_first = step > 1 and states.place_of(step - 1) < place
+        found = Bisection(rule.metric, rule.text, step, states.changes_of(place, place - 1) if is_first else [])
         show(f"first lost step: {step}")
         configs = [states.config_of(place, changes, f"try-{i}") for i, changes in enumerate(tries)]
         changed = ChangedStep(states, step, rule.metric)
-        trainer = states.trainer
-        assert trainer is not None
+        trainer = changed.trainer
         if trainer.config.learns_in_parts:  # rows cannot be left out of its parts
             trainer = states.build(states.config_of(place, ("trainer.stream=false",), "whole"))
         if most_removals:
@@ -144,16 +153,6 @@ def _not_there(metric: str, names: Iterable[str]) -> ConfigError:
     near = ", ".join(get_close_matches(metric, [*names], n=3, cutoff=0.3))
     hint = f"; near: {near}" if near else "" if names else "; it has no data.val_files"
     return DataConfigError(f"--metric {metric} is invalid: the run has no such metric{hint}.")
-
-
-def _show_reach(states: RunStates, show: Callable[[str], None]) -> None:
-    """Say from where the states of the run can be reached."""
-    steps = [*map(str, states.store.list())]
-    show(
-        f"{states.newest} steps, learned again from the begin" + (f" or checkpoint {', '.join(steps)}" if steps else "")
-    )
-    if (first := states.first_in_journals()) > 1:
-        show(f"rewards of steps 1 to {first - 1} are no longer kept, and are computed again")
 
 
 def _recorded(states: RunStates, metric: str) -> Mapping[int, Mapping[str, Any]]:
@@ -225,6 +224,68 @@ def _first_lost_step(states: RunStates, meter: _Meter, first_kept: int) -> int:
             states.keep()
         low, high = first_lost(is_lost, range(low, high + 1))
     return high
+
+
+def measured(trainer: PPOTrainer, metric: str) -> Mapping[str, float]:
+    """Return the metrics of the present state that include `metric`."""
+    if metric.startswith(VALIDATION):
+        return trainer.validate()
+    trainer.train_step()
+    return trainer.metrics
+
+
+class ChangedStep:
+    """The step `step` of a run, and the metrics of the state after it if some of it is left out.
+
+    `trainer` has learned it, `learned` is the step as in the run, `weights` has the share of each group in the sum of
+    all absolute advantages. `mini_batches` are those of the actor in all epochs, as group ids.
+    """
+
+    def __init__(self, states: RunStates, step: int, metric: str) -> None:
+        self.step, self._metric = step, metric
+        trainer = self.trainer = states.at(step - 1, before=step)
+        self._before = states.keep()
+        trainer.sample = self._kept = KeptSamples(trainer.sample)
+        self.learned = learn(trainer, self._kept)
+        states.note_differences(step, self.learned.metrics)
+        self._position = trainer.loader.state_dict()
+        self.weights: dict[int, float] = {}
+        for sample in self.learned.samples:
+            self.weights[sample.group] = self.weights.get(sample.group, 0.0) + sample.weight
+        ids, config = torch.tensor([*self.weights]), trainer.config
+        columns = DataProto.from_dict({"group_ids": ids, "row_ids": ids})
+        seed_keys = (config.trainer.seed, step - 1)
+        self.mini_batches = mini_batch_rows(columns, config.actor.mini_batch_size, config.actor.epochs, seed_keys)
+
+    def metrics_after(
+        self, trainer: PPOTrainer, *, updates: Sequence[int] = (), groups: Sequence[int] = ()
+    ) -> Mapping[str, float]:
+        """Return the metrics after the step without these updates of the actor, by mini-batch, and without groups.
+
+        The metric is NaN if a loss or a gradient is not finite.
+        """
+
+        def fewer(batch: DataProtoFuture, role: ActorConfig | CriticConfig, kl_coef: float) -> DataProtoFuture:
+            whole = PPOTrainer.with_mini_batches(trainer, batch, role, kl_coef)
+            if role is not trainer.config.actor:
+                return whole
+            columns = read(batch, ("group_ids", "row_ids")).batch
+            left_out = set(columns["row_ids"][torch.isin(columns["group_ids"], torch.tensor(groups))].tolist())
+            kept = [rows for number, rows in enumerate(whole.meta_info["mini_batches"]) if number not in updates]
+            kept = [[row for row in rows if row not in left_out] for rows in kept]
+            return whole.with_meta_info({"mini_batches": [rows for rows in kept if rows]})
+
+        go_back(trainer, self._before)
+        sampler, trainer.sample = trainer.sample, self._kept
+        trainer.with_mini_batches = fewer
+        try:
+            trainer.train_step()
+            del trainer.with_mini_batches
+            trainer.sample = sampler
+            trainer.loader.load_state_dict(self._position)
+            return measured(trainer, self._metric)
+        except NonFiniteError:
+            return {self._metric: float("nan")}
 
 
 def _find_groups(changed: ChangedStep, trainer: PPOTrainer, meter: _Meter, most: int, found: Bisection) -> None:

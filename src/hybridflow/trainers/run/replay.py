@@ -8,6 +8,7 @@ checkpoints must be kept. All happens in a directory of its own; the run is only
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,10 @@ import torch
 
 from hybridflow.errors import ConfigError, NonFiniteError
 from hybridflow.protocol import DataProto, DataProtoFuture
-from hybridflow.trainers.build.build import build_trainer
 from hybridflow.trainers.read_columns import read
 from hybridflow.trainers.rl_metrics import batch_metrics
 from hybridflow.trainers.run.ppo_trainer import PPOTrainer
-from hybridflow.trainers.run.run_states import LEARNS_ONLY, Differences, RunStates
+from hybridflow.trainers.run.run_states import Differences, RunStates
 from hybridflow.trainers.sampling.sampled import NextPrompts, Sampled, Sampler
 
 CHANGEABLE = ("actor.", "critic.", "algorithm.", "memory.", "model.dtype", "model.compile", "controller.threads")
@@ -28,9 +28,6 @@ CHANGEABLE = ("actor.", "critic.", "algorithm.", "memory.", "model.dtype", "mode
 
 SAMPLING = ("algorithm.filter_groups", "algorithm.max_sampling_rounds")
 """Keys of `CHANGEABLE` that do change what a step samples."""
-
-NOT_IN_REPLAYS = (*LEARNS_ONLY, "data.val_files=[]")
-"""Changes of the configuration of a run for its replay."""
 
 MOST_CHARS = 400
 """Characters of the prompt and of the response of a sample whose loss is not finite."""
@@ -86,19 +83,16 @@ class Replay:
     changed: LearnedStep | None = None
 
 
-def replay_step(
-    run_dir: Path, step: int, changes: Sequence[str] = (), *, scratch: Path, paths: Sequence[str] = ()
-) -> Replay:
+def replay_step(run_dir: Path, step: int, changes: Sequence[str] = (), *, scratch: Path) -> Replay:
     """Learn a step of a run again, and once more under `changes`, a list of "key=value".
 
-    `scratch`: a new or empty directory for what it writes. `paths`: overrides of paths in the run's config.toml.
-    Raises ConfigError for a step that the run has not reached, and for a change of a key that does not belong to
-    learning; NonFiniteError if the step has no finite result.
+    `scratch`: a new or empty directory for what it writes. Raises ConfigError for a step that the run has not reached,
+    and for a change of a key that does not belong to learning; NonFiniteError if the step has no finite result.
     """
     require_changeable(changes)
-    with RunStates(run_dir, scratch, paths=paths, changes=NOT_IN_REPLAYS) as states:
+    with closing(RunStates(run_dir, scratch, changes=["data.val_files=[]"])) as states:
         _require_step(step, states, states.newest + 1)  # also the step that ended the run
-        place = states.starts.place_of(step)
+        place = states.place_of(step)
         changed_config = states.config_of(place, changes, "changed") if changes else None
         trainer = states.at(step - 1, before=step)
         _require_step(step, states, trainer.total_steps)
@@ -107,10 +101,9 @@ def replay_step(
         trainer.sample = kept = KeptSamples(trainer.sample)
         learned = learn(trainer, kept)
         states.note_differences(step, learned.metrics)
-    changed = None
-    if changed_config:
-        with build_trainer(changed_config) as trainer:
-            assert before is not None
+        changed = None
+        if changed_config and before:
+            trainer = states.build(changed_config)
             trainer.restore(before)
             trainer.sample = kept
             changed = learn(trainer, kept)

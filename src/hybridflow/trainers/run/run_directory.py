@@ -6,7 +6,6 @@ import os
 import time
 import weakref
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
@@ -17,7 +16,7 @@ from hybridflow.errors import CheckpointConfigError, ConfigError, RunInUseError
 from hybridflow.models.hub import with_names
 from hybridflow.runtime.files import write_text_atomically
 from hybridflow.runtime.observe import JsonlWriter, collect_run_info, get_logger
-from hybridflow.runtime.observe.run_files import METRICS, RECOVERIES, ROLLOUTS, SAMPLES, read_starts
+from hybridflow.runtime.observe.run_files import METRICS, RECOVERIES, ROLLOUTS, SAMPLES, is_running, read_starts
 from hybridflow.runtime.observe.trace import TRACE_FILE
 from hybridflow.runtime.plain_files import require_no_links, require_plain_file
 from hybridflow.trainers.run.run_identity import (
@@ -45,23 +44,8 @@ _NUM_SHOWN = 10
 
 def require_unused(run_dir: Path) -> None:
     """Raise RunInUseError if another process is running in a directory, before its files are read."""
-    with suppress(OSError):  # no run yet, or a file system without locks: `begin` says so
-        lock = os.open(run_dir / ".lock", os.O_RDWR | os.O_NOFOLLOW)
-        try:
-            _lock(lock)
-        except BlockingIOError as error:
-            raise _in_use(run_dir) from error
-        finally:
-            os.close(lock)
-
-
-def _lock(file: int) -> None:
-    """Lock an open file; raise BlockingIOError if another process has it, unless only for a moment, to look."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:  # `hybridflow runs` looks whether the directory is locked by locking it
-        time.sleep(0.1)
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if is_running(run_dir):
+        raise _in_use(run_dir)
 
 
 def _in_use(run_dir: Path) -> RunInUseError:
@@ -153,7 +137,11 @@ class RunDirectory:
         lock = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o644)
         self._release_lock = weakref.finalize(self, os.close, lock)
         try:
-            _lock(lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:  # `is_running` locks it for a moment
+                time.sleep(0.1)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self.end()
             raise _in_use(self.path) from error

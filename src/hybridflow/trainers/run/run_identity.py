@@ -35,16 +35,11 @@ FALLBACKS = {"kernels": "controller.compiled_kernels", "layers": "model.compile"
 
 def run_identity(config: Config, kind: Kind) -> dict[str, Any]:
     """Return the identity as JSON values: `kind`, `config` (all keys) and `models` (a fingerprint for each path)."""
-    paths = {"model.path": config.model.path}
-    if kind == "train" and config.uses_critic:
-        paths["critic.model_path"] = config.critic.model_path or config.model.path
-    if kind == "dpo" or (kind == "train" and config.uses_reference):
-        paths["reference.model_path"] = config.reference.model_path or config.model.path
-    if kind == "train" and config.reward.model_path:
-        paths["reward.model_path"] = config.reward.model_path
-    if kind == "train" and config.uses_teacher:
-        paths["teacher.model_path"] = config.teacher.model_path
-    models = {key: model_fingerprint(path) for key, path in paths.items()}
+    used = {"critic": config.uses_critic, "reference": config.uses_reference}
+    used |= {"reward": bool(config.reward.model_path), "teacher": config.uses_teacher}
+    names = [name for name in used if used[name]] if kind == "train" else ["reference"] if kind == "dpo" else []
+    paths = {f"{name}.model_path": getattr(config, name).model_path or config.model.path for name in names}
+    models = {key: model_fingerprint(path) for key, path in {"model.path": config.model.path, **paths}.items()}
     return json.loads(json.dumps({"kind": kind, "config": leaf_keys(with_names(config)), "models": models}))
 
 

@@ -4,6 +4,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
@@ -86,13 +87,11 @@ logger = get_logger(__name__)
 def run_trackers(run: RunDirectory) -> list[GuardedTracker]:
     """Return the trackers of a run that has begun. Raises ConfigError for one that cannot be made."""
     trackers: list[GuardedTracker] = []
-    try:
+    with ExitStack() as stack:
         for name in run.config.trainer.trackers:
             trackers.append(GuardedTracker(name, _tracker(name, run)))
-    except BaseException:
-        for tracker in trackers:
-            tracker.close()
-        raise
+            stack.callback(trackers[-1].close)
+        stack.pop_all()
     return trackers
 
 

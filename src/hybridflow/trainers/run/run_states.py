@@ -9,18 +9,20 @@ a directory of its own; the run is only read.
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from hybridflow.checkpoint import Checkpoint, CheckpointStore
 from hybridflow.config import Config, load_config
 from hybridflow.config.checks.generation import REPLAY_IN_FLIGHT
+from hybridflow.config.render import toml_value
+from hybridflow.config.run_paths import absolute_paths
 from hybridflow.errors import CheckpointError, ConfigError, DataConfigError, DataError
 from hybridflow.runtime.observe import get_logger, read_jsonl
 from hybridflow.runtime.observe.metrics import is_reproducible
+from hybridflow.runtime.observe.run_files import known_starts
 from hybridflow.trainers.build.build import build_trainer
 from hybridflow.trainers.run.ppo_trainer import PPOTrainer
 from hybridflow.trainers.run.run_directory import TOKEN_BUDGETS, RunDirectory
-from hybridflow.trainers.run.run_starts import RunStarts
 
 logger = get_logger(__name__)
 
@@ -30,7 +32,6 @@ LEARNS_ONLY = (
 )
 
 JOURNALS = ("rewards", "environments")
-"""Directories of a run with rewards and answers of environments."""
 
 MOST_NAMED = 5
 """Metrics that an error names."""
@@ -38,8 +39,21 @@ MOST_NAMED = 5
 Differences = dict[int, dict[str, tuple[float, float]]]
 """By step, the metrics that differ, with the values of a run and of its replay."""
 
-SYNC = "weight_sync/"
-"""Metrics that differ after a start, since the engines of new processes get the weights again."""
+
+def comparable(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics that equal runs share, by name.
+
+    Those of weight syncs are left out: the engines of new processes get the weights again.
+    """
+    names = (name for name in sorted(metrics) if name != "step" and is_reproducible(name))
+    return {name: metrics[name] for name in names if not name.startswith("weight_sync/")}
+
+
+def copy_journals(run: Path, directory: Path) -> None:
+    """Copy what a run keeps of rewards and of answers of environments, which need not be the same at each call."""
+    for name in JOURNALS:
+        if (run / name).is_dir():
+            shutil.copytree(run / name, directory / name)
 
 
 def go_back(trainer: PPOTrainer, checkpoint: Checkpoint) -> None:
@@ -53,24 +67,17 @@ def go_back(trainer: PPOTrainer, checkpoint: Checkpoint) -> None:
 class RunStates:
     """A trainer that goes from state to state of a run; `differs` are metrics unlike the run's, by step.
 
-    `rows` are those of the completed steps, `newest` is the last one, `validations` are the rows with `val/...`. `base`
-    is the checkpoint from which `at` came, None for the begin of the run. `changes` are overrides for all starts,
-    `paths` those of paths in the run's config.toml. `scratch`: a new or empty directory for what is written. Raises
-    ConfigError if the directory is not that of a run of `hybridflow train`; with `require_equal`, DataError at the
-    first step that differs.
+    `starts` are those in run.json, `rows` those of the completed steps, `newest` is the last one, `validations` are the
+    rows with `val/...`. `base` is the checkpoint from which `at` came, None for the begin of the run. `changes` are
+    overrides for all starts. `scratch`: a new or empty directory for what is written. Raises ConfigError unless it is
+    a run of `hybridflow train`; with `require_equal`, DataError at the first step that differs.
     """
 
     def __init__(
-        self,
-        run_dir: Path,
-        scratch: Path,
-        *,
-        paths: Sequence[str] = (),
-        changes: Sequence[str] = (),
-        require_equal: bool = False,
+        self, run_dir: Path, scratch: Path, *, changes: Sequence[str] = (), require_equal: bool = False
     ) -> None:
-        self.run_dir, self.scratch, self._given, self._require_equal = run_dir, scratch, (*paths,), require_equal
-        self._changes = (*LEARNS_ONLY, *changes)
+        self.run_dir, self.scratch, self._require_equal = run_dir, scratch, require_equal
+        self._paths, self._changes = absolute_paths(run_dir / "config.toml"), (*LEARNS_ONLY, *changes)
         rows = read_jsonl(run_dir / "metrics.jsonl")
         self.validations = {row["step"]: row for row in rows if "val/score/mean" in row}
         self.rows = {row["step"]: row for row in rows if "timing_s/step" in row}
@@ -79,7 +86,7 @@ class RunStates:
             raise ConfigError(
                 f"'{run_dir}' is not a run of `hybridflow train`, the only kind whose steps can be learned again."
             )
-        self.starts = RunStarts(run_dir)
+        self.starts = known_starts(run_dir)
         self.store = CheckpointStore(run_dir / "checkpoints")
         self.differs: Differences = {}
         self.base: Checkpoint | None = None
@@ -89,24 +96,18 @@ class RunStates:
         self._kept = CheckpointStore(scratch / "kept", keep=1)
         self._damaged: list[tuple[int, CheckpointStore]] = []
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
     def at(self, step: int, *, before: int | None = None) -> PPOTrainer:
         """Return the trainer in the state after `step`, with the keys of the start that learned `before`, or `step`."""
-        target = self.starts.place_of(max(before or step, 1))
+        target = self.place_of(max(before or step, 1))
         at_hand = self.trainer.global_step if self.trainer else -1
         if not max((each for each, _ in self._checkpoints(step)), default=0) <= at_hand <= step:
             self.base = self._newest_checkpoint(step)
             first = self.base.step if self.base else 0
-            self._go_to(target if first == step else self.starts.place_of(first + 1), self.base)
+            self._go_to(target if first == step else self.place_of(first + 1), self.base)
         while True:
             assert self.trainer is not None
             done = self.trainer.global_step
-            place = self.starts.place_of(done + 1) if done < step else target
+            place = self.place_of(done + 1) if done < step else target
             if place != self._place:
                 shutil.rmtree(moved := self.scratch / "moved", ignore_errors=True)
                 self._go_to(place, self._saved_in(CheckpointStore(moved)))
@@ -115,6 +116,23 @@ class RunStates:
             else:
                 self.trainer.train_step()
                 self.note_differences(done + 1, self.trainer.metrics)
+
+    def place_of(self, step: int) -> int:
+        """Return which start learned a step, the last one if several did. Raises DataError if none is recorded."""
+        places = [place for place, start in enumerate(self.starts) if start.get("after_step", 0) < step]
+        if not places:
+            raise DataError(f"'{self.run_dir / 'run.json'}' has no start that learned step {step}; restore the file.")
+        return places[-1]
+
+    def changes_of(self, place: int, other: int) -> list[str]:
+        """Return the keys of a start that another start has otherwise, as "key=value"."""
+        then, now = (self.starts[each].get("config", {}) for each in (place, other))
+        return [f"{key}={toml_value(value)}" for key, value in then.items() if key in now and now[key] != value]
+
+    def _overrides_of(self, place: int) -> list[str]:
+        """Return the keys of a start that differ from config.toml, which has those of the newest, as "key=value"."""
+        changed = self.changes_of(place, len(self.starts) - 1)
+        return [*changed, *absolute_paths(self.run_dir / "config.toml", changed, place)] if changed else []
 
     def keep(self) -> Checkpoint:
         """Save the present state, from which later calls of `at` may start, in place of the one kept before."""
@@ -125,12 +143,10 @@ class RunStates:
         """Return the configuration of a start with changes, in a new directory with the rewards and budgets kept."""
         directory = self.scratch / name
         directory.mkdir(parents=True)
-        for journal in JOURNALS:
-            if (self.run_dir / journal).is_dir():
-                shutil.copytree(self.run_dir / journal, directory / journal)
+        copy_journals(self.run_dir, directory)
         if (self.run_dir / TOKEN_BUDGETS).is_file():
             shutil.copy(self.run_dir / TOKEN_BUDGETS, directory)
-        overrides = [*self._given, *self.starts.overrides_of(place), *changes, *self._changes]
+        overrides = [*self._paths, *self._overrides_of(place), *changes, *self._changes]
         config = load_config(self.run_dir / "config.toml", [*overrides, f"trainer.run_dir={directory}"])
         REPLAY_IN_FLIGHT.require(config)
         return config
@@ -138,8 +154,7 @@ class RunStates:
     def note_differences(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add the metrics of a step that are not those of the run to `differs`."""
         row = self.rows.get(step, {})
-        names = (name for name in sorted(metrics) if is_reproducible(name) and not name.startswith(SYNC))
-        values = {name: (float(row[name]), float(metrics[name])) for name in names if name in row}
+        values = {name: (float(row[name]), float(value)) for name, value in comparable(metrics).items() if name in row}
         if wrong := {name: pair for name, pair in values.items() if repr(pair[0]) != repr(pair[1])}:
             self.differs[step] = wrong
             if self._require_equal:
@@ -163,10 +178,7 @@ class RunStates:
             trainer.close()
 
     def _why_unreachable(self, step: int, wrong: Sequence[str]) -> str:
-        shown, first = (
-            ", ".join(wrong[:MOST_NAMED]) + (", ..." if len(wrong) > MOST_NAMED else ""),
-            self.first_in_journals(),
-        )
+        shown, first = ", ".join([*wrong[:MOST_NAMED], *["..."] * (len(wrong) > MOST_NAMED)]), self.first_in_journals()
         now = self.trainer.run.identity["arithmetic"] if self.trainer else {}
         then = self.starts[self._place].get("arithmetic", {})
         facts = [f"{name} is {now[name]}, was {then[name]}" for name in now if then.get(name, now[name]) != now[name]]

@@ -4,22 +4,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from hybridflow.checkpoint import Checkpoint, CheckpointStore
 from hybridflow.config import Config
 from hybridflow.controller import Backend, Role, WorkerGroup
 from hybridflow.data import BatchLoader
 from hybridflow.data.loader import Dataset
 from hybridflow.runtime.observe import performance_report
-from hybridflow.trainers.build.groups import BackendOwner
 from hybridflow.trainers.build.pool_sizes import PoolSizes
 from hybridflow.trainers.build.token_budgets import TokenBudgets
 from hybridflow.trainers.run.rank_speeds import measured_shares
-from hybridflow.trainers.run.recovery.recovery import Recovery, build_recovery
+from hybridflow.trainers.run.recovery.recovery import build_recovery
 from hybridflow.trainers.run.run_directory import RunDirectory
-from hybridflow.trainers.run.samples import Samples
 from hybridflow.trainers.run.speed import Speedometer
+from hybridflow.trainers.run.trainer import Trainer
 from hybridflow.trainers.run.training_loop import fit
-from hybridflow.trainers.run.training_state import TrainingSaver
 
 D = TypeVar("D", bound=Dataset)
 
@@ -42,17 +39,11 @@ class RunParts(Generic[D]):
     pool_sizes: PoolSizes | None = None
 
 
-class RunTrainer(BackendOwner):
-    """A trainer of a run. `stateful_groups` have the state that checkpoints hold.
+class RunTrainer(Trainer):
+    """A trainer that is built from the parts of a run.
 
     A subclass sets what `restore` needs before it calls this constructor, which continues from the run's checkpoint.
     """
-
-    figures: Mapping[str, str]
-    global_step: int
-    total_steps: int
-    metrics: dict[str, Any]
-    recovery: Recovery | None = None
 
     def __init__(self, parts: RunParts[Any], stateful_groups: Sequence[WorkerGroup]) -> None:
         self.config, self.groups = parts.config, parts.groups
@@ -65,35 +56,7 @@ class RunTrainer(BackendOwner):
         if self.run.checkpoint:
             self.restore(self.run.checkpoint)
         if parts.token_budgets:
-            self.recovery = build_recovery(self, parts.groups, parts.backend, parts.token_budgets, parts.pool_sizes)
-
-    def train_step(self) -> Samples:
-        """Train on the next batch, count the step and replace `metrics`; return samples to log."""
-        raise NotImplementedError
-
-    def validate(self) -> dict[str, float]:
-        """Return the validation metrics of the current weights; empty without validation data."""
-        raise NotImplementedError
-
-    def restore(self, checkpoint: Checkpoint, *, verify: bool = False) -> None:
-        """Continue from a checkpoint or a snapshot; with `verify`, compare the state of the workers with it."""
-        raise NotImplementedError
-
-    def save_with(self, saver: TrainingSaver) -> None:
-        """Save the training state, or begin to."""
-        saver.save(self.global_step)
-
-    def save(self) -> None:
-        """Save a checkpoint of the full training state, or begin to save it in the background."""
-        self.save_with(self.saver)
-
-    def finish_save(self) -> None:
-        """Wait until a background save is complete."""
-        self.saver.finish()
-
-    def new_saver(self, store: CheckpointStore, *, in_background: bool) -> TrainingSaver:
-        """Return a saver of the training state into a store."""
-        return TrainingSaver(store, self.run.identity, self.stateful_groups, self.loader, in_background=in_background)
+            self.recovery = build_recovery(self, parts.token_budgets, parts.pool_sizes)
 
     def fit(self, stop_after: int | None = None) -> None:
         """Train to the last step, or to step `stop_after`; see `training_loop.fit`."""
@@ -103,7 +66,7 @@ class RunTrainer(BackendOwner):
         """Stop the workers, and the Ray cluster if the run started it; remove the snapshots."""
         super().close()
         if self.recovery is not None:
-            self.recovery.close()
+            self.recovery.snapshots.close()
 
     def get_performance_report(self) -> dict[str, Any]:
         """Return the transfers of the completed steps, see `performance_report`."""

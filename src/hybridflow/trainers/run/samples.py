@@ -73,18 +73,10 @@ def samples_of(batch: Batch, config: Config, step: int, text_of: TextOf | None =
         numbers |= numbers_of_episodes(batch, episodes)
     if config.trainer.lag:
         numbers["staleness"] = _staleness(batch, config, step)[:: episodes.size]
-    rows = _chosen(numbers, count)
-    kept = (
-        _samples(
-            future.select_rows(np.array(rows, dtype=np.int64) * episodes.size),
-            rows,
-            numbers,
-            config.trainer.log_tokens,
-            text_of or _text_of_token(config.model.path),
-        )
-        if rows
-        else []
-    )
+    kept: list[Sample] = []
+    if rows := _chosen(numbers, count):
+        chosen = future.select_rows(np.array(rows, dtype=np.int64) * episodes.size)
+        kept = _samples(chosen, rows, numbers, config.trainer.log_tokens, text_of or _text_of_token(config.model.path))
     return Samples([{"step": step, **sample} for sample in kept], {"step": step, **numbers})
 
 
@@ -128,14 +120,10 @@ def _numbers(batch: DataProto, episodes: EpisodeRows) -> dict[str, list[Any]]:
         "score": columns["scores"].tolist(),
         "length": columns["response_mask"].sum(-1).tolist(),
         "finish_reason": [str(reason) for reason in objects["finish_reasons"]],
-        "failed": [_failure(fail, late) for fail, late in zip(failed, timed_out, strict=True)],
+        "failed": [
+            "timeout" if late else "error" if fail else "" for fail, late in zip(failed, timed_out, strict=True)
+        ],
     }
-
-
-def _failure(has_failed: bool, timed_out: bool) -> str:
-    if timed_out:
-        return "timeout"
-    return "error" if has_failed else ""
 
 
 def prompt_id(prompt: Any) -> str:
@@ -191,12 +179,9 @@ def _tokens(
     for name in columns:
         values = data.batch[name]
         of_row = values[row].expand(data.batch["responses"].shape[1])[:last].tolist()
-        tokens[TOKEN_NUMBERS[name]] = _one_if_equal([_rounded(value) for value in of_row])
+        numbers = [_rounded(value) for value in of_row]
+        tokens[TOKEN_NUMBERS[name]] = numbers[:1] if len(set(numbers)) == 1 else numbers
     return tokens
-
-
-def _one_if_equal(values: list[Any]) -> list[Any]:
-    return values[:1] if values and values.count(values[0]) == len(values) else values
 
 
 def _num_positions(data: DataProto, row: int, num_tokens: int) -> int:

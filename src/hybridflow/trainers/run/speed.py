@@ -32,13 +32,13 @@ class LearnerWork:
     peak_flops: float = 0.0
 
 
+@dataclass(frozen=True)
 class Speedometer:
     """Speed of a step from its times and lengths. `generation_peak_flops`: peak of the generating ranks, in FLOP/s."""
 
-    def __init__(
-        self, learners: Mapping[str, LearnerWork], generation_peak_flops: float = 0.0, num_devices: float = 1.0
-    ) -> None:
-        self.learners, self.generation_peak_flops, self.num_devices = learners, generation_peak_flops, num_devices
+    learners: Mapping[str, LearnerWork]
+    generation_peak_flops: float = 0.0
+    num_devices: float = 1.0
 
     def read(self, metrics: Mapping[str, Any], lengths: Lengths) -> dict[str, float | None]:
         """Return `perf/...`, `timing_per_token_ms/...` and `mfu/...` from the step's `timing_s/...` in `metrics`."""

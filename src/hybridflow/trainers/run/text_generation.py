@@ -52,7 +52,7 @@ def checked_prompts(config: Config, prompts: Sequence[Row], *, cap_response_leng
     if not cap_response_length:
         raise DataConfigError(f"{found}; use at most {left}.")
     logger.info("%s; responses are capped at %d tokens", found, left)
-    return config.model_copy(update={"data": data.model_copy(update={"max_response_length": left})})
+    return config.with_values("data", max_response_length=left)
 
 
 def with_system(config: Config, prompts: Sequence[Row], text: str) -> list[Row]:

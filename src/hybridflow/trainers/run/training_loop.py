@@ -116,8 +116,7 @@ def fit(trainer: Trainer, stop_after: int | None = None) -> None:
 def _begin(trainer: Trainer, log: RunLog) -> None:
     """Take the snapshot of the state before the first step; validate there in a new run."""
     if trainer.recovery:
-        trainer.recovery.begin_snapshot()
-        trainer.recovery.finish_snapshot()
+        trainer.recovery.take_snapshot()
     if trainer.global_step == 0 and trainer.config.trainer.val_before_train:
         log.write(0, trainer.validate(), events=trainer.take_events())
 
@@ -142,7 +141,7 @@ def _train_one_step(trainer: Trainer, log: RunLog, saves: SaveTimes, is_last: Ca
     stops = is_last(step)  # read once: a later signal stops after the next step
     if stops or saves.is_due(step, has_validated=bool(validation)):
         if recovery:
-            recovery.finish_snapshot()  # each rank writes one state at a time
+            recovery.snapshots.finish()  # each rank writes one state at a time
         fault_point("log")
         trainer.save()
         saves.restart()

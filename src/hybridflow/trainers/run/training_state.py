@@ -44,7 +44,7 @@ class TrainingSaver:
         self._saved: list[SavedFile] = []
         self._directory = Path()
         self._num_reports = 0
-        self._write_last: Callable[[], None] = _do_nothing
+        self._write_last: Callable[[], None] = lambda: None
         self._step = 0
         self.num_kept = 0
         """Checkpoints of a run that are kept; 0: these are snapshots, or the log has their size."""
@@ -63,7 +63,7 @@ class TrainingSaver:
                 self._note(group.save(str(directory), in_background=self._in_background))
             state = {"global_step": step, "loader": self._loader.state_dict(), "random": capture_random_state(), **more}
             save_state(state, directory / CONTROLLER)
-            self._write_last = partial(write_last, directory) if write_last else _do_nothing
+            self._write_last = partial(write_last, directory) if write_last else lambda: None
             self._open, self._step = stack.pop_all(), step
         if not self._in_background:
             self.finish()
@@ -111,10 +111,6 @@ class TrainingSaver:
         for files in files_of_ranks or ():
             self._saved += files or ()
             self._num_reports += files is None
-
-
-def _do_nothing() -> None:
-    """Do nothing: no further file."""
 
 
 def restore_training(

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache
+from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -52,9 +53,10 @@ def make_page(names: Sequence[str], data: str, *, is_live: bool = False) -> str:
     A live page asks its server for newer data.
     """
     script = "\n".join(_asset(name) for name in SCRIPTS)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest())
     return _asset("page.html").format(
-        title=_escaped(" · ".join(names)),
-        policy=POLICY.format(script=_sha256(script), connect="connect-src 'self'; " if is_live else ""),
+        title=escape(" · ".join(names), quote=False),
+        policy=POLICY.format(script=digest.decode(), connect="connect-src 'self'; " if is_live else ""),
         style="\n".join(_asset(name) for name in STYLES),
         data=data,
         live="true" if is_live else "false",
@@ -71,11 +73,3 @@ def to_page_json(data: Mapping[str, Any]) -> str:
 @cache
 def _asset(name: str) -> str:
     return files("hybridflow.cli.inspect.report").joinpath("assets", name).read_text(encoding="utf-8")
-
-
-def _sha256(text: str) -> str:
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

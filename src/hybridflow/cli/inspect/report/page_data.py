@@ -32,6 +32,7 @@ MAX_SAMPLES = 2000
 MAX_CHARS = 2_000_000
 """Characters of a text in the page; a longer one is cut there, and says so."""
 
+OF_ADVICE = ("metric", "seen", "why", "change", "is_note")
 NUMBERS = ("score", "length", "staleness")
 
 FIGURES = (RL_FIGURES, SFT_FIGURES, DPO_FIGURES, REWARD_MODEL_FIGURES)
@@ -73,14 +74,7 @@ def run_data(run: RunFiles) -> dict[str, Any]:
         "total_steps": run.starts[-1].get("total_steps", 0),
         "timeline": page_timeline(run),
         "advice": [
-            {
-                "title": f"{each.name} ({each.where})",
-                "metric": each.metric,
-                "seen": each.seen,
-                "why": each.why,
-                "change": each.change,
-                "is_note": each.is_note,
-            }
+            {"title": f"{each.name} ({each.where})", **{name: getattr(each, name) for name in OF_ADVICE}}
             for each in find_advice(run)
         ],
     }

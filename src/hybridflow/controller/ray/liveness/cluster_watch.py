@@ -47,7 +47,8 @@ class ClusterWatch:
             f"the control service of the Ray cluster (GCS, {self._node.gcs_address})": (host.strip("[]"), int(port)),
             "the raylet of this node": self._node.raylet_socket_name,
         }
-        self._pids = dict(zip(self._services, map(self._pid_of, ("gcs_server", "raylet")), strict=True))
+        started = [self._node.all_processes.get(name) for name in ("gcs_server", "raylet")]  # by this process
+        self._pids = {n: s and s[0].process.pid for n, s in zip(self._services, started, strict=True)}
         self._patience_s = PATIENCE_LOCAL_S if is_local else PATIENCE_S
         self._stopped = threading.Event()
         self._lost = ""
@@ -100,11 +101,6 @@ class ClusterWatch:
     def _answers(self, name: str) -> bool:
         """Return whether a service runs and accepts a connection, as a stopped one does too."""
         return not _is_stopped(self._pids[name]) and _accepts(self._services[name])
-
-    def _pid_of(self, service: str) -> int | None:
-        """Return the process id of a service that this process has started."""
-        started = self._node.all_processes.get(service)
-        return started[0].process.pid if started else None
 
 
 def _is_stopped(pid: int | None) -> bool:

@@ -49,16 +49,12 @@ def report_calls(calls: Sequence[RayCall]) -> str:
     """Return reports of the processes that run these calls, of at most `MAX_REPORTS`, and the controller's stacks."""
     lines, shown = [], calls[:MAX_REPORTS]
     with ThreadPoolExecutor(max_workers=MAX_REPORTS) as threads:
-        for call, report in zip(shown, threads.map(_observe, shown), strict=True):
+        homes = (call.worker.process.home for call in shown)
+        for call, report in zip(shown, threads.map(observe, homes), strict=True):
             lines += [f"{call.worker.name}:", report]
     if len(calls) > MAX_REPORTS:
         lines.append(f"... and {len(calls) - MAX_REPORTS} more workers without a report.")
     return "\n".join([*lines, "The controller itself waits here:", own_stacks()])
-
-
-def _observe(call: RayCall) -> str:
-    home = call.worker.process.home
-    return observe(home) if home else "  its process has not started"
 
 
 class HangReports:

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from hybridflow.controller.ray.liveness.heartbeat import Heartbeats
@@ -16,13 +15,6 @@ PATIENCE_FACTOR = 10
 logger = logging.getLogger(__name__)
 
 
-class SilentProcess(NamedTuple):
-    """A lost process, and the error for it."""
-
-    process: RayProcess
-    error: WorkerTimeoutError
-
-
 class Silence:
     """Decides which silent processes are lost. `timeout_s`: seconds without a heartbeat; None: none is lost."""
 
@@ -30,8 +22,8 @@ class Silence:
         self._heartbeats, self._timeout_s = heartbeats, timeout_s
         self._examine_at_s: WeakKeyDictionary[RayProcess, float] = WeakKeyDictionary()
 
-    def find(self, running: Sequence[RayCall]) -> SilentProcess | None:
-        """Return the first process of these calls that is lost."""
+    def find(self, running: Sequence[RayCall]) -> tuple[RayProcess, WorkerTimeoutError] | None:
+        """Return the first process of these calls that is lost, and the error for it."""
         for call in running:
             process, timeout_s = call.worker.process, self._timeout_s
             silent_s = self._heartbeats.silent_s(process)
@@ -40,13 +32,13 @@ class Silence:
             elif silent_s >= self._examine_at_s.get(process, timeout_s):
                 self._examine_at_s[process] = silent_s + timeout_s
                 if error := self._examine(call, silent_s, timeout_s):
-                    return SilentProcess(process, error)
+                    return process, error
         return None
 
     def _examine(self, call: RayCall, silent_s: float, timeout_s: float) -> WorkerTimeoutError | None:
         """Look at a silent process from outside; return the error if it is lost."""
         process = call.worker.process
-        state, report = examine(process.home) if process.home else ("unknown", "  its process has not started")
+        state, report = examine(process.home)
         self._heartbeats.look([process], again=True)
         if self._heartbeats.silent_s(process) < silent_s:
             return None  # it goes on
@@ -58,13 +50,8 @@ class Silence:
         if silent_s < lost_after_s:
             logger.warning("%s; it counts as lost after %g s.\n%s", text, lost_after_s, report)
             return None
-        return WorkerTimeoutError(
-            f"{text} (limit: {lost_after_s:g} s, controller.heartbeat_timeout_s={timeout_s:g}).\n"
-            f"Report of the process:\n{report}",
-            role=process.label.rpartition("/")[0],
-            rank=process.rank,
-            node=process.node,
-        )
+        text += f" (limit: {lost_after_s:g} s, controller.heartbeat_timeout_s={timeout_s:g})."
+        return process.error(WorkerTimeoutError, f"{text}\nReport of the process:\n{report}")
 
 
 _MEANING = {

@@ -47,15 +47,10 @@ FAULTS: dict[type[errors.HybridFlowError], Fault] = {
 """The class of a failure by the class of its error; the most derived one counts."""
 
 ACTIONS: dict[Fault, Action] = {
-    Fault.CLUSTER: Action.STOP,
+    **dict.fromkeys(Fault, Action.STOP),
     Fault.INFRASTRUCTURE: Action.RESTART,
     Fault.TRANSFER: Action.RESTART,
     Fault.MEMORY: Action.SMALLER,
-    Fault.NUMERIC: Action.STOP,
-    Fault.USER_CODE: Action.STOP,
-    Fault.DATA: Action.STOP,
-    Fault.STORAGE: Action.STOP,
-    Fault.OTHER: Action.STOP,
 }
 """The action for each class of failures. A failure that would come back with the repeated step stops the run."""
 

@@ -6,15 +6,16 @@ A step depends only on the state at its begin, the data and the seed, so the rep
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from hybridflow.checkpoint import Checkpoint
-from hybridflow.controller import Backend, Role, WorkerGroup
 from hybridflow.errors import CheckpointError, DataError, HybridFlowError, LostWorkerError
 from hybridflow.runtime.observe import JsonlWriter, TraceEvent, get_logger
 from hybridflow.runtime.observe.run_files import RECOVERIES
+from hybridflow.trainers.build.groups import as_ray
 from hybridflow.trainers.build.pool_sizes import PoolSizes, use_sizes
 from hybridflow.trainers.build.token_budgets import TokenBudgets
 from hybridflow.trainers.run.recovery.failures import Action, Tries, action_for, fault_of
@@ -26,17 +27,14 @@ logger = get_logger(__name__)
 
 
 class Recovery:
-    """The recovery of one run.
-
-    `snapshots` is None if the run goes back to its checkpoints only, `sizes` if its groups keep their number of ranks.
-    """
+    """The recovery of one run. `sizes` is None if its groups keep their number of ranks."""
 
     def __init__(
         self,
         trainer: Trainer,
         groups: RestartedGroups,
         budgets: TokenBudgets,
-        snapshots: Snapshots | None,
+        snapshots: Snapshots,
         sizes: PoolSizes | None = None,
     ) -> None:
         recovery = trainer.config.recovery
@@ -47,19 +45,17 @@ class Recovery:
 
     def begin_snapshot(self) -> None:
         """Begin the snapshot of the last step, if one is due."""
-        if self.snapshots:
-            self.snapshots.begin(self._trainer.global_step, self._trainer.save_with)
+        self.snapshots.begin(self._trainer.global_step, self._trainer.save_with)
 
-    def finish_snapshot(self) -> None:
-        """Complete the pending snapshot."""
-        if self.snapshots:
-            self.snapshots.finish()
+    def take_snapshot(self) -> None:
+        """Begin the snapshot of the last step, if one is due, and complete it."""
+        self.begin_snapshot()
+        self.snapshots.finish()
 
     def note_step(self) -> dict[str, float]:
         """Complete the snapshot of an earlier step; return metrics of the recoveries since the last call."""
         step = self._trainer.global_step
-        if self.snapshots:
-            self.snapshots.finish(step)
+        self.snapshots.finish(step)
         self._tries.note_step(step)
         self._budgets.note_step()
         metrics, self._metrics = self._metrics, {}
@@ -74,16 +70,13 @@ class Recovery:
         if not growable:
             return
         start, step = time.time(), self._trainer.global_step
-        self._trainer.finish_save()
-        if (point := self._newest_point()) is None or point.step < step:
-            self.begin_snapshot()
-            self.finish_snapshot()
-            point = self._newest_point()
-        if point is None or point.step < step:
-            self._trainer.save()
+        for save in (None, self.take_snapshot, self._trainer.save):
+            if save:
+                save()
             self._trainer.finish_save()
-            point = self._newest_point()
-        if point is None or point.step < step:
+            if (point := self._newest_point()) and point.step >= step:
+                break
+        else:
             return  # the log says why
         names = self._groups.settle(also=growable)
         logger.warning("there is room for more processes: new ones for %s", ", ".join(names))
@@ -127,8 +120,7 @@ class Recovery:
         """Return the point from which the run goes on, and the groups with new processes."""
         failed = self._groups.settle()
         self._trainer.saver.rescue()
-        if self.snapshots:
-            self.snapshots.rescue()
+        self.snapshots.rescue()
         point = self._newest_point()
         if point is None:
             logger.error(
@@ -156,14 +148,9 @@ class Recovery:
         self._budgets.apply()
         self._trainer.restore(point, verify=True)
 
-    def close(self) -> None:
-        """Remove the snapshots."""
-        if self.snapshots:
-            self.snapshots.close()
-
     def _newest_point(self) -> Checkpoint | None:
         """Return the newest snapshot or checkpoint whose files are undamaged; None if there is none."""
-        stores = [self._trainer.run.store, *([self.snapshots.store] if self.snapshots else [])]
+        stores = (self._trainer.run.store, self.snapshots.store)
         found = sorted(((step, store) for store in stores for step in store.list()), key=lambda pair: pair[0])
         for step, store in reversed(found):
             try:
@@ -210,38 +197,23 @@ def recovering(recovery: Recovery | None, rewind: Any) -> Iterator[None]:
         rewind()
 
 
-def build_recovery(
-    trainer: Trainer,
-    groups: Mapping[Role, WorkerGroup],
-    backend: Backend,
-    budgets: TokenBudgets,
-    sizes: PoolSizes | None = None,
-) -> Recovery | None:
+def build_recovery(trainer: Trainer, budgets: TokenBudgets, sizes: PoolSizes | None = None) -> Recovery | None:
     """Return the recovery of a run on Ray; None in one process, and with recovery.max_restarts = 0."""
     config = trainer.config
     if config.controller.backend != "ray" or not config.recovery.max_restarts:
         return None
-    from hybridflow.controller.ray import RayBackend
-
-    assert isinstance(backend, RayBackend)
+    backend, groups = as_ray(trainer.backend), trainer.groups
     runs_on = config.updates_in_flight  # a snapshot would wait for batches that have begun
     connected = runs_on or config.rollout.weight_sync in ("broadcast", "ipc")
-    snapshots = None
-    if config.recovery.snapshot_every and not runs_on:
-        hostnames = backend.hostnames([worker for group in groups.values() for worker in group.workers])
-        directory = snapshot_directory(config, hostnames)
-        if problem := memory_problem(config, directory):
-            logger.warning("%s", problem)
-        else:
-            every, lag = config.recovery.snapshot_every, config.trainer.lag
-            snapshots = Snapshots(directory, every, lag, lambda store: trainer.new_saver(store, in_background=True))
+    every = 0 if runs_on else config.recovery.snapshot_every
+    hostnames = backend.hostnames([worker for group in groups.values() for worker in group.workers])
+    directory = snapshot_directory(config, hostnames)
+    if every and (problem := memory_problem(config, directory)):
+        logger.warning("%s", problem)
+        every = 0
+    snapshots = Snapshots(directory, every, config.trainer.lag, partial(trainer.new_saver, in_background=True))
     by_name = {role.value: group for role, group in groups.items()}
-    restarted = RestartedGroups(
-        backend,
-        by_name,
-        connected=connected,
-        standby=config.recovery.standby,
-        move=(lambda names: sizes.refit(groups, names)) if sizes else None,
-    )
+    move, standby = sizes and partial(sizes.refit, groups), config.recovery.standby
+    restarted = RestartedGroups(backend, by_name, connected=connected, standby=standby, move=move)
     restarted.keep_standbys()
     return Recovery(trainer, restarted, budgets, snapshots, sizes)

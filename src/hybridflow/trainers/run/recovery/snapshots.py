@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.checkpoint import CheckpointStore
+from hybridflow.checkpoint.partial_directory import remove_unless_in_use
 from hybridflow.config import Config
 from hybridflow.errors import CheckpointError
 from hybridflow.runtime.files import describe_bytes
@@ -34,14 +35,14 @@ class Snapshots:
     """The snapshots of a run in `store`, which holds the newest complete one.
 
     `begin` copies the state, and `finish` completes the snapshot. One that cannot be written is a warning: the run then
-    goes back further if it has to. `lag`: how many steps may pass until the batches that have begun are generated; the
-    snapshot of a step is not completed earlier.
+    goes back further if it has to. `every`: steps between two snapshots; 0: none is taken. `lag`: how many steps may
+    pass until the batches that have begun are generated; the snapshot of a step is not completed earlier.
     """
 
     def __init__(
         self, directory: Path, every: int, lag: int, saver: Callable[[CheckpointStore], TrainingSaver]
     ) -> None:
-        self._directory, self._every, self._lag = directory, max(every, lag), max(1, lag)
+        self._directory, self._every, self._lag = directory, every and max(every, lag), max(1, lag)
         self._remove: weakref.finalize[..., Any] | None = None
         self.store = CheckpointStore(directory, keep=1)
         self.saver = saver(self.store)
@@ -50,7 +51,7 @@ class Snapshots:
 
     def begin(self, step: int, save: Callable[[TrainingSaver], None]) -> None:
         """Begin the snapshot of a step with `save(saver)`, if one is due and none is pending."""
-        if self._pending is not None or step % self._every:
+        if self._pending is not None or not self._every or step % self._every:
             return
         try:
             self._create()
@@ -140,15 +141,8 @@ def memory_problem(config: Config, directory: Path) -> str:
 def remove_left_snapshots(base: Path) -> None:
     """Remove the snapshots in `base` of this user's processes that have ended, whose locks are free."""
     for path in base.iterdir():
-        if not NAME.fullmatch(path.name) or path.is_symlink() or path.stat().st_uid != os.geteuid():
-            continue
-        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # in use, or a file system without locks
-            os.close(lock)
-        else:
-            _remove(path, lock)
+        if NAME.fullmatch(path.name) and not path.is_symlink() and path.stat().st_uid == os.geteuid():
+            remove_unless_in_use(path)
 
 
 def _remove(directory: Path, lock: int) -> None:
