@@ -6,7 +6,7 @@ from pathlib import Path
 import hybridflow
 
 SRC = Path(hybridflow.__file__).parents[1]
-MOST_FILES, MOST_LINES = 66, 8_797
+MOST_FILES, MOST_LINES = 66, 8_757
 """These may only fall; an import that would grow them belongs in an argument of `PPO`."""
 
 

@@ -90,8 +90,10 @@ def test_a_learning_rate_that_jumps_is_found_where_it_begins(ruin, hybridflow):
     assert (shown.status, shown.err) == (0, "")
     assert "\nval/score/mean is below 0.4 from step 7 on\nstep 7 is the first of a start with other keys: " in shown.out
     assert "other keys: actor.optimizer.lr=1.0\n" in shown.out
-    assert "so it is lost by the keys of the step" in shown.out
     assert re.search(r"\nstep 7 with actor.optimizer.lr=2e-2 .* kept ", shown.out)
+    assert shown.out.endswith("\nit is kept with actor.optimizer.lr=2e-2, so it is lost by the keys\n")
+    shown = hybridflow("bisect", directory, *SCORE)
+    assert "so it is lost by the keys of the step" in shown.out
 
 
 def test_a_reward_that_starts_to_pay_for_length_is_found(ruin, hybridflow):
@@ -140,7 +142,7 @@ REFUSED = [
     ("grpo", (*VAL, "--rule", "math:sqrt"), "--rule math:sqrt raised TypeError"),
     ("grpo", (*VAL, "--rule", "builtins:len"), "returned"),
     ("grpo", (*VAL, "--below", -5), "is not lost: val/score/mean is not below -5 after step 6, its last"),
-    ("grpo", (*VAL, "--above", -5), "is lost after step 0 already: val/score/mean is above -5 there; name a step"),
+    ("grpo", (*VAL, "--above", -5), "is lost after step 0 already: val/score/mean is above -5 there; name another step"),
     ("grpo", (*VAL, "--above", -5, "--from", 6), "is lost after step 6 already"),
     (
         "grpo",

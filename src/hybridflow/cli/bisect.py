@@ -100,7 +100,7 @@ def _loaded(name: str) -> Callable[[Mapping[str, float]], bool]:
     def rule(metrics: Mapping[str, float]) -> bool:
         try:
             lost = function(dict(metrics))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError(f"--rule {name} raised {type(error).__name__}: {error}; it gets a dictionary.") from error
         if not isinstance(lost, bool):
             raise ConfigError(f"--rule {name} returned {lost!r:.60}; expected True (lost) or False.")
@@ -113,6 +113,9 @@ def _lines(found: "Bisection") -> list[str]:
     lines = ["", f"{found.metric} is {found.rule} from step {found.step} on"]
     if found.new_keys:
         lines.append(f"step {found.step} is the first of a start with other keys: {' '.join(found.new_keys)}")
+        if found.keeping:
+            lines.append(f"it is kept with {found.keeping[0]}, so it is lost by the keys")
+            return [printable(line) for line in lines]
     if found.mini_batches:
         named = ", ".join(map(str, found.mini_batches))
         lines.append(f"it is kept without mini-batch {named} of the step's {found.num_mini_batches}")

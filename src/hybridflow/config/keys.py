@@ -13,6 +13,8 @@ MODELS = ("model.path", "critic.model_path", "reference.model_path", "teacher.mo
 DIRECTORIES = (*MODELS, "trainer.run_dir", "recovery.snapshot_dir")
 FILES = ("data.train_files", "data.val_files")
 """Keys whose values are paths; those of models and files may be names on the hub."""
+PROMPT_FILE = "prompt_file"
+"""The entry of reward.kwargs for the path of the judge's prompt; its other values are not paths."""
 
 
 def sections(root: Section | None = None, name: str = "") -> Iterator[tuple[str, Section]]:

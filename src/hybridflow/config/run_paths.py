@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hybridflow.config import leaf_keys, load_config
 from hybridflow.config.environment_sources import scheme_of
-from hybridflow.config.keys import DIRECTORIES, FILES
+from hybridflow.config.keys import DIRECTORIES, FILES, PROMPT_FILE
 from hybridflow.config.render import toml_value
 
 FUNCTIONS = ("reward.function", "data.map", "data.order", "algorithm.advantage", "actor.policy_loss")
@@ -22,9 +22,6 @@ ON_HUB = re.compile(r"hf://|[\w.-]+/[\w.-]+@[0-9a-f]{40}$")
 
 CLASSES = "environment.classes"
 """Key of sources by name, which may be 'path.py:Class' or 'harbor:DIR'."""
-
-PROMPT_FILE = "prompt_file"
-"""Key of reward.kwargs for the path of the judge's prompt; other values are not paths."""
 
 
 def absolute_paths(config_file: Path, overrides: Sequence[str] = (), start: int = -1) -> list[str]:

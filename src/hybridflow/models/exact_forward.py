@@ -49,20 +49,20 @@ def require_exact(model: PreTrainedModel, tensor: TensorRanks | None) -> None:
     unlike = " with windows, such rotary angles (rope_parameters) or hidden_act" if kind in FUSED_FAMILIES else ""
     odd = "a layer has an odd number of inputs, which model.dtype='float32' takes, and bfloat16 does not"
     kernels = "compiled kernels serve" if like.device.type == "cpu" else "kernels of Triton serve"
-    needed = "controller.compiled_kernels, C compiler" if like.device.type == "cpu" else "package triton"
+    needed = "controller.compiled_kernels=true and a C compiler" if like.device.type == "cpu" else "the package triton"
+    dtypes = f"it needs float32 or bfloat16, and {needed}"
     problem = (
-        (not serves_exactly(like) and f"no {kernels} {like.dtype} on {like.device.type} ({needed})")
-        or (not is_fusable(model) and f"'{kind}' models{unlike} have no fused forward pass")
-        or (tensor is not None and "tensor parallel ranks add in another order (parallel.tensor)")
-        or (any(type(m) is not nn.Linear for m in products) and "training computes adapters apart (lora.rank)")
+        (not serves_exactly(like) and f"no {kernels} {like.dtype} on {like.device.type}; {dtypes}")
+        or (
+            not is_fusable(model) and f"'{kind}' models{unlike} have no fused forward pass; Llama, Qwen2 and Qwen3 have"
+        )
+        or (tensor is not None and "tensor parallel ranks add in another order; set parallel.tensor=1")
+        or (any(type(m) is not nn.Linear for m in products) and "training computes adapters apart; set lora.rank=0")
         or (serves(like) and like.dtype == torch.bfloat16 and any(m.in_features % 2 for m in products) and odd)
         or (not serves(like) and _is_wide(model, like) and "heads or layers are too wide for the kernels of Triton")
     )
     if problem:
-        raise ModelConfigError(
-            f"rollout.exact=true is not possible: {problem}; it needs float32 or bfloat16, and a Llama, Qwen2 or "
-            "Qwen3 model; or use rollout.exact=false."
-        )
+        raise ModelConfigError(f"rollout.exact=true is not possible: {problem}; or use rollout.exact=false.")
 
 
 def _is_wide(model: Any, like: Tensor) -> bool:

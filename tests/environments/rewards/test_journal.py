@@ -65,6 +65,22 @@ def scorer(place):
     return build
 
 
+def test_outcomes_are_known_wherever_files_are_named_from(tmp_path):
+    def known(*identity):
+        journal = RewardJournal(tmp_path, 0, [*identity, "source"], failures=False)
+        journal.open(1)
+        call = journal.call({"answer": 1}, None)
+        journal.write(call, Outcome(1.0), is_answer=True)
+        return call.known is not None
+
+    assert not known("mine.py:score", {"prompt_file": "judge.txt"})
+    assert known("/a/b/mine.py:score", {"prompt_file": "/a/b/judge.txt"})
+    assert not known("mine.py:other", {"prompt_file": "judge.txt"})
+    assert not known("harbor:tasks?sandbox=mine.py:Box", {"path": "a/x"})
+    assert known("harbor:/a/tasks?sandbox=/a/mine.py:Box", {"path": "a/x"})
+    assert not known("harbor:tasks?sandbox=mine.py:Box", {"path": "b/x"})
+
+
 def asked(place):
     file = place / "asked"
     return file.read_text().split() if file.exists() else []

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hybridflow.config.keys import PROMPT_FILE
 from hybridflow.environments.rewards.outcome import Outcome
 from hybridflow.errors import RewardError
 from hybridflow.runtime.observe import JsonlWriter
@@ -39,13 +40,15 @@ class RewardJournal:
     """The outcomes of a run's steps in `directory`; each rank writes a separate file.
 
     Only outcomes that existed when the journal was created are used, those of this rank first: rows that other ranks
-    write meanwhile are ignored. `identity` describes the function and its settings; outcomes of another identity are
-    not used. With `failures` failed outcomes are kept too: a run that continues after a failure must find it again.
+    write meanwhile are ignored. `identity` describes the function and its settings, where directories of files do not
+    matter, since a replay names them otherwise; outcomes of another identity are not used. With `failures` failed
+    outcomes are kept too: a run that continues after a failure must find it again.
     Raises RewardError if a file of the journal is not a regular file.
     """
 
     def __init__(self, directory: str | Path, rank: int, identity: Any, *, failures: bool) -> None:
-        self.directory, self._rank, self._identity, self.keeps_failures = Path(directory), rank, identity, failures
+        self.directory, self._rank, self.keeps_failures = Path(directory), rank, failures
+        self._identity = _without_directories(identity)
         try:
             for path in self._files():
                 require_plain_file(path)
@@ -128,6 +131,21 @@ def _read(path: Path, size: int) -> list[tuple[int, str, Outcome]]:
             f"{path}, line {number}, is damaged ({error}); remove the file to compute its rewards again."
         ) from error
     return rows
+
+
+def _without_directories(identity: Any) -> Any:
+    """Return names of functions, classes and tasks, and the file of a judge's prompt, without their directories."""
+    if isinstance(identity, Mapping):  # arguments of a function
+        return {name: Path(value).name if name == PROMPT_FILE else value for name, value in identity.items()}
+    if isinstance(identity, list):
+        return [_without_directories(item) for item in identity]
+    if not isinstance(identity, str):
+        return identity
+    if identity.startswith("harbor:"):
+        tasks, mark, options = identity.removeprefix("harbor:").partition("?")
+        return f"harbor:{Path(tasks).name}{mark}{re.sub('(?<=sandbox=)[^&]*/', '', options)}"
+    source, colon, function = identity.rpartition(":")
+    return f"{Path(source).name}{colon}{function}" if source.endswith(".py") else identity
 
 
 def _canonical(value: Any) -> Any:

@@ -38,6 +38,10 @@ class ShortRunError(HybridFlowError):
         errors = [i for i, line in enumerate(lines) if line.startswith("error: ")]
         self.status, self.reason = status, "\n".join(lines[errors[-1] :] if errors else lines[-5:])
         self.reason = self.reason.removeprefix("error: ")
+        if status < 0:
+            self.reason = (
+                f"{signal.Signals(-status).name} from outside, as where memory is short. {self.reason}".strip()
+            )
         super().__init__(f"{name} ended with status {status}: {self.reason}")
 
 

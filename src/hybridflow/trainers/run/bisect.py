@@ -68,7 +68,8 @@ class Bisection:
 
     `new_keys`: those that the start of the step changed, if the step is its first. `mini_batches` are the numbers of
     those of `num_mini_batches`, and `groups` those of `num_groups`, whose removal keeps the metric, with the `samples`
-    of these groups; each is empty if only the whole step does. `is_smallest`: each of the groups is needed.
+    of these groups; each is empty if only the whole step does. `is_smallest`: each of the groups is needed. `keeping`:
+    the tries that keep the metric.
     """
 
     metric: str
@@ -81,6 +82,7 @@ class Bisection:
     num_groups: int = 0
     is_smallest: bool = False
     samples: list[LearnedSample] = field(default_factory=list)
+    keeping: list[str] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
 
 
@@ -125,8 +127,9 @@ def bisect_run(
         if most_removals:
             _find_groups(changed, trainer, meter, most_removals, found)
         for config, changes in zip(configs, tries, strict=True):
-            begin = time.monotonic()
-            meter.note(f"step {step} with {' '.join(changes)}", changed.metrics_after(states.build(config)), begin)
+            begin, shown = time.monotonic(), " ".join(changes)
+            if not meter.note(f"step {step} with {shown}", changed.metrics_after(states.build(config)), begin):
+                found.keeping.append(shown)
     found.evaluations = meter.evaluations
     return found
 
@@ -206,8 +209,8 @@ def _first_lost_step(states: RunStates, meter: _Meter, first_kept: int) -> int:
     low = max((step for step, there in lost.items() if not there and step >= first_kept), default=first_kept)
     if low >= last or is_lost(low):
         raise DataError(
-            f"'{states.run_dir}' is lost after step {low} already: {rule.metric} is {rule.text} there; name a step "
-            f"after which it is not, of 0 to {last - 1}, with --from."
+            f"'{states.run_dir}' is lost after step {low} already: {rule.metric} is {rule.text} there; name another "
+            f"step of 0 to {last - 1}, after which it is not, with --from."
         )
     high = min((step for step, there in lost.items() if step > low), default=last)
     if high < last:
