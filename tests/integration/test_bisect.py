@@ -142,7 +142,11 @@ REFUSED = [
     ("grpo", (*VAL, "--rule", "math:sqrt"), "--rule math:sqrt raised TypeError"),
     ("grpo", (*VAL, "--rule", "builtins:len"), "returned"),
     ("grpo", (*VAL, "--below", -5), "is not lost: val/score/mean is not below -5 after step 6, its last"),
-    ("grpo", (*VAL, "--above", -5), "is lost after step 0 already: val/score/mean is above -5 there; name another step"),
+    (
+        "grpo",
+        (*VAL, "--above", -5),
+        "is lost after step 0 already: val/score/mean is above -5 there; name another step",
+    ),
     ("grpo", (*VAL, "--above", -5, "--from", 6), "is lost after step 6 already"),
     (
         "grpo",
