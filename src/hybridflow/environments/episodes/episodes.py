@@ -11,7 +11,7 @@ from typing import Any
 from hybridflow.environments.episodes.loop_tasks import LoopTasks
 from hybridflow.environments.episodes.playing import EpisodePlayer, NextTurn, PlayedEpisode
 from hybridflow.errors import EnvironmentConfigError, RolloutError
-from hybridflow.rollout import Request, RolloutEngine, SamplingParams
+from hybridflow.rollout import Completion, Request, RolloutEngine, SamplingParams
 from hybridflow.rollout.running_groups import longest_first
 from hybridflow.runtime.observe import get_logger
 from hybridflow.runtime.progress import note_progress
@@ -121,7 +121,7 @@ class RunningEpisodes:
                     self._num_steps += 1
                     self._between_steps()
                 self._take_finished()  # an engine may finish sequences without a step
-                if not (self._turns.oldest() or self._engine.has_unfinished() or len(self._ended) >= count):
+                if not (self._turns or self._engine.has_unfinished() or len(self._ended) >= count):
                     raise RolloutError("the engine is idle, but episodes have not ended: it has lost their turns.")
                 note_progress()
             groups, self._ended = self._ended[:count], self._ended[count:]
@@ -201,7 +201,7 @@ class RunningEpisodes:
                 self._num_ended[group] += 1
                 if self._num_ended[group] == self._group_size:
                     self._ended.append(group)
-            else:
+            elif player.is_parallel:
                 more[number] = player.next_turns()
         self._ends.start(ends, self._num_steps)
         self._turns.start(more)
@@ -260,11 +260,22 @@ class RunningEpisodes:
                 self._engine.abort(request)
 
     def _take_finished(self) -> None:
+        turns: dict[int, Coroutine[Any, Any, list[NextTurn]]] = {}
         for completion in self._engine.finished():
             number, turn = self._running.pop((completion.request_id, completion.index))
+            player = self._starts[number].player
             self._num_sampled[number] -= 1
             if number in self._has_ended:  # its agent has ended without this turn
                 continue
-            self._turns.call(self._starts[number].player.deliver, turn, completion)
+            if not player.is_parallel:
+                turns[number] = _go_on(player, turn, completion)
+                continue
+            self._turns.call(player.deliver, turn, completion)
             if not self._num_sampled[number]:
                 self._turns.wait_from(number, self._num_steps)
+        self._turns.start(turns, self._num_steps)
+
+
+async def _go_on(player: EpisodePlayer, turn: NextTurn, completion: Completion) -> list[NextTurn]:
+    player.deliver(turn, completion)
+    return await player.next_turns()

@@ -26,6 +26,10 @@ class LoopTasks:
         self._queue = queue.SimpleQueue[tuple[int, asyncio.Task[Any]]]()
         self._done: dict[int, asyncio.Task[Any]] = {}  # taken from the queue
 
+    def __bool__(self) -> bool:
+        """Return whether some have not been returned."""
+        return bool(self._running)
+
     def start(self, coroutines: Mapping[int, Coroutine[Any, Any, Any]], step: int | None = None) -> None:
         """Run coroutines by episode, which has no other one. The loop is woken once for all.
 

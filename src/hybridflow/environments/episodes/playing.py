@@ -3,7 +3,6 @@
 start(row) ──> turn ──> engine ──> deliver(tokens) ──> next_turns() ──> turn ──> engine ──> ... ──> none ──> finish()
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -84,7 +83,7 @@ class EpisodePlayer(Protocol):
         """Get a turn; called on the event loop."""
 
     async def next_turns(self) -> list[NextTurn]:
-        """Return the turns that follow from what is delivered; none if the episode has ended.
+        """Return the turns that follow from what was delivered; none if the episode has ended.
 
         With `is_parallel` also those that are asked for while others are sampled.
         """
@@ -115,7 +114,7 @@ class Player:
         self._cut_turn: AssistantTurn | None = None
         self._failure: Failure | None = None
         self._bonus = 0.0
-        self._delivered = asyncio.Queue[Completion]()
+        self._delivered = Completion(0, 0)
 
     def abandon(self) -> None:
         """Nothing else runs."""
@@ -132,15 +131,14 @@ class Player:
 
     def deliver(self, turn: NextTurn, completion: Completion) -> None:
         """Get the turn."""
-        self._delivered.put_nowait(completion)
+        self._delivered = completion
 
     async def next_turns(self) -> list[NextTurn]:
-        """Return the turn after the one that is delivered next; nothing if the episode has ended.
+        """Return the turn after the one that was delivered; nothing if the episode has ended.
 
         A turn without a stop token at its end was cut, unless it has stopped at a stop string.
         """
-        got = await self._delivered.get()
-        ids = got.token_ids
+        got, ids = self._delivered, self._delivered.token_ids
         self.rows[-1].add_sampled(ids, got.log_probs, got.versions, len(self.episode.turns))
         self.rows[-1].add_routes(got.routes)
         messages = self.episode.messages
