@@ -46,7 +46,7 @@ def log_probs(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return log-probs at labels of softmax(inverse * logits), logs of the normalizers, and entropies or None.
 
-    logits (rows, vocabulary); labels (rows,) int64; inverses (rows,) float32; results (rows,) float32.
+    logits (rows, vocabulary); labels (rows,) int64; inverses (rows, 1) float32; results (rows,) float32.
     """
     logits, (rows, vocabulary) = aligned(logits), logits.shape
     found, normalizers, entropies = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3))
